@@ -69,14 +69,14 @@ class PeftTrainer:
 
     def _pass(self, rows: Sequence[Row]) -> None:
         batch = Rows.of(to_micro_batch(rows))
-        ids_RT, columns_K, mask_RK, mu_RK, advantages_R, temperatures_R, scales_R = (
+        ids_RT, columns_K, mask_RK, mu_RK, advantages_R1, temperatures_R, scales_R = (
             torch.from_numpy(array)
             for array in (
                 batch.token_ids_RT,
                 batch.columns_K,
                 batch.mask_RK,
                 batch.sampled_logprobs_RK,
-                batch.advantages_R,
+                batch.advantages_RK,
                 batch.temperatures_R,
                 batch.scales_R,
             )
@@ -85,7 +85,7 @@ class PeftTrainer:
         all_logprobs_RKV = torch.log_softmax(logits_RKV.float() / temperatures_R[:, None, None], dim=-1)
         logprobs_RK = all_logprobs_RKV.gather(-1, ids_RT[:, columns_K][..., None]).squeeze(-1)
         ratio_RK = (logprobs_RK.detach() - mu_RK).exp()
-        weight_RK = ratio_RK.clamp(max=DELTA) * (advantages_R * scales_R)[:, None] * mask_RK
+        weight_RK = ratio_RK.clamp(max=DELTA) * (advantages_R1 * scales_R[:, None]) * mask_RK
         loss = -(weight_RK * logprobs_RK).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():

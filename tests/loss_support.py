@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from prime_rl.configs.losses import (
@@ -44,6 +46,13 @@ def name_of(config: LossConfig) -> str:
     return "-".join([config.type, *words, *(["kl"] if config.kl_coef else [])])
 
 
+def by_token(inputs: LossInputs, seed: int = 2) -> LossInputs:
+    """The same rows with an advantage for each token, of both signs in a row; also where there is no loss token."""
+    generator = torch.Generator().manual_seed(seed)
+    own_RK = torch.randn(inputs.mask_RK.shape, generator=generator, dtype=inputs.advantages_RK.dtype)
+    return replace(inputs, advantages_RK=own_RK)
+
+
 def inputs_of(seed: int = 1) -> LossInputs:
     """Six rows of eight positions in float64, at most six of them loss tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -59,7 +68,7 @@ def inputs_of(seed: int = 1) -> LossInputs:
     return LossInputs(
         log_pi_RK,
         log_pi_RK + spread_R1 * (2 * random(6, 8) - 1),
-        torch.tensor([1.5, -0.5, -0.7, 1.0, 0.3, 0.8], dtype=torch.float64),
+        torch.tensor([1.5, -0.5, -0.7, 1.0, 0.3, 0.8], dtype=torch.float64)[:, None],
         mask_RK,
         torch.tensor([0.1, 0.2, 0.05, 0.3, 0.3, 0.15], dtype=torch.float64),
         -0.1 - 2 * random(6, 8),

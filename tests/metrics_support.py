@@ -15,6 +15,7 @@ _PLACEHOLDERS = {
     "pass@K_se": r"pass@\d+_se",
     "ENV": r"[A-Za-z0-9._-]+",
     "METRIC": r"[A-Za-z0-9._/-]+",
+    "NAME": r"[A-Za-z0-9._/-]+",
     "SERVER": r"\d+",
 }
 

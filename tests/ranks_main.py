@@ -76,7 +76,8 @@ NUM_SAMPLES = {"run_adamw": 3, "run_sgd": 12, "run_muon": 8}
 
 def put_run(workspace: Path, model: Path, run_id: str, num_steps: int = NUM_STEPS) -> RunDir:
     run = write_run(workspace, run_id, model, max_steps=NUM_STEPS, **RUNS[run_id])
-    put_batches(run, num_steps, num_samples=NUM_SAMPLES[run_id], seed=len(run_id))
+    by_token = run_id == "run_muon"
+    put_batches(run, num_steps, num_samples=NUM_SAMPLES[run_id], seed=len(run_id), by_token=by_token)
     return run
 
 

@@ -57,7 +57,7 @@ def test_tests_exist(document: str, path: str, name: str) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_no_sentence_breaks_off(path: Path) -> None:
     """A paragraph and an item of a list end with a mark, unless a list or a table goes on from there."""
-    text = re.sub(r"^```.*?^```$|(?<=\n\n)    .*?$|<!--.*?-->", "", TEXT[path], flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```$|(?<=\n\n)(?:    [^\n]*\n)+|<!--.*?-->", "", TEXT[path], flags=re.DOTALL | re.MULTILINE)
     blocks = [block.strip() for block in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) |#)", text) if block.strip()]
     for block, following in pairwise([*blocks, ""]):
         if not re.match(r"[#|]|!\[", block) and not following.startswith(("- ", "1. ", "| ")):
@@ -189,7 +189,7 @@ def test_advantages_are_those_of_the_config() -> None:
     assert re.findall(r"^\| (\w+) \|", text, re.MULTILINE)[1:] == list(get_args(AdvantageType))
     assert re.findall(r"^\| (\w+) \|.*\| the default:", text, re.MULTILINE) == [AdvantageConfig().type]
     assert re.findall(r"^`(\w+)` = coef \(default 0,", text, re.MULTILINE) == ["length_penalty"]
-    assert set(AdvantageConfig.model_fields) == {"type", "length_penalty", "mask_truncated"}
+    assert set(AdvantageConfig.model_fields) == {"type", "length_penalty", "mask_truncated", "reward_weights"}
 
 
 def defaults_of(config: BaseLossConfig) -> dict[str, object]:
@@ -256,7 +256,7 @@ async def test_the_environment_of_the_document_works() -> None:
             return "no"
 
     (example,) = env.examples("train")
-    assert check_outcome(await env.rollout(example, Yes()), (0, 1)).reward == 1.0
+    assert check_outcome(await env.rollout(example, Yes()), (0, 1), [1]).reward == 1.0
 
 
 @pytest.mark.parametrize("provider", ["verifiers", "reasoning-gym"])
@@ -342,7 +342,7 @@ async def test_the_class_of_the_data_page_reads_the_file_of_the_page(tmp_path: P
             return "It is Lima."
 
     (example,) = env.examples("train")
-    assert check_outcome(await env.rollout(example, Answers()), (0, 1)).reward == 1.0
+    assert check_outcome(await env.rollout(example, Answers()), (0, 1), [1]).reward == 1.0
     (other,) = env.examples("eval")
     assert other.id != example.id and (await env.rollout(other, Answers())).reward == 0.0
 

@@ -40,7 +40,7 @@ from prime_rl.configs.losses import AipoLossConfig, LossConfig
 from prime_rl.configs.orchestrator import OptimConfig
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.validate import TrainerLimits
-from prime_rl.contract.types import MicroBatch
+from prime_rl.contract.types import TOKEN_BYTES, MicroBatch
 from prime_rl.lora.linear import AdapterRouting
 from prime_rl.trainer.checkpoint import AdapterSnapshot, AdapterSnapshots
 from prime_rl.trainer.fair_queue import rows_of, to_micro_batch
@@ -132,9 +132,17 @@ def micro_batch(seed: int = 0) -> MicroBatch:
     return to_micro_batch(rows, base_pass=True)
 
 
-def run_passes(model: PolicyModel, losses: Sequence[dict[str, Any]] = LOSSES[-NUM_RUNS:]) -> None:
+def with_token_advantages(batch: MicroBatch) -> MicroBatch:
+    """The same, with an advantage for each token of every second row."""
+    columns = [b"" if at % 2 else bytes(TOKEN_BYTES * len(mask)) for at, mask in enumerate(batch.loss_mask)]
+    return msgspec.structs.replace(batch, token_advantages=columns)
+
+
+def run_passes(
+    model: PolicyModel, losses: Sequence[dict[str, Any]] = LOSSES[-NUM_RUNS:], batch: MicroBatch | None = None
+) -> None:
     """Passes in which every run has another loss."""
-    batch = micro_batch()
+    batch = batch or micro_batch()
     configs = [_loss_config.validate_python(values) for values in losses]
     for some in batched(configs, NUM_RUNS):
         found = forward_backward(model, batch, [some[run_idx] for run_idx in batch.run_idxs], GPU)
@@ -145,6 +153,10 @@ def run_passes(model: PolicyModel, losses: Sequence[dict[str, Any]] = LOSSES[-NU
 
 def packed_bfloat16() -> None:
     run_passes(adapted(torch.bfloat16, packs=True), LOSSES)
+
+
+def advantages_of_tokens() -> None:
+    run_passes(adapted(torch.bfloat16, packs=True), LOSSES, with_token_advantages(micro_batch()))
 
 
 def packed_bfloat16_of_an_odd_rank() -> None:
@@ -232,6 +244,7 @@ def batched(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
 
 SCENARIOS: list[Callable[[], None]] = [
     packed_bfloat16,
+    advantages_of_tokens,
     packed_bfloat16_of_an_odd_rank,
     offloaded,
     packed_float32,

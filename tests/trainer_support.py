@@ -16,6 +16,7 @@ from typing import Any
 
 import tomli_w
 import torch
+from msgspec.structs import replace
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from prime_rl.configs.base import merge
@@ -94,14 +95,28 @@ def sample(
 
 
 def make_batch(
-    run_id: str, step: int, *, num_samples: int = 8, seed: int = 0, advantage: float | None = None
+    run_id: str,
+    step: int,
+    *,
+    num_samples: int = 8,
+    seed: int = 0,
+    advantage: float | None = None,
+    by_token: bool = False,
 ) -> TrainingBatch:
-    """A recorded batch: the same arguments give the same batch. Rows have 6 to 24 tokens."""
+    """A recorded batch: the same arguments give the same batch. Rows have 6 to 24 tokens.
+
+    `by_token`: every other sample has an advantage for each token.
+    """
     rng = random.Random(f"{seed}/{step}")
     samples = [
         sample(rng, num_tokens=rng.randrange(6, 25), advantage=advantage, policy_version=step - 1)
         for _ in range(num_samples)
     ]
+    if by_token:
+        samples[::2] = [
+            replace(each, token_advantages=[rng.gauss(0, 1) if on else 0.0 for on in each.loss_mask])
+            for each in samples[::2]
+        ]
     return TrainingBatch(run_id, step, samples, {"position": step})
 
 

@@ -20,6 +20,7 @@ from prime_rl.configs.shared import LogConfig, WatchConfig
 
 ServerUrl = Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+RewardName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,63}$")]
 AdvantageType = Literal["mean", "grpo", "rloo", "dr_grpo", "maxrl"]
 
 
@@ -106,8 +107,13 @@ class AdvantageConfig(BaseConfig):
     0: off. The reward in metrics and batches does not change."""
 
     mask_truncated: bool = False
-    """Learn nothing from a rollout that was cut at a token limit: its advantage is 0. Its reward still counts for its
-    group."""
+    """Learn nothing from a rollout that was cut at a token limit: none of its tokens has a loss. Its reward counts for
+    its group."""
+
+    reward_weights: dict[RewardName, Annotated[float, Field(allow_inf_nan=False)]] = Field({}, max_length=16)
+    """Single rewards of the environments to learn from, with their weights, for example
+    `{ accuracy = 1.0, format = 0.2 }`: each gets its advantages over the group by itself, and their weighted sum
+    counts. Every rollout must have all of them. Empty: the one reward of the environment."""
 
 
 class EvalConfig(BaseConfig):

@@ -110,11 +110,13 @@ class SampleTokens(msgspec.Struct, frozen=True, omit_defaults=True):
         pieces: their texts; that of a character in several tokens stands at the last of them.
         logprobs: under the policy that sampled; None for a token of the environment.
         num_left_out: in the middle, after the first half of `pieces`.
+        advantages: those of the tokens where the environment gave them, else [].
     """
 
     pieces: list[str]
     logprobs: list[float | None]
     num_left_out: int = 0
+    advantages: list[float] = []
 
 
 class TokenSample(Sample, frozen=True, omit_defaults=True):

@@ -20,14 +20,14 @@ from prime_rl.contract.files import FileRefused, read_file, write_atomic
 # Version 1 has lists (`TrainingBatch`), version 2 bytes (`BatchColumns`). Both are read, version 2 is written.
 LISTS_VERSION = 1
 BATCH_FORMAT_VERSION = 2
-# The columns of a sample: four bytes for an id and for a logprob, one for a flag. By the names of numpy.
-TOKEN_DTYPE, MASK_DTYPE, LOGPROB_DTYPE = "<i4", "|u1", "<f4"
+# The columns of a sample: four bytes for an id, a logprob and an advantage, one for a flag. By the names of numpy.
+TOKEN_DTYPE, MASK_DTYPE, LOGPROB_DTYPE, ADVANTAGE_DTYPE = "<i4", "|u1", "<f4", "<f4"
 TOKEN_BYTES = 4
 # No batch file is larger: 4,096 samples of 32,768 tokens take about this much.
 MAX_BATCH_BYTES = 2 << 30
-# In version 1 a token is an id (5 bytes), a flag (1) and a logprob (9), in version 2 nine bytes; a sample has names
-# and numbers too, a batch the state of the example sampler.
-BYTES_A_TOKEN = 16
+# In version 1 a token is an id (5 bytes), a flag (1), a logprob and an advantage (9 each), in version 2 at most 13
+# bytes; a sample has names and numbers too, a batch the state of the example sampler.
+BYTES_A_TOKEN = 24
 BYTES_A_SAMPLE = 4 << 10
 BYTES_BESIDES = 1 << 20
 
@@ -42,12 +42,13 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         token_ids: T ids, prompt first.
         loss_mask: T flags; true where the policy sampled the token, so prompts and tool outputs are false.
         logprobs: T log-probabilities under the policy that sampled (mu); 0.0 where `loss_mask` is false.
-        advantage: one number for all loss tokens of the sample.
+        advantage: one number for all loss tokens of the sample; their mean where each has its own.
         reward: as the environment gave it, for reports only.
         temperature: what the logits were divided by when sampling.
         policy_version: the oldest policy version that any token of the sample came from.
         example_id: which example of which environment, e.g. "reverse-text/17".
         turn_versions: the policy version of each turn; [] where it was not recorded.
+        token_advantages: T numbers that stand in for `advantage`, 0.0 where `loss_mask` is false; [] without them.
     """
 
     token_ids: list[int]
@@ -59,24 +60,31 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy_version: int
     example_id: str
     turn_versions: list[int] = []
+    token_advantages: list[float] = []
 
     def columns(self) -> SampleColumns:
-        """Logprobs are rounded to float32. Raises ValueError with field and number when one has no place in 32 bits."""
+        """Logprobs and advantages are rounded to float32.
+
+        Raises ValueError with field and number when one has no place in 32 bits.
+        """
         return SampleColumns(
             _packed("token_ids", "i", self.token_ids),
             bytes(self.loss_mask),
             _packed("logprobs", "f", self.logprobs),
-            *msgspec.structs.astuple(self)[3:],
+            *(*msgspec.structs.astuple(self)[3:-1], _packed("token_advantages", "f", self.token_advantages)),
         )
 
 
-class SampleColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SampleColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A `TrainingSample` whose lists over T are arrays, as bytes; the other fields are the same, in the same order.
+
+    A field at its default is left out of the file, so that an earlier program reads a file without `token_advantages`.
 
     Attributes:
         token_ids: T little-endian int32 (`TOKEN_DTYPE`).
         loss_mask: T bytes, 0 or 1.
         logprobs: T little-endian float32 (`LOGPROB_DTYPE`).
+        token_advantages: T little-endian float32 (`ADVANTAGE_DTYPE`), or none.
     """
 
     token_ids: bytes
@@ -88,6 +96,7 @@ class SampleColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy_version: int
     example_id: str
     turn_versions: list[int] = []
+    token_advantages: bytes = b""
 
     def lists(self) -> TrainingSample:
         """Raises ValueError when the bytes are not whole numbers."""
@@ -95,7 +104,7 @@ class SampleColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _unpacked("token_ids", "i", self.token_ids),
             list(map(bool, self.loss_mask)),
             _unpacked("logprobs", "f", self.logprobs),
-            *msgspec.structs.astuple(self)[3:],
+            *(*msgspec.structs.astuple(self)[3:-1], _unpacked("token_advantages", "f", self.token_advantages)),
         )
 
 
@@ -145,6 +154,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
         base_pass: the base model alone is asked first, for rows whose loss compares with it. Equal on all ranks of a
             pack: ranks that share a model go through it together.
         kept: R numbers: which of its run's kept rollouts a row is (`ReadyRun.kept`), -1 for all others; [] for none.
+        token_advantages: R columns that stand in for the number in `advantages`, empty for a row that has none; [] when
+            that is so for all rows.
     """
 
     run_idxs: list[int]
@@ -157,6 +168,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     num_tokens: int
     base_pass: bool = False
     kept: list[int] = []
+    token_advantages: list[bytes] = []
 
 
 def oldest_allowed(step: int, max_async_level: int) -> int:

@@ -8,7 +8,7 @@ G = rollouts of one example.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType
 
@@ -30,6 +30,25 @@ def compute_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int], con
     if min(rewards_G) == max(rewards_G):
         return [0.0] * len(rewards_G)
     return FORMULAS[config.type](rewards_G)
+
+
+def weighted_advantages(
+    rewards: Mapping[str, Sequence[float]], lengths_G: Sequence[int], config: AdvantageConfig
+) -> list[float]:
+    """The advantages of several rewards, each over its group by itself, summed with `config.reward_weights`.
+
+    A reward that varies little then counts as much as one that varies much. GDPO, arXiv 2601.05242, without its last
+    normalisation over the batch.
+
+    Args:
+        rewards: G numbers for each name in `config.reward_weights`.
+        lengths_G: as in `compute_advantages`.
+    """
+    weighted = [
+        [weight * value for value in compute_advantages(rewards[name], lengths_G, config)]
+        for name, weight in config.reward_weights.items()
+    ]
+    return [math.fsum(values) for values in zip(*weighted, strict=True)]
 
 
 def penalize_length(rewards_G: Sequence[float], lengths_G: Sequence[int], coef: float) -> list[float]:

@@ -8,23 +8,27 @@ before that. What it awaits is the scheduler's: groups, and the last policy vers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
+
+import msgspec
 
 from prime_rl.configs.orchestrator import AdvantageConfig, OrchestratorConfig
 from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import TrainingBatch, TrainingSample, read_batch, write_batch
-from prime_rl.orchestrator.advantage import compute_advantages
+from prime_rl.orchestrator.advantage import compute_advantages, weighted_advantages
 from prime_rl.orchestrator.checkpoint import checkpoint_is_due, correct_state, save_state
 from prime_rl.orchestrator.ending import Ending
+from prime_rl.orchestrator.envs.checked import check_names
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import RunEnded, check_run
 from prime_rl.orchestrator.logprobs import check_temperature
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.report import BatchReporter, Reporter
-from prime_rl.orchestrator.rollout import Group
+from prime_rl.orchestrator.rollout import Group, Rollout
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.samples import SampleKeeper
 from prime_rl.orchestrator.scheduler import Scheduler
@@ -120,7 +124,10 @@ def assemble_batch(
 
 def has_signal(group: Group, advantage: AdvantageConfig) -> bool:
     """Whether any of the group's advantages is not zero."""
-    return any(_advantages(group, advantage))
+    return any(
+        not _is_masked(rollout, advantage) and any(rollout.token_advantages_T or [value])
+        for rollout, value in zip(group.rollouts_G, _advantages(group, advantage), strict=True)
+    )
 
 
 def publish_batch(run: RunDir, batch: TrainingBatch) -> None:
@@ -139,8 +146,9 @@ def publish_batch(run: RunDir, batch: TrainingBatch) -> None:
 
 
 def _samples(group: Group, advantage: AdvantageConfig, temperature: float) -> list[TrainingSample]:
-    return [
-        TrainingSample(
+    samples = []
+    for rollout, value in zip(group.rollouts_G, _advantages(group, advantage), strict=True):
+        sample = TrainingSample(
             token_ids=rollout.token_ids_T,
             loss_mask=rollout.loss_mask_T,
             logprobs=rollout.logprobs_T,
@@ -151,14 +159,31 @@ def _samples(group: Group, advantage: AdvantageConfig, temperature: float) -> li
             example_id=group.example_id,
             turn_versions=rollout.turn_versions,
         )
-        for rollout, value in zip(group.rollouts_G, _advantages(group, advantage), strict=True)
-    ]
+        if _is_masked(rollout, advantage):
+            sample = _masked(sample)
+        elif own_T := rollout.token_advantages_T:
+            mean = math.fsum(own_T) / max(1, rollout.num_completion_tokens)
+            sample = msgspec.structs.replace(sample, advantage=mean, token_advantages=own_T)
+        samples.append(sample)
+    return samples
+
+
+def _is_masked(rollout: Rollout, advantage: AdvantageConfig) -> bool:
+    return advantage.mask_truncated and rollout.truncated
+
+
+def _masked(sample: TrainingSample) -> TrainingSample:
+    """The sample without a loss token: no term of the loss reaches it, whatever the loss is."""
+    num_tokens = len(sample.token_ids)
+    return msgspec.structs.replace(sample, loss_mask=[False] * num_tokens, logprobs=[0.0] * num_tokens, advantage=0.0)
 
 
 def _advantages(group: Group, advantage: AdvantageConfig) -> list[float]:
-    rewards_G = [rollout.reward for rollout in group.rollouts_G]
+    """What follows from the rewards, for each rollout. Raises EnvironmentFault for a reward that one of them lacks."""
     lengths_G = [rollout.num_completion_tokens for rollout in group.rollouts_G]
-    values_G = compute_advantages(rewards_G, lengths_G, advantage)
-    if not advantage.mask_truncated:
-        return values_G
-    return [0.0 if rollout.truncated else value for rollout, value in zip(group.rollouts_G, values_G, strict=True)]
+    if advantage.reward_weights:
+        for rollout in group.rollouts_G:  # a node may have made it when the run had other weights
+            check_names(rollout.rewards, advantage.reward_weights)
+        rewards = {name: [each.rewards[name] for each in group.rollouts_G] for name in advantage.reward_weights}
+        return weighted_advantages(rewards, lengths_G, advantage)
+    return compute_advantages([rollout.reward for rollout in group.rollouts_G], lengths_G, advantage)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from prime_rl.contract.files import append_line, read_end
+from prime_rl.orchestrator.envs.base import MAX_REWARDS
 from prime_rl.orchestrator.envs.checked import RolloutMeter
 from prime_rl.orchestrator.rollout import Group, Rollout
 
@@ -146,6 +147,7 @@ def batch_metrics(
     return {
         "reward/mean": mean(rewards),
         "reward/std": std(rewards),
+        **reward_metrics(rollouts),
         **_by_env(groups),
         "completion_len/mean": mean(completion_lens),
         "completion_len/max": max(completion_lens),
@@ -158,6 +160,12 @@ def batch_metrics(
         **{f"time/{phase}": seconds for phase, seconds in time_s.items()},
         "time/step": math.fsum(time_s.values()),
     }
+
+
+def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean of each single reward, of at most MAX_REWARDS names; a rollout without it does not count for it."""
+    names = sorted({name for rollout in rollouts for name in rollout.rewards})[:MAX_REWARDS]
+    return {f"reward/{n}/mean": mean([r.rewards[n] for r in rollouts if n in r.rewards]) for n in names}
 
 
 def outcome_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:

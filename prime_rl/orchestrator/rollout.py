@@ -40,7 +40,10 @@ class GroupFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished conversation. The lists over T have equal length; `turn_versions` has one policy version a turn."""
+    """One finished conversation. The lists over T have equal length; `turn_versions` has one policy version a turn.
+
+    `token_advantages_T` is what the environment gave in place of the advantage that follows from the rewards, or [].
+    """
 
     token_ids_T: list[int]
     loss_mask_T: list[bool]
@@ -51,6 +54,8 @@ class Rollout:
     num_prompt_tokens: int
     truncated: bool
     turn_versions: list[int] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
+    token_advantages_T: list[float] = field(default_factory=list)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -92,6 +97,7 @@ class PolicySession:
         number: int = 0,
         note_version: Callable[[int], None] = lambda version: None,
     ) -> None:
+        self.answer_lens: list[int] = []
         self._turns = turns
         self._tokenizer = tokenizer
         self._seed = seed
@@ -138,7 +144,17 @@ class PolicySession:
             num_prompt_tokens=self._num_prompt_tokens,
             truncated=self._truncated,
             turn_versions=self._turn_versions,
+            rewards=dict(outcome.rewards),
+            token_advantages_T=self._by_token(outcome.advantages) if outcome.advantages else [],
         )
+
+    def _by_token(self, advantages: Sequence[float | Sequence[float]]) -> list[float]:
+        """What the environment gave for each answer (checked), at the tokens of the answers; 0.0 at all others."""
+        by_answer = zip(advantages, self.answer_lens, strict=True)
+        values = itertools.chain.from_iterable(
+            [given] * length if isinstance(given, float) else given for given, length in by_answer
+        )
+        return [next(values) if is_answer else 0.0 for is_answer in self._loss_mask_T]
 
     def _new_tokens(self, messages: Sequence[Message]) -> list[int]:
         if not self._seen:
@@ -178,6 +194,7 @@ class PolicySession:
         self._loss_mask_T += [True] * len(completion.token_ids)
         self._logprobs_T += completion.logprobs
         self._turn_versions.append(version)
+        self.answer_lens.append(len(completion.token_ids))
         self._ended = completion.finish_reason == "stop"
         self._truncated = self._truncated or not self._ended
 

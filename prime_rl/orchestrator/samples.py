@@ -76,10 +76,10 @@ class SampleKeeper:
             turns=self._turns(rollout),
             place=place,
             group=place // keeping.group_size,
-            tokens=self._tokens(rollout, keeping),
+            tokens=self._tokens(rollout, batch.samples[place].token_advantages, keeping),
         )
 
-    def _tokens(self, rollout: Rollout, keeping: Keeping) -> SampleTokens:
+    def _tokens(self, rollout: Rollout, advantages_T: Sequence[float], keeping: Keeping) -> SampleTokens:
         mask, ids = bytes(rollout.loss_mask_T), rollout.token_ids_T
         positions = keeping.positions(mask)
         head = keeping.max_tokens // 2
@@ -89,6 +89,7 @@ class SampleKeeper:
             pieces=[piece for half in halves for piece in pieces([ids[at] for at in half], self._decode)],
             logprobs=[round(rollout.logprobs_T[at], 4) if mask[at] else None for at in positions],
             num_left_out=num_left_out,
+            advantages=[round(advantages_T[at], 4) for at in positions] if advantages_T else [],
         )
 
     def _turns(self, rollout: Rollout) -> list[SampleTurn]:

@@ -34,7 +34,7 @@ from prime_rl.orchestrator.checkpoint import checkpoint_is_due, progress_of, sav
 from prime_rl.orchestrator.envs.checked import EnvironmentFault
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
 from prime_rl.orchestrator.logprobs import check_temperature
-from prime_rl.orchestrator.metrics import eval_metrics, mean, write_metrics
+from prime_rl.orchestrator.metrics import eval_metrics, mean, reward_metrics, write_metrics
 from prime_rl.orchestrator.orchestrator import FINAL, make_sampler
 from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.publication import base_model, connect
@@ -210,7 +210,8 @@ def _join_train(
     rewards, state = {}, {}
     for number, step in enumerate(request.steps):
         part = groups[number * size : (number + 1) * size]
-        rewards[str(step)] = mean([rollout.reward for group in part for rollout in group.rollouts_G])
+        rollouts = [rollout for group in part for rollout in group.rollouts_G]
+        rewards[str(step)] = mean([rollout.reward for rollout in rollouts])
         figures = _note(part, sampler) if sampler else {}
         batch = assemble_batch(
             run.run_id,
@@ -227,7 +228,8 @@ def _join_train(
             save_state(run, batch)
         make_folder(run.rollouts)
         publish_batch(run, batch)
-        write_metrics(run.orchestrator_metrics, step, {"reward/mean": rewards[str(step)], **figures}, time.time())
+        figures |= {"reward/mean": rewards[str(step)], **reward_metrics(rollouts)}
+        write_metrics(run.orchestrator_metrics, step, figures, time.time())
     return rewards, state
 
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.types import (
+    ADVANTAGE_DTYPE,
     LOGPROB_DTYPE,
     MASK_DTYPE,
     MAX_BATCH_BYTES,
@@ -46,7 +47,10 @@ CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """The run and step that a batch file must have, and the limits of its rows, token ids, versions and size."""
+    """The run and step that a batch file must have, and the limits of its rows, token ids, versions and size.
+
+    `may_lack_loss`: no sample has to have a loss token, since the run masks rollouts that were cut.
+    """
 
     run_id: str
     step: int
@@ -54,13 +58,15 @@ class BatchLimits:
     vocab_size: int
     max_async_level: int
     max_bytes: int = MAX_BATCH_BYTES
+    may_lack_loss: bool = False
 
     @classmethod
     def of(cls, config: OrchestratorConfig, run_id: str, step: int, vocab_size: int) -> BatchLimits:
         """The limits of batch `step` of a run with this (resolved) config."""
         assert config.seq_len is not None, "the config in a slot is resolved"
         max_bytes = max_batch_bytes(config.batch_size, config.seq_len)
-        return cls(run_id, step, config.seq_len, vocab_size, config.max_async_level, max_bytes)
+        masks = config.advantage.mask_truncated
+        return cls(run_id, step, config.seq_len, vocab_size, config.max_async_level, max_bytes, masks)
 
 
 def take_batch(path: Path, limits: BatchLimits) -> BatchColumns | None:
@@ -84,16 +90,23 @@ def check_batch(batch: BatchColumns, limits: BatchLimits) -> None:
     for index, sample in enumerate(batch.samples):
         if problem := _length_problem(sample, limits) or _number_problem(sample, limits):
             raise BadBatchError(f"sample {index}: {problem}")
-    _check_tokens(batch.samples, limits.vocab_size)
+    _check_tokens(batch.samples, limits)
 
 
 def _length_problem(sample: SampleColumns, limits: BatchLimits) -> str | None:
-    for name, data in (("token_ids", sample.token_ids), ("logprobs", sample.logprobs)):
+    advantages = sample.token_advantages
+    for name, data in (
+        ("token_ids", sample.token_ids),
+        ("logprobs", sample.logprobs),
+        ("token_advantages", advantages),
+    ):
         if len(data) % TOKEN_BYTES:
             return f"{name} has {len(data)} bytes, expected {TOKEN_BYTES} for each token"
     num_ids, num_logprobs = len(sample.token_ids) // TOKEN_BYTES, len(sample.logprobs) // TOKEN_BYTES
     if not num_ids == len(sample.loss_mask) == num_logprobs:
         return f"token_ids has {num_ids} entries, loss_mask {len(sample.loss_mask)}, logprobs {num_logprobs}"
+    if advantages and len(advantages) != len(sample.token_ids):
+        return f"token_advantages has {len(advantages) // TOKEN_BYTES} entries, expected {num_ids} or none"
     if not 2 <= num_ids <= limits.seq_len:
         return f"token_ids has {num_ids} entries, expected 2 to seq_len = {limits.seq_len}"
     return None
@@ -118,19 +131,24 @@ def _fits(value: float) -> bool:
     return math.fabs(value) <= MAX_FLOAT
 
 
-def _check_tokens(samples: Sequence[SampleColumns], vocab_size: int) -> None:
+def _check_tokens(samples: Sequence[SampleColumns], limits: BatchLimits) -> None:
     """Check the N tokens of all samples together; their lengths are right. Raises BadBatchError."""
     lengths = [len(sample.loss_mask) for sample in samples]
     ids_N = np.frombuffer(b"".join(sample.token_ids for sample in samples), TOKEN_DTYPE)
     mask_N = np.frombuffer(b"".join(sample.loss_mask for sample in samples), MASK_DTYPE)
     logprobs_N = np.frombuffer(b"".join(sample.logprobs for sample in samples), LOGPROB_DTYPE)
+    vocab_size = limits.vocab_size
     _refuse("token_ids", ids_N, (ids_N < 0) | (ids_N >= vocab_size), lengths, f", the vocabulary has {vocab_size}")
     _refuse("loss_mask", mask_N, mask_N > 1, lengths, ", must be 0 or 1")
     _refuse("logprobs", logprobs_N, ~(np.abs(logprobs_N) <= MAX_FLOAT), lengths)
+    if columns := [sample.token_advantages for sample in samples if sample.token_advantages]:
+        values_A = np.frombuffer(b"".join(columns), ADVANTAGE_DTYPE)
+        lengths_A = [len(sample.token_advantages) // TOKEN_BYTES for sample in samples]
+        _refuse("token_advantages", values_A, ~(np.abs(values_A) <= MAX_FLOAT), lengths_A)
     for index, sample in enumerate(samples):
         if sample.loss_mask[0]:
             raise BadBatchError(f"sample {index}: loss_mask[0] is true, but nothing predicts the first token")
-    if not mask_N.any():
+    if not mask_N.any() and not limits.may_lack_loss:
         raise BadBatchError(f"loss_mask is false everywhere: the {len(samples)} samples have no loss tokens")
 
 

@@ -26,6 +26,8 @@ from prime_rl.contract.types import TOKEN_BYTES, MicroBatch, SampleColumns
 
 # In the mask of a sample.
 LOSS_TOKEN = b"\x01"
+# Of a sample.
+MIN_TOKENS = 2
 # A pass may be cut short for fairness or for padding, but not below this part (an eighth) of the tokens it may have:
 # smaller ones hardly cost less.
 SMALLEST_SHARE = 8
@@ -57,6 +59,8 @@ def rows_of(
 ) -> list[Row]:
     """The rows of a batch, shortest first. Samples without a loss token train nothing and make no row.
 
+    Of a batch without any loss token there is one row, which takes its run to an update with gradients of zero.
+
     Args:
         mean: what the run's loss is divided by; `length` is the constant of "constant".
         kept: places in the batch of the rollouts that people get to read.
@@ -69,6 +73,8 @@ def rows_of(
         if num_loss_tokens[order]:
             num_tokens = sample.loss_mask.rindex(LOSS_TOKEN) + 1
             rows.append(Row(run_idx, order, sample, num_tokens, scale, kept_at.get(order, -1)))
+    if not rows:
+        return [Row(run_idx, 0, samples[0], MIN_TOKENS, 0.0)]
     return sorted(rows, key=lambda row: (row.num_tokens, row.order))
 
 
@@ -89,6 +95,7 @@ def loss_scales(num_loss_tokens: Sequence[int], mean: LossMean, length: int | No
 def to_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatch:
     """Rows as the wire type, sorted by slot."""
     ordered = sorted(rows, key=lambda row: (row.run_idx, row.order))
+    token_advantages = [row.sample.token_advantages[: row.num_tokens * TOKEN_BYTES] for row in ordered]
     return MicroBatch(
         run_idxs=[row.run_idx for row in ordered],
         token_ids=[row.sample.token_ids[: row.num_tokens * TOKEN_BYTES] for row in ordered],
@@ -100,6 +107,7 @@ def to_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatch:
         num_tokens=max(row.num_tokens for row in ordered),
         base_pass=base_pass,
         kept=[row.kept for row in ordered],
+        token_advantages=token_advantages if any(token_advantages) else [],
     )
 
 

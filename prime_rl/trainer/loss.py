@@ -2,9 +2,10 @@
 
 First the rows, and which formula a run's config names; then the formulas; then the sums for reports. In all formulas
 r = pi / mu is the importance ratio, pi the policy that is trained and mu the (older, or differently computed) one that
-sampled, A the advantage of the sample, and sg(x) is x held constant in the gradient. The "old" policy of the papers is
-mu here, or, in `decoupled`, the trainer's at the start of the update. A row comes with the scale that makes the sum
-over any split of its run's batch the mean over that batch: it is made where the whole batch is known, in `fair_queue`.
+sampled, A the advantage of the sample (or the token's own), and sg(x) is x held constant in the gradient. The "old"
+policy of the papers is mu here, or, in `decoupled`, the trainer's at the start of the update. A row comes with the
+scale that makes the sum over any split of its run's batch the mean over that batch: it is made where the whole batch is
+known, in `fair_queue`.
 
 Dimensions: R rows (samples), K positions that predict a loss token of at least one row; `_R1` is broadcast over K; S
 statistics, G runs of a pass.
@@ -35,7 +36,7 @@ class LossInputs:
     Attributes:
         logprobs_RK: log pi, with gradient.
         sampled_logprobs_RK: log mu.
-        advantages_R: one for all tokens of a row.
+        advantages_RK: finite also where `mask_RK` is false; or `[R, 1]`, one for all tokens of a row.
         mask_RK: true at loss tokens.
         scales_R: what makes the sum over a row's loss tokens its share of the mean over its run's batch.
         base_logprobs_RK: log-probabilities of the base model, needed in rows whose loss has a `kl_coef`.
@@ -43,7 +44,7 @@ class LossInputs:
 
     logprobs_RK: Tensor
     sampled_logprobs_RK: Tensor
-    advantages_R: Tensor
+    advantages_RK: Tensor
     mask_RK: Tensor
     scales_R: Tensor
     base_logprobs_RK: Tensor | None = None
@@ -85,7 +86,7 @@ def compute_loss(config: LossConfig, inputs: LossInputs) -> RowLosses:
     mask_RK = inputs.mask_RK
     # where, not a product: infinity times zero is NaN, and so is its gradient.
     log_pi_RK, log_mu_RK = (torch.where(mask_RK, x, 0.0) for x in (inputs.logprobs_RK, inputs.sampled_logprobs_RK))
-    loss_RK, clipped_RK = token_losses(config, Tokens(log_pi_RK, log_mu_RK, inputs.advantages_R[:, None], mask_RK))
+    loss_RK, clipped_RK = token_losses(config, Tokens(log_pi_RK, log_mu_RK, inputs.advantages_RK, mask_RK))
     kl_base_RK = torch.zeros_like(log_mu_RK)
     if config.kl_coef:
         assert inputs.base_logprobs_RK is not None, "kl_coef needs the logprobs of the base model"
@@ -141,12 +142,12 @@ class Tokens:
     Attributes:
         log_pi_RK: with gradient.
         log_mu_RK: without.
-        advantages_R1: one for all tokens of a row.
+        advantages_RK: or `[R, 1]`, one for all tokens of a row.
     """
 
     log_pi_RK: Tensor
     log_mu_RK: Tensor
-    advantages_R1: Tensor
+    advantages_RK: Tensor
     mask_RK: Tensor
 
     @cached_property
@@ -165,7 +166,12 @@ class Tokens:
     @property
     def log_mean_R1(self) -> Tensor:
         """Log of the geometric mean of the ratios of a row."""
-        return self.log_product_R1 / self.mask_RK.sum(-1, keepdim=True).clamp(min=1)
+        return self.log_product_R1 / self.num_tokens_R1
+
+    @property
+    def num_tokens_R1(self) -> Tensor:
+        """Loss tokens of a row; 1 for a row without any."""
+        return self.mask_RK.sum(-1, keepdim=True).clamp(min=1)
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
@@ -175,7 +181,7 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
 
 def weighted(tokens: Tokens, weight_RK: Tensor) -> Tensor:
     """-sg(weight) * A * log pi: a policy gradient whose tokens count by their weight."""
-    return -weight_RK.detach() * tokens.advantages_R1 * tokens.log_pi_RK
+    return -weight_RK.detach() * tokens.advantages_RK * tokens.log_pi_RK
 
 
 def clipped_surrogate(tokens: Tokens, ratio_RK: Tensor, clip_low: float, clip_high: float) -> TokenLosses:
@@ -183,11 +189,11 @@ def clipped_surrogate(tokens: Tokens, ratio_RK: Tensor, clip_low: float, clip_hi
 
     The minimum binds from above where A > 0 and from below where A < 0; a bound token has no gradient.
     """
-    rises_R1 = tokens.advantages_R1 > 0
+    rises_RK = tokens.advantages_RK > 0
     low, high = 1 - clip_low, 1 + clip_high
-    bound_RK = torch.where(rises_R1, ratio_RK.clamp(max=high), ratio_RK.clamp(min=low))
-    clipped_RK = torch.where(rises_R1, ratio_RK > high, ratio_RK < low)
-    return TokenLosses(-bound_RK * tokens.advantages_R1, clipped_RK)
+    bound_RK = torch.where(rises_RK, ratio_RK.clamp(max=high), ratio_RK.clamp(min=low))
+    clipped_RK = torch.where(rises_RK, ratio_RK > high, ratio_RK < low)
+    return TokenLosses(-bound_RK * tokens.advantages_RK, clipped_RK)
 
 
 def decoupled(loss: Callable[[Tokens], TokenLosses], tokens: Tokens, cap: float) -> TokenLosses:
@@ -230,8 +236,8 @@ def dppo(tokens: Tokens, low: float, high: float, tau: float) -> TokenLosses:
     total variation of Qi et al., arXiv 2602.04879; of the whole: prime-rl.
     """
     moved_RK = (tokens.log_pi_RK.exp() - tokens.log_mu_RK.exp()).detach()
-    dropped_RK = torch.where(tokens.advantages_R1 > 0, moved_RK > high, moved_RK < -low)
-    surrogate_RK = tokens.ratio_RK.masked_fill(dropped_RK, 0.0) * tokens.advantages_R1
+    dropped_RK = torch.where(tokens.advantages_RK > 0, moved_RK > high, moved_RK < -low)
+    surrogate_RK = tokens.ratio_RK.masked_fill(dropped_RK, 0.0) * tokens.advantages_RK
     return TokenLosses(tau * tokens.log_ratio_RK.square() - surrogate_RK, dropped_RK)
 
 
@@ -253,8 +259,18 @@ def mis(
 
 
 def gspo(tokens: Tokens, clip_low: float, clip_high: float) -> TokenLosses:
-    """PPO's clipping on s = exp(mean log r) of the sample (arXiv 2507.18071). Every token of a sample has its loss."""
-    return clipped_surrogate(tokens, _to_tokens(tokens, ratio_of(tokens.log_mean_R1)), clip_low, clip_high)
+    """PPO's clipping on s = exp(mean log r) of the sample (arXiv 2507.18071). Every token of a sample has its loss.
+
+    Where tokens have their own advantages it is GSPO-token, of the same paper: the value of s at every token, with the
+    gradient of that token's logprob alone. Here too a sample has one loss, the mean of its tokens', so that the weights
+    of `decoupled` are averaged over the sample. With equal advantages both have the same gradient.
+    """
+    if tokens.advantages_RK.shape[-1] == 1:
+        return clipped_surrogate(tokens, _to_tokens(tokens, ratio_of(tokens.log_mean_R1)), clip_low, clip_high)
+    s_RK = ratio_of(tokens.log_mean_R1.detach() + (tokens.log_pi_RK - tokens.log_pi_RK.detach()))
+    loss_RK, clipped_RK = clipped_surrogate(tokens, s_RK, clip_low, clip_high)
+    mean_R1 = torch.where(tokens.mask_RK, loss_RK, 0.0).sum(-1, keepdim=True) / tokens.num_tokens_R1
+    return TokenLosses(_to_tokens(tokens, mean_R1), clipped_RK)
 
 
 def cispo(tokens: Tokens, lower: float, upper: float) -> TokenLosses:

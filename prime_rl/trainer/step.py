@@ -27,7 +27,7 @@ from torch import Tensor
 
 from prime_rl.configs.losses import LossConfig
 from prime_rl.contract.run_state import NOT_FINITE
-from prime_rl.contract.types import LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, MicroBatch
+from prime_rl.contract.types import ADVANTAGE_DTYPE, LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, MicroBatch
 from prime_rl.trainer import kept
 from prime_rl.trainer.loss import LossInputs, LossSums, RowLosses, compute_losses, row_statistics, sums_by_run
 from prime_rl.trainer.model import PolicyModel, Targets
@@ -122,6 +122,7 @@ class Rows:
         lengths_R: tokens of each row without the padding.
         mask_RT: true at loss tokens. The first token of a row is never one: nothing predicts it.
         columns_K: the positions in T of the tokens that are loss tokens in at least one row.
+        advantages_RK: `[R, 1]` when no row has its own for each token.
     """
 
     lengths_R: npt.NDArray[np.int64]
@@ -130,7 +131,7 @@ class Rows:
     columns_K: npt.NDArray[np.int64]
     mask_RK: npt.NDArray[np.bool_]
     sampled_logprobs_RK: npt.NDArray[np.float32]
-    advantages_R: npt.NDArray[np.float32]
+    advantages_RK: npt.NDArray[np.float32]
     temperatures_R: npt.NDArray[np.float32]
     scales_R: npt.NDArray[np.float32]
 
@@ -146,7 +147,7 @@ class Rows:
             columns_K=columns_K,
             mask_RK=mask_RT[:, columns_K],
             sampled_logprobs_RK=_padded(batch.logprobs, LOGPROB_DTYPE, batch.num_tokens, np.float32)[:, columns_K],
-            advantages_R=np.array(batch.advantages, dtype=np.float32),
+            advantages_RK=_advantages(batch, columns_K),
             temperatures_R=np.array(batch.temperatures, dtype=np.float32),
             scales_R=np.array(batch.loss_scales, dtype=np.float32),
         )
@@ -178,6 +179,16 @@ def _padded(columns: Sequence[bytes], column_dtype: str, width: int, dtype: type
         values = np.frombuffer(column, column_dtype)
         array[row, : len(values)] = values
     return array
+
+
+def _advantages(batch: MicroBatch, columns_K: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """`[R, 1]`, or `[R, K]` as soon as one row has its own for each token."""
+    advantages_R1 = np.array(batch.advantages, dtype=np.float32)[:, None]
+    if not batch.token_advantages:
+        return advantages_R1
+    given_RT = _padded(batch.token_advantages, ADVANTAGE_DTYPE, batch.num_tokens, np.float32)
+    is_given_R1 = np.array([bool(column) for column in batch.token_advantages])[:, None]
+    return np.where(is_given_R1, given_RT[:, columns_K], advantages_R1)
 
 
 @dataclass(frozen=True)
@@ -217,7 +228,7 @@ class _Pass:
         inputs = LossInputs(
             logprobs_RK=logprobs_RK,
             sampled_logprobs_RK=self._on_device(rows.sampled_logprobs_RK),
-            advantages_R=self._on_device(rows.advantages_R),
+            advantages_RK=self._on_device(rows.advantages_RK),
             mask_RK=self._on_device(rows.mask_RK),
             scales_R=self._on_device(rows.scales_R),
             base_logprobs_RK=base_logprobs_RK,

@@ -49,9 +49,11 @@ class Says:
     def __init__(self, text: str) -> None:
         self.text = text
         self.heard: Sequence[Message] = ()
+        self.answer_lens: list[int] = []
 
     async def complete(self, messages: Sequence[Message]) -> str:
         self.heard = messages
+        self.answer_lens.append(1)
         return self.text
 
 
@@ -90,6 +92,7 @@ async def test_examples_and_scores_are_the_librarys_own(family: str) -> None:
             outcome = await env.rollout(example, Says(text))
             assert outcome.reward == theirs.score_answer(answer, entry)
             assert outcome.metrics["tagged"] == float("<answer>" in text)
+            assert outcome.rewards == {"score": outcome.reward, "tagged": outcome.metrics["tagged"]}
     assert (await env.rollout(example, Says(str(entry["answer"])))).metrics["solved"] == 1.0
 
 

@@ -110,11 +110,23 @@ async def test_a_run_on_a_taskset_with_a_tool(tmp_path: Path, monkeypatch: pytes
         assert all((logprob != 0.0) == ours for logprob, ours in zip(sample.logprobs, sample.loss_mask, strict=True))
         assert sample.reward == (1.0 if len(turns[1]) < 20 else 0.75)
         assert sample.example_id in {"word-box/task-1", "word-box/task-3", "word-box/task-4"}
+        own = [value for value, ours in zip(sample.token_advantages, sample.loss_mask, strict=False) if ours]
+        first, second = ([0.5] * len(turns[0]), [float(at) for at in range(len(turns[1]))])
+        assert (
+            own
+            == {
+                "word-box/task-1": first + second,
+                "word-box/task-3": [],
+                "word-box/task-4": first + [0.0] * len(second),
+            }[sample.example_id]
+        )
     lines = [json.loads(line) for line in run.orchestrator_metrics.read_text().splitlines()]
     steps = [line for line in lines if "reward/mean" in line]
     for line in steps:
         assert (line["env/word-box/looks"], line["env/word-box/says_the_word"], line["env/word-box/turns"]) == (1, 1, 2)
         assert line["reward/word-box"] == pytest.approx(0.75 + 0.25 * line["env/word-box/is_short"])
+        for name in ("says_the_word", "is_short"):
+            assert line[f"reward/{name}/mean"] == line[f"env/word-box/{name}"]
     assert steps[-1]["env/word-box/dropped"] > 0 and steps[-1]["groups_dropped"] > 0
     assert lines[-1]["eval/word-box/reward"] >= 0.75
     assert "verifiers.v1" not in sys.modules, "the orchestrator itself does not load it"

@@ -101,6 +101,8 @@ NEIGHBOURS = {
     "that asks for the base's logits": {"loss": {"type": "cispo", "kl_coef": 2.0}},
     "with weights in bfloat16": {"model": {"lora": {"dtype": "bfloat16"}}},
     "that is soon done": {"max_steps": 2},
+    "with an advantage for each token": {},
+    "with such advantages and a loss of the first run's kind": {"loss": RUNS["run_adamw"]["loss"]},
 }
 
 
@@ -109,11 +111,12 @@ NEIGHBOURS = {
 def test_together_equals_alone_with_neighbours_of_every_kind(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path
 ) -> None:
-    for number, changes in enumerate(NEIGHBOURS.values()):
+    for number, (kind, changes) in enumerate(NEIGHBOURS.items()):
         other = write_run(tmp_path, f"run_{number}", tiny, **changes)
-        put_batches(other, NUM_STEPS, num_samples=3 + 5 * number, seed=number)
+        by_token = "advantage" in kind
+        put_batches(other, NUM_STEPS, num_samples=3 + 5 * number, seed=number, by_token=by_token)
     runs = put_runs(tmp_path, tiny, reversed(RUNS))
-    config = trainer_config(tmp_path, tiny, max_concurrent_runs=12, max_tokens_per_micro_batch=200)
+    config = trainer_config(tmp_path, tiny, max_concurrent_runs=14, max_tokens_per_micro_batch=200)
     train_until(config, all_done(runs))
     check(runs, alone)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from prime_rl.configs.base import merge
 from prime_rl.contract.layout import RunDir, list_steps
@@ -19,7 +21,9 @@ from tests.isolation_support import TOLERANCE, Adapter
 from tests.patience import PATIENCE_S
 from tests.trainer_support import (
     adapter,
+    make_batch,
     published,
+    put_batch,
     put_batches,
     relative_difference,
     train_until,
@@ -80,6 +84,41 @@ def test_every_choice_changes_its_own_run_and_no_other(plain: Adapter, tiny: Pat
             assert relative_difference(reached, plain) > 10 * TOLERANCE, name
     alphas = {name: load_peft(chosen[name].broadcast_dir(NUM_STEPS))[1].alpha for name in ("alpha", "rank")}
     assert alphas == {"alpha": 1.0, "rank": 32.0}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_was_cut_and_is_masked_trains_nothing_also_when_it_is_all_there_is(
+    tiny: Path, tmp_path: Path, packed: bool
+) -> None:
+    """With a KL to the base, which acts on any loss token. The second batch has masked samples, the third no others."""
+    plain = merged({"optim": {"betas": [0.0, 0.0]}, "loss": {"kl_coef": 2.0}, "max_steps": 3})
+    masks = {"advantage": {"mask_truncated": True}}
+    masked, without, unmasked = (
+        write_run(tmp_path, f"run_{name}", tiny, **merge(plain, changes))
+        for name, changes in (("masked", masks), ("without", masks), ("unmasked", {}))
+    )
+    for run in (masked, without, unmasked):
+        first, second, third = (make_batch(run.run_id, step) for step in (1, 2, 3))
+        kept, cut = second.samples[::2], [replace(each, advantage=0.0) for each in second.samples[1::2]]
+        hidden = [replace(each, loss_mask=[False] * len(each.loss_mask)) for each in [*cut, *third.samples]]
+        beside = {masked: hidden[: len(cut)], without: [], unmasked: cut}[run]
+        put_batch(run, first)
+        put_batch(run, replace(second, samples=[*kept, *beside]))
+        put_batch(run, replace(third, samples=hidden[len(cut) :]))
+    config = trainer_config(tmp_path, tiny, model={"packed_rows": packed})
+
+    def done() -> bool:
+        return published(masked) == published(without) == 3 and unmasked.evicted.exists()
+
+    train_until(config, done)
+    assert "loss_mask is false everywhere" in unmasked.evicted.read_text()
+    assert relative_difference(adapter(masked, 2), adapter(without, 2)) <= TOLERANCE
+    assert relative_difference(adapter(unmasked, 2), adapter(without, 2)) > 10 * TOLERANCE
+    assert relative_difference(adapter(masked, 3), adapter(masked, 2)) == 0.0
+    assert relative_difference(adapter(masked, 2), adapter(masked, 1)) > 10 * TOLERANCE
+    lines = [json.loads(line) for line in masked.trainer_metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert (lines[2]["loss"], lines[2]["grad_norm"]) == (0.0, 0.0)
 
 
 def test_steps_checkpoints_and_versions_are_kept_as_each_run_asks(plain: Adapter, tiny: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ class WordBoxData(vf.TaskData):
 
     word: str
     fault: str = ""
+    credits: str = ""
 
 
 class WordBoxTask(vf.Task[WordBoxData]):
@@ -36,7 +37,17 @@ class WordBoxTask(vf.Task[WordBoxData]):
     async def says_the_word(self, trace: vf.Trace) -> float:
         if self.data.fault == "raise":
             raise ValueError("a reward that fails")
+        self.assign(trace)
         return float(self.data.word in (trace.messages[-1].content or ""))
+
+    def assign(self, trace: vf.Trace) -> None:
+        """0.5 for the first turn; with `tokens`, for the second as many numbers as it has tokens."""
+        sampled = [node for node in trace.nodes if node.sampled]
+        if self.data.credits:
+            sampled[0].advantages = [0.5]
+        if self.data.credits == "tokens":
+            num_tokens = trace.calls[-1].usage.completion_tokens
+            sampled[1].advantages = [float(at) for at in range(num_tokens)]
 
     @vf.reward(weight=0.25)
     async def is_short(self, trace: vf.Trace) -> float:
@@ -69,6 +80,7 @@ class WordBoxTaskset(vf.Taskset[WordBoxTask, WordBoxConfig]):
                 system_prompt="Answer with one word.",
                 word=WORDS[number],
                 fault=self.config.fault if number % 3 == 2 else "",
+                credits={1: "tokens", 4: "turn"}.get(number, ""),
             )
             yield WordBoxTask(data, self.config.task)
 

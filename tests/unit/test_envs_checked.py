@@ -42,6 +42,7 @@ class Says:
     """A policy that answers after `delay_s`, or raises."""
 
     def __init__(self, delay_s: float = 0.0, error: Exception | None = None) -> None:
+        self.answer_lens: list[int] = []
         self._delay_s = delay_s
         self._error = error
 
@@ -49,6 +50,7 @@ class Says:
         await asyncio.sleep(self._delay_s)
         if self._error is not None:
             raise self._error
+        self.answer_lens.append(3)
         return "hello"
 
 
@@ -90,11 +92,77 @@ async def returns(outcome: Any, **config: Any) -> Outcome:
         (Outcome(0.5, {"a": "b"}), "a is str"),  # type: ignore[dict-item]
         (Outcome(0.5, {"\x1b[2J": 1.0}), "is not a valid name of a metric"),
         (Outcome(0.5, [1.0]), "the metrics are list"),  # type: ignore[arg-type]
+        (Outcome(0.5, rewards={"form": float("nan")}), "form is nan"),
+        (Outcome(0.5, rewards={"a\nb": 1.0}), r"'a\\nb' is not a valid name of a reward"),
+        (Outcome(0.5, rewards={"form": -1e31}), r"the reward form is -1e\+31, at most 1e\+30 is allowed"),
+        (Outcome(0.5, rewards=[1.0]), "the rewards are list"),  # type: ignore[arg-type]
+        (Outcome(0.5, rewards={f"r{n}": 1.0 for n in range(17)}), "there are 17 rewards, at most 16 are allowed"),
     ],
 )
 async def test_what_is_no_outcome_is_dropped(outcome: Any, message: str) -> None:
     with pytest.raises(EnvironmentFault, match=message):
         await returns(outcome)
+
+
+async def gives(advantages: Any, num_turns: int = 2) -> Outcome:
+    """After so many turns, each an answer of three tokens."""
+
+    async def does(policy: Policy) -> Outcome:
+        for _ in range(num_turns):
+            await policy.complete([])
+        assert list(policy.answer_lens) == [3] * num_turns
+        return Outcome(0.5, advantages=advantages)
+
+    return await checked(Does(does)).rollout(EXAMPLE, Says())
+
+
+@pytest.mark.parametrize(
+    ("advantages", "message"),
+    [
+        ([1.0], "there are advantages of 1 turns, but the policy took 2"),
+        ([1.0, 2.0, 3.0], "there are advantages of 3 turns, but the policy took 2"),
+        ([1.0, [1.0] * 4], "the advantage of turn 2 has length 4, but its answer has 3 tokens"),
+        ([[], 1.0], "the advantage of turn 1 has length 0, but its answer has 3 tokens"),
+        ([1.0, [0.0, float("nan"), 0.0]], "the advantage of turn 2 is not finite in float32"),
+        ([float("-inf"), 1.0], "the advantage of turn 1 is not finite in float32"),
+        ([1e300, 1.0], "the advantage of turn 1 is not finite in float32"),
+        ([10**400, 1.0], "the advantage of turn 1 is neither a number nor a number for each token"),
+        (["one", 1.0], "the advantage of turn 1 is neither a number"),
+        ([[1.0, None, 1.0], 1.0], "the advantage of turn 1 is neither a number"),
+        ([None, 1.0], "the advantage of turn 1 is neither a number"),
+        ([[[1.0]] * 3, 1.0], "the advantage of turn 1 is neither a number"),
+        (0.5, "TypeError: object of type 'float' has no len"),
+        (["abc", 1.0], "the advantage of turn 1 is neither a number"),
+    ],
+)
+async def test_advantages_that_do_not_fit_the_answers_are_dropped_by_name(advantages: Any, message: str) -> None:
+    with pytest.raises(EnvironmentFault, match=message):
+        await gives(advantages)
+
+
+async def test_advantages_are_a_number_for_a_turn_or_for_each_of_its_tokens() -> None:
+    import numpy as np
+
+    assert (await gives([np.float32(0.5), np.array([1, 2, -3])])).advantages == (0.5, [1.0, 2.0, -3.0])
+    assert (await gives([True, (0.1, 0.2, 0.3)])).advantages == (1.0, np.float32([0.1, 0.2, 0.3]).tolist())
+    assert (await gives(np.zeros(2))).advantages == (0.0, 0.0)
+    assert (await gives([])).advantages == (await gives(())).advantages == ()
+
+
+async def test_a_reward_that_the_run_weighs_must_be_there() -> None:
+    async def does(policy: Policy) -> Outcome:
+        return Outcome(0.5, rewards={"style": 1.0, "accuracy": 0.5})
+
+    config = EnvConfig.model_validate({"id": "plugin:talk"})
+    for names in ((), ("accuracy",), ("style", "accuracy")):
+        env = CheckedEnvironment(Does(does), config, max_failure_share=1.0, reward_names=names)
+        assert (await env.rollout(EXAMPLE, Says())).rewards == {"style": 1.0, "accuracy": 0.5}
+    env = CheckedEnvironment(Does(does), config, max_failure_share=1.0, reward_names=("accuracy", "format"))
+    with pytest.raises(
+        EnvironmentFault, match=r"no reward 'format', which advantage.reward_weights names; found: accuracy, style"
+    ):
+        await env.rollout(EXAMPLE, Says())
+    assert env.num_dropped == 1
 
 
 async def test_numbers_of_every_kind_are_outcomes() -> None:
@@ -282,3 +350,20 @@ async def test_a_broken_environment_ends_more_than_its_group(
 
     with pytest.raises(EnvironmentBroken, match=f"{MIN_ROLLOUTS} of its newest {MIN_ROLLOUTS} rollouts .* is nan"):
         await worker_of(workspace, client, Does(does), share=0.5).group(0)
+
+
+async def test_advantages_of_turns_and_tokens_come_to_the_tokens_of_their_answers(
+    workspace: tuple[Path, Path], client: InferenceClient
+) -> None:
+    async def does(policy: Policy) -> Outcome:
+        messages = list(EXAMPLE.messages)
+        for _ in range(2):
+            answer = await policy.complete(messages)
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
+        by_token = [float(at) for at in range(policy.answer_lens[1])]
+        return Outcome(1.0, rewards={"form": 1.0}, advantages=[0.5, by_token])
+
+    for rollout in (await worker_of(workspace, client, Does(does), share=1.0).group(0)).rollouts_G:
+        at_T = list(zip(rollout.token_advantages_T, rollout.loss_mask_T, strict=True))
+        assert [value for value, is_answer in at_T if is_answer] == [0.5, 0.5, 0.5, 0.0, 1.0, 2.0]
+        assert {value for value, is_answer in at_T if not is_answer} == {0.0} and rollout.rewards == {"form": 1.0}

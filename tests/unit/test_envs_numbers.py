@@ -23,6 +23,8 @@ class Says:
     def __init__(self, answer: Callable[[Sequence[Message]], str]) -> None:
         self._answer = answer
 
+    answer_lens: Sequence[int] = ()
+
     async def complete(self, messages: Sequence[Message]) -> str:
         return self._answer(messages)
 
@@ -47,7 +49,8 @@ async def test_sums_are_right() -> None:
         right = str(eval(problem))
         for answer in (right, f"It is {right}.", f"2 + 2 = 4, and so: {right}\n"):
             outcome = await env.rollout(example, Says(lambda _, answer=answer: answer))
-            assert (outcome.reward, outcome.metrics) == (1.0, {"exact_match": 1.0, "is_number": 1.0})
+            single = {"exact_match": 1.0, "is_number": 1.0}
+            assert (outcome.reward, outcome.metrics, outcome.rewards) == (1.0, single, single)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ import asyncio, os, subprocess, sys, time
 
 from prime_rl.orchestrator.envs.base import Example, Outcome
 
-WORDS = ["good", "raise", "nan", "text", "hang", "exit", "slow", "deaf", "key"]
+WORDS = ["good", "raise", "nan", "text", "hang", "exit", "slow", "deaf", "key", "credits", "short"]
 
 
 class Env:
@@ -63,6 +63,9 @@ class Env:
             os._exit(7)
         if word == "slow":
             await asyncio.sleep(600)
+        if word in ("credits", "short"):
+            own = [[-1.0] * (policy.answer_lens[0] - (word == "short")), 0.25]
+            return Outcome(0.5, rewards={"form": 1.0, "right": 0.25}, advantages=own)
         reward = {"nan": float("nan"), "text": "much"}.get(word, 0.5)
         return Outcome(reward, {"key_seen": float("SECRET_KEY" in os.environ)})
 """
@@ -98,10 +101,12 @@ class Says:
         self.gate = asyncio.Event()
         self.gate.set()
         self.seen: list[Sequence[Message]] = []
+        self.answer_lens: list[int] = []
 
     async def complete(self, messages: Sequence[Message]) -> str:
         self.seen.append(messages)
         await self.gate.wait()
+        self.answer_lens.append(2)
         return f"answer {len(messages)}"
 
 
@@ -126,6 +131,7 @@ async def test_rollouts_of_several_turns_and_every_fault_but_a_hang() -> None:
             ("raise", "RuntimeError: red"),
             ("nan", "reward is nan"),
             ("text", "is str instead of a num"),
+            ("short", "the advantage of turn 1 has length 1, but its answer has 2 tokens"),
         ]:
             with pytest.raises(EnvironmentFault, match=message):
                 await env.rollout(example_of(env, word), Says())
@@ -144,7 +150,10 @@ async def test_rollouts_of_several_turns_and_every_fault_but_a_hang() -> None:
         assert sorted(type(result).__name__ for result in results) == ["EnvironmentFault", "Interrupted", "Interrupted"]
         assert "its process ended with exit code 7" in str(results[0])
         assert (await env.rollout(example_of(env, "good"), Says())).reward == 0.5
-        assert env.num_dropped == 4
+        assert env.num_dropped == 5
+        own = await env.rollout(example_of(env, "credits"), Says())
+        assert (own.rewards, own.advantages) == ({"form": 1.0, "right": 0.25}, ([-1.0, -1.0], 0.25))
+        assert (good.rewards, good.advantages) == ({}, ())
 
 
 def processes() -> set[psutil.Process]:

@@ -87,3 +87,25 @@ async def test_a_run_whose_environment_fails_too_often_fails_with_the_last_error
         r"last: the reward is \S+, not within reward_range = \[2, 3\]"
     )
     assert re.fullmatch(wanted, str(status.reason))
+
+
+async def test_a_run_learns_from_the_rewards_that_it_weighs_or_names_the_one_that_is_missing(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    reasons = {}
+    async with serving(FakeInference(model)) as url:
+        for name, weights in (("run_a", {"exact_match": 1.0, "is_number": 0.2}), ("run_b", {"format": 1.0})):
+            run = make_run(tmp_path, name)
+            config = run_config(
+                model, env=[{"id": "arithmetic"}], client={"base_url": url}, advantage={"reward_weights": weights}
+            )
+            trainer = asyncio.create_task(stand_in_trainer(run))
+            await asyncio.wait_for(run_to_the_end(config, run, lambda: False), PATIENCE_S)
+            trainer.cancel()
+            status = read_status(run.status, RunStatus)
+            assert status is not None
+            reasons[name] = status.state, str(status.reason)
+    assert reasons["run_a"] == ("finished", "None")
+    assert reasons["run_b"][0] == "failed"
+    assert reasons["run_b"][1].endswith(
+        "no reward 'format', which advantage.reward_weights names; found: exact_match, is_number"
+    )

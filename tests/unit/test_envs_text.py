@@ -26,6 +26,8 @@ class Says:
     def __init__(self, answer: str) -> None:
         self._answer = answer
 
+    answer_lens: Sequence[int] = ()
+
     async def complete(self, messages: Sequence[Message]) -> str:
         return self._answer
 

@@ -21,10 +21,13 @@ class Says:
     def __init__(self, *texts: str) -> None:
         self._texts = iter(texts)
         self.seen: list[list[Message]] = []
+        self.answer_lens: list[int] = []
 
     async def complete(self, messages: Sequence[Message]) -> str:
         self.seen.append(list(messages))
-        return next(self._texts)
+        text = next(self._texts)
+        self.answer_lens.append(len(text.split()))
+        return text
 
 
 def user(text: Any) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import get_args
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +15,11 @@ from numpy.typing import NDArray
 
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType, OrchestratorConfig
-from prime_rl.orchestrator.advantage import EPSILON, compute_advantages
+from prime_rl.orchestrator.advantage import EPSILON, compute_advantages, weighted_advantages
+from prime_rl.orchestrator.batch import assemble_batch, has_signal
+from prime_rl.orchestrator.envs.checked import EnvironmentFault
+from prime_rl.orchestrator.rollout import Group
+from tests.unit.test_orchestrator_pure import a_group, a_rollout
 
 TYPES: tuple[AdvantageType, ...] = get_args(AdvantageType)
 # Graded rewards on a grid, as a reward of 1e-300 would tell about rounding and not about advantages.
@@ -92,6 +98,39 @@ def test_only_long_right_answers_pay() -> None:
     assert advantages([0.0, 0.0], "grpo", [1, 900], coef=0.2) == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("kind", TYPES)
+@given(
+    group=st.lists(st.tuples(*[st.integers(0, 100).map(lambda percent: percent / 100)] * 3), min_size=1, max_size=12),
+    weights=st.tuples(*[st.sampled_from([-0.5, 0.0, 0.2, 1.0, 3.0])] * 3),
+)
+def test_several_rewards_equal_numpy(
+    kind: AdvantageType, group: list[tuple[float, ...]], weights: tuple[float, ...]
+) -> None:
+    """Each normalised by itself, then the weighted sum: a product of matrices."""
+    rewards_NG = np.array(group).T
+    by_reward_NG = np.stack([REFERENCES[kind](r) if len(set(r)) > 1 else np.zeros(len(r)) for r in rewards_NG])
+    config = AdvantageConfig(type=kind, reward_weights=dict(zip("abc", weights, strict=True)))
+    rewards = {"unused": [9.0] * len(group), **dict(zip("abc", rewards_NG.tolist(), strict=True))}
+    found = weighted_advantages(rewards, [1] * len(group), config)
+    np.testing.assert_allclose(found, np.array(weights) @ by_reward_NG, atol=1e-5, rtol=1e-6)
+
+
+def test_a_reward_that_varies_little_counts_as_much_as_one_that_varies_much() -> None:
+    """What a normalisation of the sum would take for noise."""
+    rewards = {"right": [0.0, 0.0, 1.0, 1.0], "form": [0.0, 0.01, 0.0, 0.01]}
+    config = AdvantageConfig(reward_weights={"right": 1.0, "form": 1.0})
+    apart = weighted_advantages(rewards, [1] * 4, config)
+    assert apart == pytest.approx([-2.0, 0.0, 0.0, 2.0], abs=1e-3)
+    summed = [sum(both) for both in zip(*rewards.values(), strict=True)]
+    assert advantages(summed, "grpo") == pytest.approx([-1.0, -1.0, 1.0, 1.0], abs=0.02)
+
+
+@pytest.mark.parametrize("bad", [{"a b": 1.0}, {"": 1.0}, {"a": float("nan")}, {"a": "much"}, {"\x1b[2J": 1.0}])
+def test_weights_of_rewards_are_checked(bad: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="reward_weights"):
+        build(AdvantageConfig, {"reward_weights": bad}, "test")
+
+
 @pytest.mark.parametrize("bad", [{"type": "gae"}, {"length_penalty": 1.0}, {"length_penalty": -0.1}, {"epsilon": 1}])
 def test_what_is_no_advantage_is_refused_by_its_key(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
@@ -108,3 +147,52 @@ def test_maxrl_is_refused_where_rewards_may_be_negative() -> None:
     data["env"] = [{"id": "reverse-text", "name": "mean"}]
     with pytest.raises(ConfigError, match=r"'mean' is reserved"):
         build(OrchestratorConfig, data, "test")
+
+
+def test_an_environment_s_own_advantages_stand_in_for_those_of_the_group() -> None:
+    plain = a_group(4, [0.0, 1.0, 0.5])
+    own_T = [0.0, 0.0, 0.0, 2.0, -0.5]
+    group = replace(plain, rollouts_G=[replace(plain.rollouts_G[0], token_advantages_T=own_T), *plain.rollouts_G[1:]])
+    first, *others = assemble_batch(
+        "run_a", 3, [group], advantage=AdvantageConfig(type="mean"), temperature=1.0
+    ).samples
+    assert (first.token_advantages, first.advantage) == (own_T, 0.75)
+    assert [(sample.token_advantages, sample.advantage) for sample in others] == [([], 0.5), ([], 0.0)]
+    # A signal where the rewards have none; and none where the rollout is masked.
+    equal = a_group(5, [0.5, 0.5])
+    balanced = replace(equal.rollouts_G[0], token_advantages_T=[0.0, 0.0, 0.0, 1.0, -1.0], truncated=True)
+    signal = replace(equal, rollouts_G=[balanced, equal.rollouts_G[1]])
+    assert has_signal(signal, AdvantageConfig()) and not has_signal(equal, AdvantageConfig())
+    masks = AdvantageConfig(mask_truncated=True)
+    assert not has_signal(signal, masks)
+    cut = assemble_batch("run_a", 3, [signal], advantage=masks, temperature=1.0).samples[0]
+    assert (cut.advantage, cut.token_advantages, any(cut.loss_mask)) == (0.0, [], False)
+    zeros = replace(plain.rollouts_G[0], token_advantages_T=[0.0] * 5)
+    assert not has_signal(replace(plain, rollouts_G=[zeros]), AdvantageConfig())
+
+
+def test_groups_go_through_rank_files_with_rewards_and_advantages() -> None:
+    rollout = replace(a_rollout(), rewards={"a": 1.0}, token_advantages_T=[0.0, 0.0, 0.0, 2.0, -0.5])
+    group = Group(3, "talk", "talk/e3", [rollout, a_rollout()])
+    data = msgspec.msgpack.encode(group)
+    assert msgspec.msgpack.decode(data, type=Group) == group
+    fields = msgspec.msgpack.decode(data)
+    for each in fields["rollouts_G"]:  # as the program before wrote them
+        del each["rewards"], each["token_advantages_T"]
+    before = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Group)
+    assert before.rollouts_G == [a_rollout(), a_rollout()]
+
+
+def test_named_rewards_have_their_advantages_by_themselves() -> None:
+    plain = a_group(4, [0.25, 0.5])
+    named = [{"right": 0.0, "form": 0.5}, {"right": 0.25, "form": 0.0}]
+    group = replace(
+        plain, rollouts_G=[replace(each, rewards=own) for each, own in zip(plain.rollouts_G, named, strict=True)]
+    )
+    config = AdvantageConfig(type="rloo", reward_weights={"right": 2.0, "form": 1.0})
+    samples = assemble_batch("run_a", 3, [group], advantage=config, temperature=1.0).samples
+    assert [sample.advantage for sample in samples] == [-0.5 + 0.5, 0.5 - 0.5]
+    assert [sample.reward for sample in samples] == [0.25, 0.5], "what is reported stays the environment's reward"
+    with pytest.raises(EnvironmentFault, match=r"no reward 'style', .* found: form, right"):
+        has_signal(group, config.replace(reward_weights={"right": 1.0, "style": 1.0}))
+    assert not has_signal(group, config) and has_signal(group, config.replace(reward_weights={"form": 1.0}))

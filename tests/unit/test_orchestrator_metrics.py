@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ import pytest
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.reasoning_gym import CurriculumConfig
 from prime_rl.orchestrator.curriculum import Curricula, Curriculum
-from prime_rl.orchestrator.envs.base import Message
+from prime_rl.orchestrator.envs.base import MAX_REWARDS, Message
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, RolloutMeter
-from prime_rl.orchestrator.metrics import PHASES, Phase, PhaseClock, batch_metrics, bottleneck
+from prime_rl.orchestrator.metrics import PHASES, Phase, PhaseClock, batch_metrics, bottleneck, reward_metrics
 from tests.metrics_support import documented, undocumented
 from tests.orchestrator_support import TalkEnv
 from tests.unit.test_orchestrator_pure import a_group
@@ -35,6 +36,17 @@ def test_metrics_of_a_batch() -> None:
     assert (values["completion_len/mean"], values["prompt_len/mean"], values["truncated/mean"]) == (2, 3, 0)
     assert (values["completion_len/max"], values["prompt_len/max"]) == (2, 3)
     assert (values["time/step"], values["time/wait_for_policy"], values["groups_dropped"]) == (4.0, 1.0, 2)
+
+
+def test_single_rewards_have_a_mean_each_and_never_too_many() -> None:
+    (group,) = [a_group(0, [0.0, 1.0, 1.0])]
+    named = [{"form": 0.5, "right": 0.0}, {"form": 1.0}, {}]
+    rollouts = [replace(each, rewards=own) for each, own in zip(group.rollouts_G, named, strict=True)]
+    assert reward_metrics(rollouts) == {"reward/form/mean": 0.75, "reward/right/mean": 0.0}
+    values = batch_metrics(3, [replace(group, rollouts_G=rollouts)], NO_TIME, num_dropped=0)
+    assert values["reward/form/mean"] == 0.75 and undocumented("orchestrator", [values]) == set()
+    many = [replace(each, rewards={f"r{at}-{n:02}": 1.0 for n in range(16)}) for at, each in enumerate(rollouts)]
+    assert list(reward_metrics(many)) == [f"reward/r0-{n:02}/mean" for n in range(MAX_REWARDS)]
 
 
 def test_phases_add_up_and_begin_again_after_a_lap() -> None:
@@ -98,6 +110,7 @@ async def test_an_environment_is_metered_also_when_it_or_the_policy_fails() -> N
 
     class Echo:
         fails = False
+        answer_lens: Sequence[int] = ()
 
         async def complete(self, messages: Sequence[Message]) -> str:
             seen.append("turn")
@@ -138,7 +151,7 @@ def test_the_bottleneck_is_who_is_waited_for(time_s: dict[Phase, float], num_ahe
 async def test_every_figure_of_a_run_is_documented_and_every_documented_one_is_written(workspace: Workspace) -> None:  # noqa: F811
     code = await workspace.run_to_the_end(
         max_steps=4,
-        env=[{"id": "reverse-text", "name": "easy", "args": {"max_len": 3}}, {"id": "sort-letters"}],
+        env=[{"id": "reverse-text", "name": "easy", "args": {"max_len": 3}}, {"id": "arithmetic"}],
         eval={"interval": 2, "num_examples": 1},
     )
     assert code == 0

@@ -114,6 +114,10 @@ def test_a_truncated_rollout_may_be_scored_and_not_learned_from() -> None:
         advantage = AdvantageConfig(type="mean", mask_truncated=masks)
         batch = assemble_batch("run_a", 3, [cut], advantage=advantage, temperature=1.0)
         advantages[masks] = [sample.advantage for sample in batch.samples]
+        # Without a loss token no term of a loss can reach it: not its KL to the base either.
+        assert [any(sample.loss_mask) for sample in batch.samples] == [not masks, True, True]
+        assert batch.samples[0].logprobs == ([0.0] * 5 if masks else cut.rollouts_G[0].logprobs_T)
+        assert batch.samples[0].token_ids == cut.rollouts_G[0].token_ids_T and batch.samples[0].reward == 0.0
     assert advantages == {False: [-0.5, 0.5, 0.0], True: [0.0, 0.5, 0.0]}
     hopeless = replace(whole, rollouts_G=[replace(rollout, truncated=True) for rollout in whole.rollouts_G])
     assert has_signal(hopeless, AdvantageConfig()) and not has_signal(hopeless, AdvantageConfig(mask_truncated=True))

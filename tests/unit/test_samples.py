@@ -85,6 +85,17 @@ def test_the_kept_rollouts_of_a_batch(tmp_path: Path) -> None:
     assert len(read_samples(run.samples, 9)) == 2
 
 
+def test_kept_tokens_have_the_advantages_that_the_environment_gave(tmp_path: Path) -> None:
+    run, group = make_run(tmp_path), a_group(0, [0.0, 1.0])
+    own = dataclasses.replace(group.rollouts_G[0], token_advantages_T=[0.0, 0.0, 0.0, 2.0, -1.00004])
+    groups = [dataclasses.replace(group, rollouts_G=[own, group.rollouts_G[1]])]
+    batch = assemble_batch("run_a", 1, groups, advantage=AdvantageConfig(type="mean"), temperature=1.0)
+    SampleKeeper(run, SamplesConfig(per_step=2), as_letters).keep(groups, batch)
+    (kept,) = read_batches(run.samples, run.ratios, 9)
+    assert [sample.tokens and sample.tokens.advantages for sample in kept.samples] == [[2.0, -1.0], []]
+    assert kept.samples[0].advantage == pytest.approx(0.49998)
+
+
 def test_the_file_keeps_the_newest_and_stays_bounded_over_restarts(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     for start in range(0, 40, 8):

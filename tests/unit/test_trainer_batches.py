@@ -9,6 +9,7 @@ import os
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,39 @@ def test_a_file_of_version_1_that_its_own_program_wrote_is_the_same_batch(tmp_pa
     assert take_batch(tmp_path / "b", LIMITS) == batch, "the same batch in both versions"
 
 
+def test_advantages_of_tokens_are_a_column_that_other_samples_do_not_have(tmp_path: Path) -> None:
+    given = [0.0] * 4 + [0.25 * at for at in range(-4, 4)]
+    batch = with_sample(token_advantages=given)
+    write_batch(tmp_path / "b", batch)
+    assert read_batch(tmp_path / "b").samples[1].token_advantages == given
+    taken = take_batch(tmp_path / "b", LIMITS)
+    assert taken is not None and taken == batch.columns()
+    assert np.frombuffer(taken.samples[1].token_advantages, "<f4").tolist() == given
+    # A file without them is what it was before there were any, to the last byte.
+    first, second = msgspec.msgpack.decode((tmp_path / "b").read_bytes())["samples"]
+    assert "token_advantages" not in first and len(second["token_advantages"]) == 12 * 4
+    check_batch(with_sample(token_advantages=[3.3e38] * 12).columns(), LIMITS)
+
+
+def test_a_run_that_masks_what_was_cut_may_have_a_batch_without_a_loss_token() -> None:
+    batch = with_sample(loss_mask=[False] * 12)
+    nothing = TrainingBatch("run_a", 3, batch.samples[1:], {})
+    with pytest.raises(BadBatchError, match="loss_mask is false everywhere"):
+        check_batch(nothing.columns(), LIMITS)
+    check_batch(nothing.columns(), replace(LIMITS, may_lack_loss=True))
+    config = OrchestratorConfig.model_validate(
+        {
+            "batch_size": 4,
+            "rollouts_per_example": 4,
+            "seq_len": 32,
+            "model": {"name": "m"},
+            "env": [{"id": "reverse-text"}],
+            "advantage": {"mask_truncated": True},
+        }
+    )
+    assert BatchLimits.of(config, "run_a", 3, VOCAB).may_lack_loss
+
+
 def test_a_file_without_a_version_has_version_1(tmp_path: Path) -> None:
     plain = msgspec.msgpack.decode(VERSION_1.read_bytes())
     del plain["version"]
@@ -109,6 +143,11 @@ def test_a_file_without_a_version_has_version_1(tmp_path: Path) -> None:
         (with_sample(advantage=INF), "sample 1: advantage is inf"),
         (with_sample(advantage=NAN), "sample 1: advantage is nan"),
         (with_sample(advantage=1e300), r"sample 1: advantage is 1e\+300"),
+        (with_sample(token_advantages=[0.5] * 11), "sample 1: token_advantages has 11 entries, expected 12 or none"),
+        (with_sample(token_advantages=[0.5] * 13), "sample 1: token_advantages has 13 entries, expected 12 or none"),
+        (with_sample(token_advantages=[0.0] * 11 + [NAN]), r"sample 1: token_advantages\[11\] is nan"),
+        (with_sample(token_advantages=[0.0, -INF] + [0.0] * 10), r"sample 1: token_advantages\[1\] is -inf"),
+        (with_sample(token_advantages=[3.402e38] + [0.0] * 11), r"sample 1: token_advantages\[0\] is 3.402e\+38"),
         (with_sample(temperature=0.0), "sample 1: temperature is 0.0"),
         (with_sample(temperature=1e-300), "sample 1: temperature is 1e-300"),
         (with_sample(temperature=-1.0), "sample 1: temperature is -1.0"),
@@ -136,6 +175,7 @@ def test_a_bad_batch_is_explained(
         ({"token_ids": [1, 2**63] + [0] * 10}, "sample 1: token_ids[1] is 9223372036854775808, which has no place"),
         ({"token_ids": [1, -(2**31) - 1] + [0] * 10}, "sample 1: token_ids[1] is -2147483649, which has no place"),
         ({"logprobs": [0.0, NAN, -1e300] + [0.0] * 9}, "sample 1: logprobs[2] is -1e+300, which has no place"),
+        ({"token_advantages": [1e300] + [0.0] * 11}, "sample 1: token_advantages[0] is 1e+300, which has no place"),
     ],
 )
 def test_numbers_of_version_1_that_have_no_place_in_a_column_are_named(
@@ -177,6 +217,10 @@ def changed(batch: TrainingBatch | BatchColumns, **changes: Any) -> bytes:
         (columns(token_ids=b"\0" * 47), "sample 1: token_ids has 47 bytes, expected 4 for each token"),
         (columns(logprobs=b"\0" * 49), "sample 1: logprobs has 49 bytes, expected 4 for each token"),
         (columns(token_ids=b"\0" * 44), "sample 1: token_ids has 11 entries, loss_mask 12, logprobs 12"),
+        (columns(token_advantages=b"\0" * 47), "sample 1: token_advantages has 47 bytes, expected 4 for each token"),
+        (columns(token_advantages=b"\0" * 4), "sample 1: token_advantages has 1 entries, expected 12 or none"),
+        (columns(token_advantages=b"\xff" * 48), "sample 1: token_advantages[0] is nan"),
+        (columns(token_advantages=[0.5] * 12), "sample 1: Expected `bytes`, got `array` - at `$.token_advantages`"),
         (columns(loss_mask=b""), "sample 1: token_ids has 12 entries, loss_mask 0, logprobs 12"),
         (columns(loss_mask=b"\0" * 10 + b"\x02\x01"), "sample 1: loss_mask[10] is 2, must be 0 or 1"),
         (columns(loss_mask=b"\xff" * 12), "sample 1: loss_mask[0] is 255, must be 0 or 1"),
@@ -212,7 +256,7 @@ def test_what_damage_leaves_is_refused_or_can_be_trained_on(
     tmp_path: Path, version: Callable[[TrainingBatch], bytes]
 ) -> None:
     """Bytes of a good file changed, cut out and put in, at random places."""
-    rng, good, path = random.Random(7), version(GOOD), tmp_path / "b"
+    rng, good, path = random.Random(7), version(make_batch("run_a", 3, by_token=True)), tmp_path / "b"
     num_taken = 0
     for _ in range(1_500):
         data = bytearray(good)
@@ -229,6 +273,7 @@ def test_what_damage_leaves_is_refused_or_can_be_trained_on(
         rows = Rows.of(to_micro_batch(rows_of(0, batch.samples)))
         assert rows.token_ids_RT.min() >= 0 and rows.token_ids_RT.max() < VOCAB
         assert np.isfinite(rows.sampled_logprobs_RK).all() and rows.mask_RK.any()
+        assert np.isfinite(rows.advantages_RK).all() and rows.advantages_RK.shape[1] > 1
     assert 50 < num_taken < 1_450
 
 
@@ -311,11 +356,12 @@ def test_the_allowed_size_follows_from_what_the_run_asked_for(tmp_path: Path) ->
         token_ids=[2**31 - 1] * 512,
         loss_mask=[False] + [True] * 511,
         logprobs=[-0.1234567] * 512,
+        token_advantages=[0.1234567] * 512,
     )
     for version in (as_lists, as_columns):
         (tmp_path / "b").write_bytes(version(TrainingBatch("run_a", 1, [full] * 64, {"position": 1})))
         assert take_batch(tmp_path / "b", limits) is not None
-        assert (tmp_path / "b").stat().st_size < limits.max_bytes < 2 * BYTES_BESIDES
+        assert (tmp_path / "b").stat().st_size < limits.max_bytes <= 2 * BYTES_BESIDES
     os.truncate(tmp_path / "b", 1 << 40)  # a hole: it takes no space on disk
     with pytest.raises(BadBatchError, match="has 1099511627776 bytes"):
         take_batch(tmp_path / "b", limits)

@@ -14,7 +14,7 @@ from prime_rl.configs.losses import AipoLossConfig, DapoLossConfig, GspoLossConf
 from prime_rl.trainer import fused
 from prime_rl.trainer.fused import token_logprobs
 from prime_rl.trainer.loss import LossInputs, LossSums, compute_loss, compute_losses, row_statistics, sums_by_run
-from tests.loss_support import EVERY_LOSS, inputs_of, name_of
+from tests.loss_support import EVERY_LOSS, by_token, inputs_of, name_of
 from tests.numeric import check_same
 
 pytestmark = pytest.mark.numeric
@@ -95,8 +95,8 @@ def gradient(config: LossConfig, inputs: LossInputs) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
 @pytest.mark.parametrize("junk", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_masked_may_be_anything(config: LossConfig, junk: float) -> None:
-    clean = inputs_of()
+@pytest.mark.parametrize("clean", [inputs_of(), by_token(inputs_of())], ids=["row", "token"])
+def test_what_is_masked_may_be_anything(config: LossConfig, clean: LossInputs, junk: float) -> None:
     assert clean.base_logprobs_RK is not None
     dirty = replace(
         clean,
@@ -113,7 +113,7 @@ def test_what_is_masked_may_be_anything(config: LossConfig, junk: float) -> None
 @pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
 def test_a_row_that_is_not_finite_leaves_the_others_their_gradients(config: LossConfig) -> None:
     inputs = inputs_of()
-    spoiled = replace(inputs, advantages_R=inputs.advantages_R.index_fill(0, torch.tensor([1]), float("nan")))
+    spoiled = replace(inputs, advantages_RK=inputs.advantages_RK.index_fill(0, torch.tensor([1]), float("nan")))
     loss_R, grad_RK = gradient(config, spoiled)
     _, expected_RK = gradient(config, inputs)
     assert loss_R.isnan().tolist() == [row == 1 for row in range(6)]
@@ -123,9 +123,10 @@ def test_a_row_that_is_not_finite_leaves_the_others_their_gradients(config: Loss
 
 @pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
 @pytest.mark.parametrize("far", [-200.0, 200.0])
-def test_a_far_ratio_gives_numbers(config: LossConfig, far: float) -> None:
+@pytest.mark.parametrize("given", [inputs_of(), by_token(inputs_of())], ids=["row", "token"])
+def test_a_far_ratio_gives_numbers(config: LossConfig, given: LossInputs, far: float) -> None:
     """In float32, where exp(200) is infinite; a ratio far from 1 is reported as such."""
-    tensors = {name: x.float() for name, x in vars(inputs_of()).items() if name != "mask_RK"}
+    tensors = {name: x.float() for name, x in vars(given).items() if name != "mask_RK"}
     inputs = LossInputs(**tensors, mask_RK=inputs_of().mask_RK)
     assert inputs.base_logprobs_RK is not None
     inputs = replace(

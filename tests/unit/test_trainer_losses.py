@@ -23,14 +23,14 @@ from prime_rl.configs.losses import (
     TisLossConfig,
 )
 from prime_rl.trainer.loss import LossInputs, compute_loss
-from tests.loss_support import EVERY_LOSS, inputs_of, name_of
+from tests.loss_support import EVERY_LOSS, by_token, inputs_of, name_of
 
 pytestmark = pytest.mark.numeric
 
-# One row: log pi that gradients go through, log pi that is held constant, log mu, A -> by token the loss, and whether a
-# limit bound. Python floats, no tensors.
+# One row: log pi that gradients go through, log pi that is held constant, log mu, A of each token -> by token the loss,
+# and whether a limit bound. Python floats, no tensors.
 Row = list[float]
-Reference = Callable[[Row, Row, Row, float], tuple[Row, list[bool]]]
+Reference = Callable[[Row, Row, Row, Row], tuple[Row, list[bool]]]
 
 
 def reference(config: LossConfig) -> Reference:
@@ -57,30 +57,36 @@ def reference(config: LossConfig) -> Reference:
         keep = c.low <= s <= c.high and min(r) >= c.veto
         return [s if keep else 0.0] * len(r), [not keep] * len(r)
 
-    def policy_gradient(live: Row, held: Row, mu: Row, advantage: float) -> tuple[Row, list[bool]]:
+    def policy_gradient(live: Row, held: Row, mu: Row, a: Row) -> tuple[Row, list[bool]]:
         weights, bound = token_weights(held, mu)
-        return [-w * advantage * p for w, p in zip(weights, live, strict=True)], bound
+        return [-w * x * p for w, x, p in zip(weights, a, live, strict=True)], bound
 
-    def ppo(live: Row, held: Row, mu: Row, advantage: float) -> tuple[Row, list[bool]]:
+    def ppo(live: Row, held: Row, mu: Row, a: Row) -> tuple[Row, list[bool]]:
         decouples = c.old_logprobs == "trainer"
-        r = ratios(live, held if decouples else mu)
-        if c.type == "gspo":
+        old = held if decouples else mu
+        r = ratios(live, old)
+        if c.type == "gspo" and len(set(a)) > 1:
+            s = math.exp(sum(h - o for h, o in zip(held, old, strict=True)) / len(old))
+            r = [s * x for x in ratios(live, held)]
+        elif c.type == "gspo":
             r = [math.exp(sum(map(math.log, r)) / len(r))] * len(r)
         clipped = [max(1 - c.clip_low, min(x, 1 + c.clip_high)) for x in r]
-        values = [min(x * advantage, y * advantage) for x, y in zip(r, clipped, strict=True)]
-        bound = [v != x * advantage for v, x in zip(values, r, strict=True)]
+        values = [min(x * z, y * z) for x, y, z in zip(r, clipped, a, strict=True)]
+        bound = [v != x * z for v, x, z in zip(values, r, a, strict=True)]
+        if c.type == "gspo":
+            values = [sum(values) / len(values)] * len(values)
         if not decouples:
             return [-v for v in values], bound
         weights = ratios(held, mu)
         losses = [-min(w, c.weight_cap) * v for w, v in zip(weights, values, strict=True)]
         return losses, [was or w > c.weight_cap for was, w in zip(bound, weights, strict=True)]
 
-    def dppo(live: Row, held: Row, mu: Row, advantage: float) -> tuple[Row, list[bool]]:
+    def dppo(live: Row, held: Row, mu: Row, a: Row) -> tuple[Row, list[bool]]:
         losses, bound = [], []
-        for p, h, m in zip(live, held, mu, strict=True):
+        for p, h, m, x in zip(live, held, mu, a, strict=True):
             moved = math.exp(h) - math.exp(m)
-            drop = moved > c.high if advantage > 0 else moved < -c.low
-            losses.append(c.tau * (p - m) ** 2 - (0.0 if drop else advantage * math.exp(p - m)))
+            drop = moved > c.high if x > 0 else moved < -c.low
+            losses.append(c.tau * (p - m) ** 2 - (0.0 if drop else x * math.exp(p - m)))
             bound.append(drop)
         return losses, bound
 
@@ -92,7 +98,8 @@ def row_loss(config: LossConfig, inputs: LossInputs, row: int, live: Tensor | No
     at = inputs.mask_RK[row]
     held, mu = inputs.logprobs_RK[row][at].tolist(), inputs.sampled_logprobs_RK[row][at].tolist()
     moving = held if live is None else live[row][at].tolist()
-    losses, bound = reference(config)(moving, held, mu, float(inputs.advantages_R[row]))
+    advantages = inputs.advantages_RK.expand_as(inputs.mask_RK)[row][at].tolist()
+    losses, bound = reference(config)(moving, held, mu, advantages)
     if config.kl_coef:
         assert inputs.base_logprobs_RK is not None
         logs = [b - p for b, p in zip(inputs.base_logprobs_RK[row][at].tolist(), moving, strict=True)]
@@ -107,9 +114,14 @@ def test_every_type_is_here() -> None:
     )
 
 
+# With one advantage a row, and with one a token.
+EVERY_INPUT = {"row": inputs_of(), "token": by_token(inputs_of())}
+
+
+@pytest.mark.parametrize("advantages", EVERY_INPUT)
 @pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
-def test_loss_and_limits_are_those_of_the_formula(config: LossConfig) -> None:
-    inputs = inputs_of()
+def test_loss_and_limits_are_those_of_the_formula(config: LossConfig, advantages: str) -> None:
+    inputs = EVERY_INPUT[advantages]
     losses = compute_loss(config, inputs)
     seen = set()
     for row in range(6):
@@ -120,10 +132,11 @@ def test_loss_and_limits_are_those_of_the_formula(config: LossConfig) -> None:
     assert seen == {True, False} or config.kl_coef, "the rows must lie on both sides of the limits"
 
 
+@pytest.mark.parametrize("advantages", EVERY_INPUT)
 @pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
-def test_gradient_is_that_of_the_formula(config: LossConfig) -> None:
+def test_gradient_is_that_of_the_formula(config: LossConfig, advantages: str) -> None:
     """Central differences of the formula, with what it holds constant held constant."""
-    inputs = inputs_of()
+    inputs = EVERY_INPUT[advantages]
     logprobs = inputs.logprobs_RK.clone().requires_grad_()
     compute_loss(config, replace(inputs, logprobs_RK=logprobs)).loss_R.sum().backward()
     assert logprobs.grad is not None
@@ -134,6 +147,27 @@ def test_gradient_is_that_of_the_formula(config: LossConfig) -> None:
         up, down = (row_loss(config, inputs, row, inputs.logprobs_RK + s)[0] for s in (step, -step))
         assert float(logprobs.grad[row, k]) == pytest.approx((up - down) / (2 * eps), rel=1e-6, abs=1e-8)
     assert not logprobs.grad[~inputs.mask_RK].any()
+
+
+@pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
+def test_equal_advantages_of_all_tokens_are_that_of_the_row(config: LossConfig) -> None:
+    """To the last bit; GSPO, whose formula is another one then, but for rounding."""
+    inputs = inputs_of()
+    spread = replace(inputs, advantages_RK=inputs.advantages_RK.expand_as(inputs.mask_RK).clone())
+    found = []
+    for each in (inputs, spread):
+        logprobs = each.logprobs_RK.clone().requires_grad_()
+        losses = compute_loss(config, replace(each, logprobs_RK=logprobs))
+        losses.loss_R.sum().backward()
+        assert logprobs.grad is not None and logprobs.grad.any()
+        found.append((losses, logprobs.grad))
+    (one, one_grad), (other, other_grad) = found
+    assert torch.equal(one.clipped_RK, other.clipped_RK)
+    if config.type == "gspo":
+        torch.testing.assert_close(one.loss_R, other.loss_R, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(one_grad, other_grad, rtol=1e-12, atol=1e-15)
+    else:
+        assert torch.equal(one.loss_R, other.loss_R) and torch.equal(one_grad, other_grad)
 
 
 @pytest.mark.parametrize("config", [c for c in EVERY_LOSS if getattr(c, "old_logprobs", "") != "trainer"], ids=name_of)
@@ -183,7 +217,7 @@ def test_an_engine_s_rounding_clips_no_sample_around_the_trainer_s_own_logprobs(
     inputs = LossInputs(
         logprobs_RK=log_pi_RK,
         sampled_logprobs_RK=log_pi_RK.detach() + noise_RK,
-        advantages_R=torch.ones(64),
+        advantages_RK=torch.ones(64, 1),
         mask_RK=torch.ones(64, 200, dtype=torch.bool),
         scales_R=torch.full((64,), 1 / (64 * 200)),
     )
@@ -210,7 +244,7 @@ REJECTING: list[LossConfig] = [
 def test_a_batch_of_which_nothing_is_kept_has_no_loss_and_no_gradient(config: LossConfig) -> None:
     inputs = inputs_of()
     # Every token moved the way its advantage pulls, none of them by nothing.
-    towards_RK = inputs.advantages_R.sign()[:, None] * 0.1
+    towards_RK = inputs.advantages_RK.sign() * 0.1
     if config.type == "mis":
         towards_RK = -torch.ones_like(towards_RK) * 0.1
     logprobs = inputs.logprobs_RK.clone().requires_grad_()
@@ -227,7 +261,7 @@ def test_a_batch_of_which_nothing_is_kept_has_no_loss_and_no_gradient(config: Lo
 def test_a_policy_that_is_the_base_has_no_kl_and_no_gradient_of_it() -> None:
     inputs = inputs_of()
     logprobs = inputs.logprobs_RK.clone().requires_grad_()
-    quiet = replace(inputs, logprobs_RK=logprobs, base_logprobs_RK=inputs.logprobs_RK, advantages_R=torch.zeros(6))
+    quiet = replace(inputs, logprobs_RK=logprobs, base_logprobs_RK=inputs.logprobs_RK, advantages_RK=torch.zeros(6, 1))
     losses = compute_loss(AipoLossConfig(kl_coef=5.0), quiet)
     losses.loss_R.sum().backward()
     assert not losses.loss_R.any() and not losses.kl_base_RK.any()

@@ -89,7 +89,7 @@ def loss_of_pass(config: LossConfig, rows: list[Row]) -> float:
     given = Rows.of(to_micro_batch(rows))
     mu_RK = torch.from_numpy(given.sampled_logprobs_RK).double()
     log_pi_RK = mu_RK + 0.4 * torch.from_numpy(given.token_ids_RT[:, given.columns_K]).double().sin()
-    others = [torch.from_numpy(array) for array in (given.advantages_R, given.mask_RK, given.scales_R)]
+    others = [torch.from_numpy(array) for array in (given.advantages_RK, given.mask_RK, given.scales_R)]
     inputs = LossInputs(log_pi_RK, mu_RK, *others, mu_RK)
     return float(compute_loss(config, inputs).loss_R.sum())
 
@@ -132,9 +132,33 @@ def test_columns_become_the_arrays_of_a_pass_without_a_change() -> None:
     assert rows.columns_K.tolist() == list(range(4, 9))
     expected_RK = np.array([two.logprobs[4:] + [0.0] * 3, one.logprobs[4:]], dtype=np.float32)
     assert rows.sampled_logprobs_RK.tolist() == expected_RK.tolist()
-    assert rows.advantages_R.tolist() == [2.0, -0.5]
+    assert rows.advantages_RK.tolist() == [[2.0], [-0.5]]
     assert rows.temperatures_R.tolist() == pytest.approx([0.7, 1.0])
     assert torch.from_numpy(rows.token_ids_RT).dtype == torch.int64
+
+
+def test_a_row_with_advantages_of_its_tokens_gives_the_others_theirs_at_every_token() -> None:
+    rng = random.Random(3)
+    one, two = sample(rng, num_tokens=9, advantage=-0.5), sample(rng, num_tokens=6, advantage=2.0)
+    own = [0.0] * 4 + [1.0, -2.0, 3.0, -4.0, 5.0]
+    with_own = msgspec.structs.replace(one, loss_mask=[False] * 4 + [True] * 4 + [False], token_advantages=own)
+    micro_batch = to_micro_batch([*rows_of(4, [with_own.columns()]), *rows_of(1, [two.columns()])])
+    assert [len(column) // TOKEN_BYTES for column in micro_batch.token_advantages] == [0, 8], "cut as the row is"
+    rows = Rows.of(micro_batch)
+    assert rows.columns_K.tolist() == [4, 5, 6, 7]
+    assert rows.advantages_RK.tolist() == [[2.0] * 4, [1.0, -2.0, 3.0, -4.0]]
+    assert rows.advantages_RK.dtype == np.float32
+    blank = blank_micro_batch(rows_of(4, [with_own.columns()]))
+    assert Rows.of(blank).advantages_RK.shape == (1, 0)
+
+
+def test_a_batch_in_which_everything_is_masked_is_one_row_without_a_loss_token() -> None:
+    masked = [with_mask(sample(random.Random(0), num_tokens=length), [False] * length) for length in (9, 14)]
+    (row,) = rows_of(3, masked)
+    assert (row.num_tokens, row.loss_scale) == (2, 0.0)
+    assert not Rows.of(to_micro_batch([row])).mask_RT.any()
+    whole = batch([10, 14])
+    assert rows_of(3, [*whole, *masked]) == rows_of(3, whole), "beside others it does not count"
 
 
 def test_micro_batches_are_sorted_by_slot() -> None:

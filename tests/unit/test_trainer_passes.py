@@ -126,6 +126,34 @@ def test_a_sample_does_not_see_its_neighbours() -> None:
     assert not torch.equal(first.inputs.logprobs_RK, changed.inputs.logprobs_RK)
 
 
+def gradients(batch: MicroBatch, *, packs: bool) -> list[Tensor]:
+    """By run, of its adapter in one piece."""
+    model = model_of(packs=packs)
+    assert forward_backward(model, batch, losses_of(batch), CPU) is not None
+    adapters = zip(*([*layer.lora_A, *layer.lora_B] for layer in model.layers.values()), strict=True)
+    by_slot = [torch.cat([p.grad.flatten() for p in each if p.grad is not None]) for each in adapters]
+    return [torch.cat([by_slot[idx], by_slot[len(LENGTHS) + idx]]) for idx in LENGTHS]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_advantages_of_tokens_reach_the_adapter_of_their_own_run_alone(packs: bool) -> None:
+    """Equal ones are that of the row; others change nothing for the run beside them, whose rows have one each."""
+    batch = some_batch()
+
+    def given(first: float, rest: float) -> MicroBatch:
+        columns = [np.float32([first] * 7 + [rest] * (len(mask) - 7)).tobytes() for mask in batch.loss_mask]
+        own = [column if idx == 2 else b"" for idx, column in zip(batch.run_idxs, columns, strict=True)]
+        return replace(batch, token_advantages=own)
+
+    terms = num_terms(model_of(packs=packs).module)
+    plain, equal, other = (gradients(each, packs=packs) for each in (batch, given(0.7, 0.7), given(0.7, -3.0)))
+    for idx in LENGTHS:
+        check_same(equal[idx], plain[idx], terms)
+        if idx != 2:
+            check_same(other[idx], plain[idx], terms)
+    assert not torch.allclose(other[2], plain[2], rtol=0.1)
+
+
 def test_a_model_with_windows_of_attention_is_padded(caplog: pytest.LogCaptureFixture) -> None:
     base = tiny_model()
     base.config.layer_types = ["full_attention", "sliding_attention"]

@@ -42,6 +42,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     ("scenario", "takes"),
     [
         ("packed_bfloat16", {GROUPED, VARLEN}),
+        ("advantages_of_tokens", {GROUPED, VARLEN}),
         ("packed_bfloat16_of_an_odd_rank", {VARLEN}),
         ("offloaded", {GROUPED, VARLEN}),
         ("packed_float32", set()),

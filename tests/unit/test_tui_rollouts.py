@@ -146,6 +146,8 @@ def test_levels_of_the_three_colourings() -> None:
     levels = {name: [level for _, level in tinted(LINE, make_tint(name, -0.5, 0.6))] for name in TINTS}
     assert levels == {"advantage": [-3, None, -3], "log-ratio": [0, 2, None, -3], "surprise": [0, 2, None, 3]}
     assert [make_tint("advantage", 0.0, 0.6).level(value) for value in (0.0, 0.1, 0.25, -0.45)] == [0, 1, 2, -3]
+    own = replace(LINE, advantages=(0.1, 0.25, 0.0, -0.45))
+    assert [level for _, level in tinted(own, make_tint("advantage", -0.5, 0.6))] == [1, 2, None, -3]
     assert make_tint("log-ratio", 0.0, 1.0).level(math.inf) is None
     assert make_tint("advantage", 0.0, 0.0).level(0.0) == 0
 

@@ -68,16 +68,18 @@ def make_tint(name: str, advantage: float, largest: float) -> Tint:
     above = [fmt.gain(limit) for limit in thirds[1:]]
     below = [fmt.gain(-limit) for limit in reversed(thirds[1:])]
     marks = (*below, "<0", ">0", *above)
-    return Tint(thirds, marks, "of its example", lambda line, at: _sampled(line, at, advantage))
+    return Tint(thirds, marks, "of its example", lambda line, at: _credit(line, at, advantage))
 
 
 def _surprise(logprob: float | None) -> float | None:
     return None if logprob is None else -logprob
 
 
-def _sampled(line: TokenLine, at: int, value: float) -> float | None:
-    """`value` for a token of the policy."""
-    return None if line.logprobs[at] is None else value
+def _credit(line: TokenLine, at: int, advantage: float) -> float | None:
+    """Of a token of the policy: its own advantage, or that of its rollout."""
+    if line.logprobs[at] is None:
+        return None
+    return line.advantages[at] if line.advantages else advantage
 
 
 def tinted(line: TokenLine, tint: Tint) -> list[tuple[str, int | None]]:

@@ -55,12 +55,14 @@ class TokenLine:
         logprobs: under the policy that sampled; None for a token of the environment.
         ratios: log(pi / mu); None where it is not there.
         num_left_out: in the middle, after the first half of `pieces`.
+        advantages: of each token where the environment gave them, else ().
     """
 
     pieces: tuple[str, ...]
     logprobs: tuple[float | None, ...]
     ratios: tuple[float | None, ...]
     num_left_out: int = 0
+    advantages: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def _token_line(tokens: SampleTokens, ratios: Sequence[float | None]) -> TokenLi
         tuple(tokens.logprobs[:num]),
         tuple(token_ratios(tokens, ratios)[:num]),
         max(tokens.num_left_out, 0),
+        tuple(tokens.advantages[:num]) if len(tokens.advantages) >= num else (),
     )
 
 

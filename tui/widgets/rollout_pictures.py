@@ -5,6 +5,7 @@ Builds text; `rollouts_view` shows it.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,9 @@ class GroupPicture:
     @property
     def largest(self) -> float:
         """The largest advantage, absolute."""
-        return max(abs(sample.advantage) for sample in self.group)
+        lines = [self.tokens[sample.place] for sample in self.group if sample.place in self.tokens]
+        own = [abs(value) for line in lines for value in line.advantages if math.isfinite(value)]
+        return max([abs(sample.advantage) for sample in self.group] + own)
 
 
 def level_text(text: Text, piece: str, level: int | None, tint: str) -> None:

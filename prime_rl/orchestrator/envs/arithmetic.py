@@ -60,7 +60,8 @@ class ArithmeticEnvironment:
         answer = last_number(await policy.complete(example.messages))
         exact = answer == example.answer
         reward = 1.0 if exact else WRONG_SHARE * similarity(answer or "", example.answer)
-        return Outcome(reward, {"exact_match": float(exact), "is_number": float(answer is not None)})
+        single = {"exact_match": float(exact), "is_number": float(answer is not None)}
+        return Outcome(reward, single, rewards=single)
 
 
 def last_number(text: str) -> str | None:

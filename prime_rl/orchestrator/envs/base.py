@@ -7,13 +7,15 @@ training and evaluation alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypedDict
 
 from prime_rl.configs.base import BaseConfig
 
 Split = Literal["train", "eval"]
+# Each name of a reward is a metric of the run.
+MAX_REWARDS = 16
 
 
 class BuiltInArgs(BaseConfig):
@@ -47,10 +49,20 @@ class Example:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rollout went: `reward` within `reward_range`, and named figures, averaged into the metrics of the run."""
+    """How a rollout went.
+
+    Attributes:
+        reward: within `reward_range`.
+        metrics: named figures, averaged into the metrics of the run.
+        rewards: what `reward` is made of, by name, for runs with `advantage.reward_weights`; at most `MAX_REWARDS`.
+        advantages: the environment's own, in place of those that follow from the rewards; () without them. One entry
+            for each answer of the policy: a number for all its tokens, or a number for each of them.
+    """
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    advantages: Sequence[float | Sequence[float]] = ()
 
 
 class RolloutError(RuntimeError):
@@ -59,6 +71,11 @@ class RolloutError(RuntimeError):
 
 class Policy(Protocol):
     """The model as an environment sees it."""
+
+    @property
+    def answer_lens(self) -> Sequence[int]:
+        """Tokens of each answer so far, with the token that ended it."""
+        ...
 
     async def complete(self, messages: Sequence[Message]) -> str:
         """One assistant turn that follows `messages`. Raises RolloutError, and what inference raises."""

@@ -16,16 +16,29 @@ import asyncio
 import math
 import numbers
 import re
+from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from prime_rl.configs.envs import QUESTION, EnvConfig, PromptConfig
-from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, RolloutError, Split
+from prime_rl.orchestrator.envs.base import (
+    MAX_REWARDS,
+    Environment,
+    Example,
+    Message,
+    Outcome,
+    Policy,
+    RolloutError,
+    Split,
+)
 from prime_rl.utils.text import one_line
 
 # The share of failures is taken over the newest so many rollouts, and not before there are so many.
 FAILURE_WINDOW = 100
 MIN_ROLLOUTS = 10
+# Of a single reward, which has no `reward_range`: its advantages must have a place in float32.
+MAX_REWARD = 1e30
 METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 NO_PROMPT = PromptConfig()
 
@@ -65,16 +78,24 @@ class CheckedEnvironment:
     Args:
         max_failure_share: of the newest rollouts; when more were dropped, `EnvironmentBroken` is raised.
         meter: of its rollouts; None where the time is not accounted for.
+        reward_names: single rewards that every rollout must have.
     """
 
     def __init__(
-        self, env: Environment, config: EnvConfig, *, max_failure_share: float, meter: RolloutMeter | None = None
+        self,
+        env: Environment,
+        config: EnvConfig,
+        *,
+        max_failure_share: float,
+        meter: RolloutMeter | None = None,
+        reward_names: Collection[str] = (),
     ) -> None:
         self.num_dropped = 0
         self._env = env
         self._config = config
         self._meter = meter or RolloutMeter()
         self._max_failure_share = max_failure_share
+        self._reward_names = reward_names
         self._dropped: deque[bool] = deque(maxlen=FAILURE_WINDOW)
 
     @property
@@ -104,7 +125,9 @@ class CheckedEnvironment:
         try:
             async with asked.deadline:
                 outcome = await self._env.rollout(example, asked)
-            return check_outcome(outcome, self._config.reward_range)
+            outcome = check_outcome(outcome, self._config.reward_range, asked.answer_lens)
+            check_names(outcome.rewards, self._reward_names)
+            return outcome
         except EnvironmentFault:
             raise
         except (Exception, asyncio.CancelledError, SystemExit) as error:
@@ -142,6 +165,10 @@ class _AskedPolicy:
         self._config = config
         self._meter = meter
 
+    @property
+    def answer_lens(self) -> Sequence[int]:
+        return self._policy.answer_lens
+
     async def complete(self, messages: Sequence[Message]) -> str:
         if self._config.prompt != NO_PROMPT:
             messages = shown(messages, self._config.prompt)
@@ -176,20 +203,60 @@ def _asked(question: str, prompt: PromptConfig) -> Message:
     return {"role": "user", "content": prompt.template.replace(QUESTION, question)}
 
 
-def check_outcome(outcome: object, reward_range: tuple[float, float]) -> Outcome:
-    """`outcome` with plain numbers in it. Raises EnvironmentFault for anything else, or a reward out of range."""
+def check_outcome(outcome: object, reward_range: tuple[float, float], answer_lens: Sequence[int]) -> Outcome:
+    """`outcome` with plain numbers in it. Raises EnvironmentFault for anything else, or a reward out of range.
+
+    Args:
+        answer_lens: tokens of each answer of the policy, which `advantages` must fit.
+    """
     if not isinstance(outcome, Outcome):
         raise EnvironmentFault(f"returned {type(outcome).__name__} instead of an Outcome")
     low, high = reward_range
     reward = _number("the reward", outcome.reward)
     if not low <= reward <= high:
         raise EnvironmentFault(f"the reward is {reward:g}, not within reward_range = [{low:g}, {high:g}]")
-    if not isinstance(outcome.metrics, dict):
-        raise EnvironmentFault(f"the metrics are {type(outcome.metrics).__name__} instead of dict")
-    for name in outcome.metrics:
+    metrics, rewards = _named("metric", outcome.metrics), _named("reward", outcome.rewards)
+    if len(rewards) > MAX_REWARDS:
+        raise EnvironmentFault(f"there are {len(rewards)} rewards, at most {MAX_REWARDS} are allowed")
+    if large := [name for name, value in rewards.items() if abs(value) > MAX_REWARD]:
+        raise EnvironmentFault(f"the reward {large[0]} is {rewards[large[0]]:g}, at most {MAX_REWARD:g} is allowed")
+    num_given = len(outcome.advantages)
+    if num_given not in (0, len(answer_lens)):
+        raise EnvironmentFault(f"there are advantages of {num_given} turns, but the policy took {len(answer_lens)}")
+    given = zip(outcome.advantages, answer_lens, strict=False)
+    advantages = tuple(_credit(turn, value, length) for turn, (value, length) in enumerate(given, 1))
+    return Outcome(reward, metrics, rewards, advantages)
+
+
+def check_names(rewards: Mapping[str, float], wanted: Collection[str]) -> None:
+    """Raises EnvironmentFault when one of the `wanted` rewards is missing."""
+    if missing := [name for name in wanted if name not in rewards]:
+        there = ", ".join(sorted(rewards)) or "none"
+        raise EnvironmentFault(f"no reward {missing[0]!r}, which advantage.reward_weights names; found: {there}")
+
+
+def _named(kind: str, values: object) -> dict[str, float]:
+    if not isinstance(values, Mapping):
+        raise EnvironmentFault(f"the {kind}s are {type(values).__name__} instead of dict")
+    for name in values:
         if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
-            raise EnvironmentFault(f"{one_line(repr(name), 80)} is not a valid name of a metric")
-    return Outcome(reward, {name: _number(name, value) for name, value in outcome.metrics.items()})
+            raise EnvironmentFault(f"{one_line(repr(name), 80)} is not a valid name of a {kind}")
+    return {name: _number(name, value) for name, value in values.items()}
+
+
+def _credit(turn: int, value: Any, length: int) -> float | list[float]:
+    """The advantage of all tokens of a turn, or of each: numbers that float32 has a place for."""
+    what = f"the advantage of turn {turn}"
+    is_one = isinstance(value, numbers.Real)
+    try:
+        if not is_one and len(value) != length:
+            raise EnvironmentFault(f"{what} has length {len(value)}, but its answer has {length} tokens")
+        values = array("f", [value] if is_one else iter(value))
+    except (TypeError, ValueError, OverflowError):
+        raise EnvironmentFault(f"{what} is neither a number nor a number for each token") from None
+    if not all(map(math.isfinite, values)):
+        raise EnvironmentFault(f"{what} is not finite in float32")
+    return values[0] if is_one else values.tolist()
 
 
 def _number(what: str, value: object) -> float:

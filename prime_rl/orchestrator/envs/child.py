@@ -54,6 +54,7 @@ class RemotePolicy:
     """The orchestrator's policy, for one rollout."""
 
     def __init__(self, key: int, send: Callable[[Report], None]) -> None:
+        self.answer_lens: list[int] = []
         self._key = key
         self._send = send
         self._turn = asyncio.Lock()
@@ -65,7 +66,8 @@ class RemotePolicy:
             self._send(Ask(self._key, [{"role": m["role"], "content": m["content"]} for m in messages]))
             return await self._answer
 
-    def answer(self, text: str) -> None:
+    def answer(self, text: str, num_tokens: int) -> None:
+        self.answer_lens.append(num_tokens)
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(text)
 
@@ -92,7 +94,7 @@ class Host:
             task = self._tasks[request.key] = asyncio.get_running_loop().create_task(self._run(request))
             task.add_done_callback(lambda _: self._forget(request.key))
         elif isinstance(request, Answer) and request.key in self._policies:
-            self._policies[request.key].answer(request.text)
+            self._policies[request.key].answer(request.text, request.num_tokens)
         elif isinstance(request, Cancel):
             self._cancel(request.key)
 
@@ -112,11 +114,11 @@ class Host:
         del self._policies[key], self._tasks[key]
 
     async def _run(self, start: Start) -> None:
-        key = start.key
+        key, policy = start.key, self._policies[start.key]
         try:
-            outcome = await self._env.rollout(self._examples[start.split, start.example_id], self._policies[key])
-            outcome = check_outcome(outcome, (-float("inf"), float("inf")))
-            self._send(Done(key, outcome.reward, outcome.metrics))
+            found = await self._env.rollout(self._examples[start.split, start.example_id], policy)
+            outcome = check_outcome(found, (-float("inf"), float("inf")), policy.answer_lens)
+            self._send(Done(key, outcome.reward, outcome.metrics, outcome.rewards, outcome.advantages))
         except EnvironmentFault as fault:
             self._send(Lost(key, str(fault)))
         except (Exception, SystemExit) as error:  # an error of the environment: reported to the caller

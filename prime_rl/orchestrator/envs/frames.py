@@ -6,6 +6,7 @@ To the process: a `Load` first, then `Start`, `Answer` and `Cancel`. From it: `R
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -34,10 +35,11 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True):
-    """The policy's turn, for the last `Ask` of the rollout."""
+    """The policy's turn, for the last `Ask` of the rollout, and its number of tokens."""
 
     key: int
     text: str
+    num_tokens: int
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -73,6 +75,8 @@ class Done(msgspec.Struct, tag=True):
     key: int
     reward: float
     metrics: dict[str, float]
+    rewards: Mapping[str, float]
+    advantages: Sequence[float | Sequence[float]]
 
 
 class Lost(msgspec.Struct, tag=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 
 from prime_rl.configs.envs import EnvConfig
@@ -28,11 +28,16 @@ async def load_environments(
             loaded[_key(env)] = await _load(env, config, cleanup, say)
     say(None)
 
-    def use(env: EnvConfig, meter: RolloutMeter | None) -> CheckedEnvironment:
+    def use(env: EnvConfig, meter: RolloutMeter | None, reward_names: Collection[str]) -> CheckedEnvironment:
         share = config.max_env_failure_share
-        return CheckedEnvironment(loaded[_key(env)], env, max_failure_share=share, meter=meter)
+        return CheckedEnvironment(
+            loaded[_key(env)], env, max_failure_share=share, meter=meter, reward_names=reward_names
+        )
 
-    return {env.label: use(env, meter) for env in config.env}, {env.label: use(env, None) for env in config.eval_envs}
+    return (
+        {env.label: use(env, meter, config.advantage.reward_weights) for env in config.env},
+        {env.label: use(env, None, ()) for env in config.eval_envs},
+    )
 
 
 async def _load(

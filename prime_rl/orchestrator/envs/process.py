@@ -253,14 +253,14 @@ class ProcessEnvironment:
             while True:
                 report = await inbox.get()
                 if isinstance(report, Done):
-                    return Outcome(report.reward, report.metrics)
+                    return Outcome(report.reward, report.metrics, report.rewards, report.advantages)
                 if isinstance(report, Lost):
                     raise EnvironmentFault(report.reason)
                 if isinstance(report, Exception):
                     raise report
                 if isinstance(report, Ask):
                     text = await policy.complete(report.messages)  # type: ignore[arg-type]
-                    child.send(Answer(key, text))
+                    child.send(Answer(key, text, policy.answer_lens[-1]))
         except EnvironmentFault:
             raise
         except BaseException:  # cancelled, too slow, or what the policy raises: the process must end it

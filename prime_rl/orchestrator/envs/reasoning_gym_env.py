@@ -57,7 +57,10 @@ class ReasoningGymEnvironment:
         answer = tagged[-1].strip() if tagged else text.strip()
         dataset, entry = self._entries[example.id]
         reward = float(dataset.score_answer(answer, entry))
-        return Outcome(reward, {"solved": float(reward >= 1.0), "tagged": float(bool(tagged))})
+        is_tagged = float(bool(tagged))
+        return Outcome(
+            reward, {"solved": float(reward >= 1.0), "tagged": is_tagged}, {"score": reward, "tagged": is_tagged}
+        )
 
     def _example(self, example_id: str, dataset: Any, number: int, level: int = 0) -> Example:
         entry = dataset[number]

@@ -93,7 +93,8 @@ class VerifiersEnvironment:
         if errors or len(traces) != 1:
             reason = f"{errors[0].type}: {errors[0].message}" if errors else f"{len(traces)} roles asked the policy"
             raise RuntimeError(reason)
-        return Outcome(traces[0].reward, _metrics(traces[0]))
+        trace = traces[0]
+        return Outcome(trace.reward, _metrics(trace), _rewards(trace), _advantages(trace))
 
 
 def _example(task_id: str) -> Example:
@@ -112,11 +113,31 @@ def _env_config(data: dict[str, Any]) -> vf.EnvConfig:
 
 
 def _metrics(trace: vf.Trace) -> dict[str, float]:
-    """Scores of each reward, the metrics, and the turns, under names that ours may have. What has no value has none."""
-    scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-    values: Mapping[str, float | None] = {**scores, **trace.metrics, "turns": trace.num_turns}
+    """Scores of each reward, the metrics, and the turns."""
+    return {**_rewards(trace), **_named({**trace.metrics, "turns": trace.num_turns})}
+
+
+def _rewards(trace: vf.Trace) -> dict[str, float]:
+    """The score of each reward, without the weight that verifiers gives it."""
+    return _named({name: reward.score for name, reward in trace.rewards.items() if reward is not None})
+
+
+def _named(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Under names that ours may have. What has no value has none."""
     return {
         re.sub(r"[^A-Za-z0-9._-]", "_", name)[:60].lstrip("._-") or "unnamed": float(value)
         for name, value in values.items()
         if value is not None and math.isfinite(value)
     }
+
+
+def _advantages(trace: vf.Trace) -> list[float | list[float]]:
+    """What the taskset assigned to the nodes of the policy's turns; [] when it assigned nothing.
+
+    verifiers keeps a list for the sampled tokens of a node. A list of one number is for the whole turn, since a taskset
+    gets no tokens from our endpoint, only how many there are (`usage`). A turn without a list has 0.0, as in verifiers.
+    """
+    given = [node.advantages for node in trace.nodes if node.sampled]
+    if all(each is None for each in given):
+        return []
+    return [0.0 if each is None else each[0] if len(each) == 1 else each for each in given]

@@ -59,6 +59,11 @@ class Conversation:
         self._tools: list[dict[str, Any]] = []
         self._call_ids = itertools.count()
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the last answer."""
+        return self._policy.answer_lens[-1]
+
     async def reply(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
         """The assistant's message that follows `messages`, which must begin with all earlier ones."""
         said = [_said(message) for message in messages]
@@ -139,14 +144,15 @@ class PolicyProxy:
         except Exception as error:  # the rollout's affair; raised again when verifiers has ended the episode
             conversation.error = conversation.error or error
             return _refusal(400, f"{type(error).__name__}: {error}")
-        return web.json_response(_completion(body["model"], message))
+        return web.json_response(_completion(body["model"], message, conversation.num_tokens))
 
 
 def _refusal(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=status)
 
 
-def _completion(model: str, message: dict[str, Any]) -> dict[str, Any]:
+def _completion(model: str, message: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """The answer of the endpoint; `num_tokens` are those of this turn. What is in the prompt is not counted."""
     finish_reason = "tool_calls" if message.get("tool_calls") else "stop"
     return {
         "id": f"chatcmpl-{time.monotonic_ns()}",
@@ -154,7 +160,7 @@ def _completion(model: str, message: dict[str, Any]) -> dict[str, Any]:
         "created": int(time.time()),
         "model": model,
         "choices": [{"index": 0, "message": message, "finish_reason": finish_reason}],
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+        "usage": {"prompt_tokens": 0, "completion_tokens": num_tokens, "total_tokens": num_tokens},
     }
 
 
