@@ -76,9 +76,14 @@ NUM_SAMPLES = {"run_adamw": 3, "run_sgd": 12, "run_muon": 8}
 
 def put_run(workspace: Path, model: Path, run_id: str, num_steps: int = NUM_STEPS) -> RunDir:
     run = write_run(workspace, run_id, model, max_steps=NUM_STEPS, **RUNS[run_id])
-    by_token = run_id == "run_muon"
-    put_batches(run, num_steps, num_samples=NUM_SAMPLES[run_id], seed=len(run_id), by_token=by_token)
+    put_own_batches(run, num_steps)
     return run
+
+
+def put_own_batches(run: RunDir, num_steps: int) -> None:
+    """Those of one of RUNS; one of the runs has advantages of single tokens."""
+    run_id, by_token = run.run_id, run.run_id == "run_muon"
+    put_batches(run, num_steps, num_samples=NUM_SAMPLES[run_id], seed=len(run_id), by_token=by_token)
 
 
 def put_whole_run(workspace: Path, model: Path, num_steps: int = NUM_STEPS) -> RunDir:
@@ -181,7 +186,7 @@ def scenario_paused(group: Group) -> None:
             left.append(list_steps(paused.checkpoints, stable_only=True)[-1])
             (workspace / "left.json").write_text(json.dumps(left))
         if left and published(other) == NUM_STEPS and paused.paused.exists():
-            put_batches(paused, NUM_STEPS, num_samples=NUM_SAMPLES[paused.run_id], seed=len(paused.run_id))
+            put_own_batches(paused, NUM_STEPS)
             paused.paused.unlink()
         return published(paused) == published(other) == NUM_STEPS
 
@@ -237,7 +242,7 @@ def go_on(folder: Path, num_ranks: int) -> None:
     workspace = folder / f"half_{num_ranks}"
     shutil.copytree(folder / "half_2", workspace)
     for run_id in RUNS:
-        put_batches(RunDir(workspace / run_id), NUM_STEPS, num_samples=NUM_SAMPLES[run_id], seed=len(run_id))
+        put_own_batches(RunDir(workspace / run_id), NUM_STEPS)
     whole = RunDir(folder / f"whole_half_{num_ranks}" / "run_a")
     shutil.copytree(folder / "whole_half_2", whole.path.parent)
     put_batches(whole, NUM_STEPS, num_samples=5)
