@@ -161,8 +161,14 @@ PAGES: dict[str, Callable[[], str]] = {
 
 def make(name: str) -> str:
     """One page, the same on every terminal."""
+    columns = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = COLUMNS
-    return PAGES[name]()
+    try:
+        return PAGES[name]()
+    finally:  # what starts later has the width of its own terminal
+        del os.environ["COLUMNS"]
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
 
 
 if __name__ == "__main__":
