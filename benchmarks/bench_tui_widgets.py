@@ -1,118 +1,77 @@
-"""What we wrote ourselves beside what there is: the runs' table and Textual's `DataTable`, the chart and textual-plot.
+"""What we wrote ourselves beside what there is: tables, lists, logs and charts.
 
-CPU time is counted, until everything is drawn, in a terminal that is not there (headless), of both in turn. The tables
-get the same 1,000 rows at 200x50: a look changes one cell in each of 100 rows (of `DataTable` only those cells are
-updated), a key moves the cursor. The charts get 100,000 points at 120x30, in braille. textual-plot is no dependency:
-without it the charts are left out.
+CPU time is counted, until everything is drawn, in a terminal that is not there (headless), of both in turn.
+
+- The runs' table and Textual's `DataTable` get the same 1,000 rows: a look changes one cell in each of 100 rows (of
+  `DataTable` only those cells are updated), a key moves the cursor.
+- `LineList` and Textual's `OptionList` get the same 1,000 lines: a look changes 100 of them (of `OptionList` only those
+  are replaced), a key moves the cursor.
+- `LogRows` and Textual's `Log`, which neither wraps nor colours lines, show the end of a log of 100,000 lines, and then
+  the page before. `Log` needs all lines of the file; ours are read around the place that is shown.
+- The chart and textual-plot get 100,000 points at 120x30, in braille.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import math
 import statistics
-import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 
+from rich.text import Text
 from textual.app import App, ComposeResult
+from textual.pilot import Pilot
 from textual.widget import Widget
-from textual.widgets import DataTable
+from textual.widgets import DataTable, Log, OptionList
+from textual_plot import HiResMode, PlotWidget
 
 from daemons.workspace import RunView
+from prime_rl.contract.layout import RunDir
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
 from tui.model.levels import Level
 from tui.model.snapshot import RunRow
 from tui.readers.charts import ChartData, thin
 from tui.readers.history import History
+from tui.readers.log_reader import LogRequest, LogTabReader
 from tui.readers.workspace_metrics import RunTail
 from tui.themes import DARK, add_row_colours, text_styles
 from tui.widgets.chart import Chart
 from tui.widgets.columns import make_cell, plain
+from tui.widgets.line_list import LineList
+from tui.widgets.log_rows import LogRows
 from tui.widgets.runs_table import RunsTable
 
 SIZE = (200, 50)
 NUM_ROWS, NUM_CHANGED = 1000, 100
 NUM_LOOKS, NUM_KEYS = 15, 40
+NUM_LOG_LINES, NUM_OPENED, NUM_PAGES = 100_000, 5, 20
 NUM_POINTS, NUM_CHARTS, CHART_SIZE = 100_000, 7, (120, 30)
 NOW = 1.8e9
+
+Act = Callable[[], Awaitable[object]]
+Pairs = list[tuple[float, float]]
 
 
 def run() -> dict[str, float]:
     """Milliseconds of CPU, medians; `ratio_` is ours divided by the other's."""
-    found = asyncio.run(_measure())
-    if importlib.util.find_spec("textual_plot") is None:
-        print("bench: no textual-plot: pip install textual-plot to compare the chart with it", file=sys.stderr)
-        return found
-    return found | asyncio.run(_measure_charts())
+    found: dict[str, float] = {}
+    for measure in (_tables, _lists, _logs, _charts):
+        found |= asyncio.run(measure())
+    return found
 
 
-class ChartBench(App[None]):
-    def __init__(self) -> None:
+class SideBySide(App[None]):
+    """Two widgets, each alone on the screen while it is measured; ours need names of colours."""
+
+    def __init__(self, ours: Widget, other: Widget) -> None:
         super().__init__()
-        from textual_plot import PlotWidget
-
-        self.ours = Chart("reward/mean")
-        self.other = PlotWidget()
-
-    def compose(self) -> ComposeResult:
-        yield self.ours
-        yield self.other
-
-    def get_css_variables(self) -> dict[str, str]:
-        variables = super().get_css_variables()
-        self.console.push_theme(text_styles(variables))
-        return variables
-
-
-async def _measure_charts() -> dict[str, float]:
-    """From 100,000 points to one line on 120x30 cells, in braille."""
-    from textual_plot import HiResMode
-
-    steps = [float(step) for step in range(1, NUM_POINTS + 1)]
-    values, app = [math.sin(step / 9000) + math.sin(step) / 9 for step in steps], ChartBench()
-    history = History(NUM_POINTS)
-    history.extend(steps, values)
-    async with app.run_test(size=CHART_SIZE) as pilot:
-        for widget in (app.ours, app.other):
-            widget.styles.width, widget.styles.height = CHART_SIZE
-
-        async def ours(turn: int) -> None:
-            shown = (1.0, NUM_POINTS - float(turn))
-            num_columns = 2 * CHART_SIZE[0]
-            curve = thin("", history, history.values, shown, num_columns)
-            app.ours.show(ChartData((curve,), shown, num_columns))
-
-        async def other(turn: int) -> None:
-            app.other.clear()
-            app.other.plot(steps[: NUM_POINTS - turn], values[: NUM_POINTS - turn], hires_mode=HiResMode.BRAILLE)
-
-        async def cost_ms(widget: Widget, act: Awaitable[None]) -> float:
-            app.ours.display, app.other.display = widget is app.ours, widget is app.other
-            await pilot.pause()
-            began_s = time.process_time()
-            await act
-            await pilot.pause()
-            return 1000 * (time.process_time() - began_s)
-
-        pairs = []
-        for turn in range(NUM_CHARTS):
-            own = await cost_ms(app.ours, ours(turn))
-            pairs.append((own, await cost_ms(app.other, other(turn))))
-    return _compared("textual_plot_", "chart_100k", pairs)
-
-
-class Bench(App[None]):
-    """Both tables need names of colours; each is alone on the screen while it is measured."""
-
-    def __init__(self, rows: list[RunRow]) -> None:
-        super().__init__()
-        self.rows = rows
-        self.ours = RunsTable()
-        self.other: DataTable[str] = DataTable(cursor_type="row")
+        self.ours, self.other = ours, other
+        self.animation_level = "none"
 
     def compose(self) -> ComposeResult:
         yield self.ours
@@ -128,16 +87,159 @@ class Bench(App[None]):
         self.console.push_theme(text_styles(variables))
         return variables
 
-    def fill(self) -> None:
-        self.ours.show(self.rows, NOW)
-        columns = self.ours._layout
-        self.other.add_columns(*((column.label, column.key) for column in columns))
-        for row in self.rows:
-            self.other.add_row(*(plain(make_cell(column, row, NOW)) for column in columns), key=row.run_id)
+    async def cost_ms(self, pilot: Pilot[None], widget: Widget, act: Act) -> float:
+        self.ours.display, self.other.display = widget is self.ours, widget is self.other
+        widget.focus()
+        await pilot.pause()
+        began_s = time.process_time()
+        await act()
+        await pilot.pause()
+        return 1000 * (time.process_time() - began_s)
+
+    async def pairs(
+        self, pilot: Pilot[None], num: int, ours: Callable[[int], Act], other: Callable[[int], Act]
+    ) -> Pairs:
+        """Milliseconds of both in each of `num` turns."""
+        return [
+            (await self.cost_ms(pilot, self.ours, ours(turn)), await self.cost_ms(pilot, self.other, other(turn)))
+            for turn in range(num)
+        ]
+
+    async def keys(self, pilot: Pilot[None]) -> Pairs:
+        return await self.pairs(
+            pilot, NUM_KEYS, lambda _: lambda: pilot.press("j"), lambda _: lambda: pilot.press("down")
+        )
 
 
-def make_rows() -> list[RunRow]:
-    return [make_row(number) for number in range(NUM_ROWS)]
+def at_once(call: Callable[[], object]) -> Act:
+    async def act() -> None:
+        call()
+
+    return act
+
+
+def _compared(other_name: str, name: str, pairs: Pairs) -> dict[str, float]:
+    own, other = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return {f"{name}_ms": own, f"{other_name}{name}_ms": other, f"ratio_{name}": own / other}
+
+
+async def _tables() -> dict[str, float]:
+    rows, ours = [make_row(number) for number in range(NUM_ROWS)], RunsTable()
+    other: DataTable[str] = DataTable(cursor_type="row")
+    app = SideBySide(ours, other)
+
+    def look(turn: int) -> Act:
+        return at_once(lambda: ours.show([*changed(turn), *rows[NUM_CHANGED:]], NOW))
+
+    def changed(turn: int) -> list[RunRow]:
+        return [replace(row, loss=-0.02 - 0.01 * turn) for row in rows[:NUM_CHANGED]]
+
+    def update(turn: int) -> Act:
+        def call() -> None:
+            for row in changed(turn):
+                other.update_cell(row.run_id, "loss", f"{row.loss:.3f}")
+
+        return at_once(call)
+
+    async with app.run_test(size=SIZE) as pilot:
+        await pilot.pause()
+        ours.show(rows, NOW)
+        other.add_columns(*((column.label, column.key) for column in ours._layout))
+        for row in rows:
+            other.add_row(*(plain(make_cell(column, row, NOW)) for column in ours._layout), key=row.run_id)
+        looks, keys = await app.pairs(pilot, NUM_LOOKS, look, update), await app.keys(pilot)
+    return _compared("datatable_", "table_look", looks) | _compared("datatable_", "table_key", keys)
+
+
+async def _lists() -> dict[str, float]:
+    ours, other, shown = LineList[int](), OptionList(), range(NUM_ROWS)
+    app = SideBySide(ours, other)
+
+    def line(index: int, turn: int) -> Text:
+        return Text.assemble((f" {index:>5}  ", "bold"), f"{turn if index < NUM_CHANGED else 0} words of this line")
+
+    def look(turn: int) -> Act:
+        return at_once(lambda: ours.show(shown, lambda index: line(index, turn)))
+
+    def update(turn: int) -> Act:
+        def call() -> None:
+            for index in range(NUM_CHANGED):
+                other.replace_option_prompt_at_index(index, line(index, turn))
+
+        return at_once(call)
+
+    async with app.run_test(size=SIZE) as pilot:
+        ours.show(shown, lambda index: line(index, 0))
+        other.add_options([line(index, 0) for index in shown])
+        looks, keys = await app.pairs(pilot, NUM_LOOKS, look, update), await app.keys(pilot)
+    return _compared("optionlist_", "list_look", looks) | _compared("optionlist_", "list_key", keys)
+
+
+async def _logs() -> dict[str, float]:
+    ours, other = LogRows(), Log()
+    app = SideBySide(ours, other)
+    with tempfile.TemporaryDirectory() as folder:
+        log = RunDir(Path(folder) / "run_a").log
+        log.parent.mkdir(parents=True)
+        log.write_text(
+            "".join(
+                f"2026-11-23T10:00:{number % 60:02}.125Z INFO orchestrator: step {number}: reward 0.5, 12,345 tokens\n"
+                for number in range(NUM_LOG_LINES)
+            )
+        )
+
+        def open_ours() -> None:
+            data, _ = LogTabReader(Path(folder), "run_a").read(LogRequest())
+            assert data is not None
+            ours.show(data.slice.lines)
+            ours.go_to_end()
+
+        def open_other() -> None:
+            other.clear()
+            other.write_lines(log.read_text().splitlines())
+
+        def page(show: Callable[[], object]) -> Callable[[int], Act]:
+            return lambda _: at_once(show)
+
+        async with app.run_test(size=SIZE) as pilot:
+            opened = await app.pairs(pilot, NUM_OPENED, page(open_ours), page(open_other))
+            pages = await app.pairs(
+                pilot,
+                NUM_PAGES,
+                page(lambda: ours.scroll_rows(-SIZE[1])),
+                page(lambda: other.scroll_page_up(animate=False)),
+            )
+    return _compared("log_", "log_open", opened) | _compared("log_", "log_page", pages)
+
+
+async def _charts() -> dict[str, float]:
+    """From 100,000 points to one line on 120x30 cells, in braille."""
+    steps = [float(step) for step in range(1, NUM_POINTS + 1)]
+    values = [math.sin(step / 9000) + math.sin(step) / 9 for step in steps]
+    history = History(NUM_POINTS)
+    history.extend(steps, values)
+    chart, plot = Chart("reward/mean"), PlotWidget()
+
+    def ours(turn: int) -> Act:
+        shown, num_columns = (1.0, NUM_POINTS - float(turn)), 2 * CHART_SIZE[0]
+
+        def call() -> None:
+            chart.show(ChartData((thin("", history, history.values, shown, num_columns),), shown, num_columns))
+
+        return at_once(call)
+
+    def other(turn: int) -> Act:
+        def call() -> None:
+            plot.clear()
+            plot.plot(steps[: NUM_POINTS - turn], values[: NUM_POINTS - turn], hires_mode=HiResMode.BRAILLE)
+
+        return at_once(call)
+
+    app = SideBySide(chart, plot)
+    async with app.run_test(size=CHART_SIZE) as pilot:
+        for widget in (chart, plot):
+            widget.styles.width, widget.styles.height = CHART_SIZE
+        return _compared("textual_plot_", "chart_100k", await app.pairs(pilot, NUM_CHARTS, ours, other))
 
 
 def make_row(number: int) -> RunRow:
@@ -182,52 +284,3 @@ def make_row(number: int) -> RunRow:
         view=view,
         tail=RunTail(rewards=rewards),
     )
-
-
-async def _measure() -> dict[str, float]:
-    app = Bench(make_rows())
-    app.animation_level = "none"
-    async with app.run_test(size=SIZE) as pilot:
-        await pilot.pause()
-        app.fill()
-
-        async def cost_ms(widget: RunsTable | DataTable[str], act: Callable[[], Awaitable[object]]) -> float:
-            app.ours.display, app.other.display = widget is app.ours, widget is app.other
-            widget.focus()
-            await pilot.pause()
-            began_s = time.process_time()
-            await act()
-            await pilot.pause()
-            return 1000 * (time.process_time() - began_s)
-
-        looks, keys = [], []
-        for turn in range(NUM_LOOKS):
-            ours = await cost_ms(app.ours, _look(app, turn))
-            looks.append((ours, await cost_ms(app.other, _update(app, turn))))
-        for _ in range(NUM_KEYS):
-            ours = await cost_ms(app.ours, lambda: pilot.press("j"))
-            keys.append((ours, await cost_ms(app.other, lambda: pilot.press("down"))))
-    return _compared("datatable_", "table_look", looks) | _compared("datatable_", "table_key", keys)
-
-
-def _compared(other_name: str, name: str, pairs: list[tuple[float, float]]) -> dict[str, float]:
-    own, other = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return {f"{name}_ms": own, f"{other_name}{name}_ms": other, f"ratio_{name}": own / other}
-
-
-def _look(app: Bench, turn: int) -> Callable[[], Awaitable[None]]:
-    async def act() -> None:
-        rows = list(app.rows)
-        for index in range(NUM_CHANGED):
-            rows[index] = replace(rows[index], loss=-0.02 - 0.01 * turn)
-        app.ours.show(rows, NOW)
-
-    return act
-
-
-def _update(app: Bench, turn: int) -> Callable[[], Awaitable[None]]:
-    async def act() -> None:
-        for row in app.rows[:NUM_CHANGED]:
-            app.other.update_cell(row.run_id, "loss", f"{-0.02 - 0.01 * turn:.3f}")
-
-    return act

@@ -12,15 +12,12 @@ import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from prime_rl.contract.files import FileRefused, read_text
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.contract.status import RunStatus, Status, read_status
-from prime_rl.utils.text import clean_strings, one_line
-
-if TYPE_CHECKING:
-    from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.utils.text import CleanText, clean_strings, one_line
 
 # Ten times the largest that a daemon writes with 1,024 runs; what is larger was not written by a daemon.
 MAX_FILE_BYTES = 4_000_000
@@ -28,6 +25,11 @@ MAX_REASON_BYTES = 10_000
 MAX_SENTENCE_CHARS = 2_000
 # A folder that changed later than this may change again without another time on it.
 SETTLED_NS = 2 * 10**9
+# Looked at below the folder of a run, by text: joining paths would cost more than the system calls.
+_TOMLS = ("/control/orch.toml", "/configs/orch.toml")
+_NOTES = ("/control/status.json", "/control/evicted.txt", "/control/config_validation_error.txt")
+_MARKS = ("/control/paused.txt", "/control/finished.txt", "/control/preempted.txt")
+_NAMES = (*_TOMLS, *_NOTES, "/broadcast", *_MARKS)
 
 StatusT = TypeVar("StatusT", bound=Status)
 _sentence = functools.partial(one_line, limit=MAX_SENTENCE_CHARS)
@@ -69,27 +71,40 @@ def read_status_file(path: Path, stamp: Stamp, kind: type[StatusT]) -> StatusT |
         return None
 
 
-@dataclass(frozen=True)
-class ParsedConfig:
-    """A run's config, or why it is invalid; both None while it has not been read."""
+class ConfigFacts(NamedTuple):
+    """What is shown of a run's config: a config itself takes kilobytes, and a workspace may have thousands."""
 
-    config: OrchestratorConfig | None = None
+    max_steps: int
+    lr: float
+    model: CleanText
+    batch_size: int
+    tags: tuple[CleanText, ...]
+    weight: float
+    priority: int
+    max_tokens: int | None
+    max_hours: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedConfig:
+    """What a run's config contains, or why it is invalid; both None while it has not been read."""
+
+    config: ConfigFacts | None = None
     error: str | None = None
 
 
 NOT_PARSED = ParsedConfig()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class RunRecord:
     """All facts from a run's own files. `published` is its newest STABLE broadcast, 0 without one.
 
-    `toml` is the path of its config, None when it has none; `added_at` when that landed (Unix seconds). `paused`,
-    `ended` and `preempted` are the texts of `paused.txt`, `finished.txt` and `preempted.txt`.
+    `added_at` is when its config landed (Unix seconds), None when it has none. `paused`, `ended` and `preempted` are
+    the texts of `paused.txt`, `finished.txt` and `preempted.txt`.
     """
 
     run: RunDir
-    toml: Path | None
     added_at: float | None
     parsed: ParsedConfig
     status: RunStatus | None
@@ -100,20 +115,21 @@ class RunRecord:
     ended: str | None = None
     preempted: str | None = None
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether it has a config that was not read."""
+        return self.added_at is not None and self.parsed is NOT_PARSED
+
 
 class RunFiles:
     """The files of one run. Raises OSError for a broadcast folder that cannot be listed."""
 
+    __slots__ = ("_folder", "_record", "_stamps", "_whole", "run")
+
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        # Looked at again and again, in a workspace of a thousand: joining paths would cost more than the system calls.
-        folder, control = str(run.path), str(run.control)
-        self._tomls = (f"{control}/orch.toml", f"{folder}/configs/orch.toml")
-        self._notes = (f"{control}/status.json", f"{control}/evicted.txt", f"{control}/config_validation_error.txt")
-        self._broadcast = f"{folder}/broadcast"
-        self._marks = (f"{control}/paused.txt", f"{control}/finished.txt", f"{control}/preempted.txt")
-        self._names = (*self._tomls, *self._notes, self._broadcast, *self._marks)
-        self._stamps: list[Stamp] = []
+        self._folder = str(run.path)
+        self._stamps: tuple[Stamp, ...] = ()
         self._record: RunRecord | None = None
         self._whole: tuple[Stamp, int] = (NO_FILE, 0)
 
@@ -124,39 +140,34 @@ class RunFiles:
             is_busy: it publishes, so look for what was completed inside its folders too.
             with_config: false leaves a config unread that was not read before.
         """
-        stamps = [stamp_of(name) for name in self._names]
+        stamps = tuple([stamp_of(self._folder + name) for name in _NAMES])
         known = self._record
-        same = known is not None and stamps == self._stamps
-        if known is not None and same and not (with_config and known.toml and known.parsed is NOT_PARSED):
+        if known is not None and stamps == self._stamps and not (with_config and known.is_unread):
             published = self._published(stamps[5]) if is_busy else known.published
             if published == known.published:
                 return known
         self._record, self._stamps = self._read(stamps, with_config), stamps
         return self._record
 
-    def _read(self, stamps: list[Stamp], with_config: bool) -> RunRecord:
-        known, old = self._record, self._stamps
+    def _read(self, stamps: tuple[Stamp, ...], with_config: bool) -> RunRecord:
+        known, old, folder = self._record, self._stamps, self._folder
         index = next((i for i in (0, 1) if stamps[i] is not NO_FILE), 0)
-        toml = Path(self._tomls[index]) if stamps[index].is_file else None
-        parsed = NOT_PARSED
-        if toml is not None:
-            if known is not None and known.toml == toml and old[index] == stamps[index]:
-                parsed = known.parsed
-            if with_config and parsed is NOT_PARSED:
-                parsed = _parse(toml, stamps[index])
+        toml = stamps[index]
+        parsed = known.parsed if known and old[: index + 1] == stamps[: index + 1] else NOT_PARSED
+        if toml.is_file and with_config and parsed is NOT_PARSED:
+            parsed = _parse(Path(folder + _TOMLS[index]), toml)
         same_status = known is not None and old[2] == stamps[2]
         return RunRecord(
             run=self.run,
-            toml=toml,
-            added_at=stamps[index].mtime_ns / 1e9 if toml else None,
+            added_at=toml.mtime_ns / 1e9 if toml.is_file else None,
             parsed=parsed,
             status=known.status if known and same_status else read_status_file(self.run.status, stamps[2], RunStatus),
-            evicted=_note(self._notes[1], stamps[3], empty="no reason was given"),
-            config_error=_note(self._notes[2], stamps[4]),
+            evicted=_note(folder + _NOTES[1], stamps[3], empty="no reason was given"),
+            config_error=_note(folder + _NOTES[2], stamps[4]),
             published=self._published(stamps[5]) if stamps[5] is not NO_FILE else 0,
-            paused=_note(self._marks[0], stamps[6], empty="paused"),
-            ended=_note(self._marks[1], stamps[7], empty="ended before max_steps"),
-            preempted=_note(self._marks[2], stamps[8], empty="preempted by a more urgent run"),
+            paused=_note(folder + _MARKS[0], stamps[6], empty="paused"),
+            ended=_note(folder + _MARKS[1], stamps[7], empty="ended before max_steps"),
+            preempted=_note(folder + _MARKS[2], stamps[8], empty="preempted by a more urgent run"),
         )
 
     def _published(self, stamp: Stamp) -> int:
@@ -180,7 +191,20 @@ def _parse(path: Path, stamp: Stamp) -> ParsedConfig:
     if not stamp.readable:
         return ParsedConfig(error=f"{path}: not a file of at most {MAX_FILE_BYTES // 1_000_000} MB")
     try:
-        return ParsedConfig(load_run_config(path))
+        config = load_run_config(path)
+        return ParsedConfig(
+            ConfigFacts(
+                max_steps=config.max_steps,
+                lr=config.optim.lr,
+                model=one_line(config.model.name),
+                batch_size=config.batch_size,
+                tags=tuple(one_line(tag) for tag in config.tags),
+                weight=config.weight,
+                priority=config.priority,
+                max_tokens=config.budget.max_tokens,
+                max_hours=config.budget.max_hours,
+            )
+        )
     except ConfigError as error:
         return ParsedConfig(error=explain(error))
     except RecursionError:

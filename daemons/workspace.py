@@ -30,7 +30,7 @@ MAX_REASON_CHARS = 10_000
 _FINAL = ("failed", "stopped", "done")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RunView:
     """One run as people see it. `step` counts updates done; `run_idx` is its slot, `queue_position` counts from 1.
 

@@ -37,7 +37,7 @@ from daemons.workspace import (
 )
 from prime_rl.contract.condition import STALLED, stall_text, stalled_since
 from prime_rl.contract.files import file_problem
-from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, scan_runs
+from prime_rl.contract.layout import OutputDir, RefusedRun, scan_runs
 from prime_rl.contract.status import (
     DaemonStatus,
     InferenceStatus,
@@ -68,10 +68,17 @@ class WorkspaceReader:
         self._files: dict[str, RunFiles] = {}
         self._views: dict[str, tuple[_Facts, RunView]] = {}
         self._statuses: dict[Path, tuple[Stamp, Status | None]] = {}
-        self._scanned: tuple[Stamp, dict[str, RunDir], list[RefusedRun]] = (NO_FILE, {}, [])
+        self._scanned: tuple[Stamp, list[RefusedRun]] = (NO_FILE, [])
+        self._runs: tuple[list[RunView], tuple[RunView, ...]] = ([], ())
 
     def read(
-        self, *, now: float | None = None, with_configs: bool = True, at_rest: bool = True, most: int | None = None
+        self,
+        *,
+        now: float | None = None,
+        with_configs: bool = True,
+        at_rest: bool = True,
+        working: Set[str] | None = None,
+        most: int | None = None,
     ) -> Workspace:
         """A new snapshot. Never raises for what is in the folder; an unreadable folder is an empty workspace.
 
@@ -79,44 +86,39 @@ class WorkspaceReader:
             with_configs: false leaves out what only configs contain, for a quick first look.
             at_rest: false leaves idle runs as they were if trainer and supervisor report nothing new about them: most
                 of a large workspace.
+            working: of the runs in slots read these; the others are left as they were in the same way. None: all.
             most: while there are runs in slots, read at most so many of them and no others.
         """
         now = self._clock() if now is None else now
         trainer = self._living(self.output.trainer_status, TrainerStatus, now)
         replicas = self._replicas(now)
         inference = together([status for _, status in replicas])
-        supervisor = self._living(self.output.daemon_status(SUPERVISOR), DaemonStatus, now)
         daemons = self._daemons(now)
-        found, refused = self._scan(at_rest)
+        found, refused = self._scan(at_rest), self._scanned[1]
         reasons = {each.name: each.reason for each in refused} | (trainer.refused if trainer else {})
         places = {run_id: place for place, run_id in enumerate(trainer.waiting if trainer else [], start=1)}
         first = list(trainer.runs)[:most] if trainer and most is not None else []
         wanted = {run_id: found[run_id] for run_id in first if run_id in found} or found
         runs = []
-        for run_id, run in wanted.items():
+        for run_id, files in wanted.items():
             if run_id in reasons:
                 continue
-            files = self._files.get(run_id) or self._files.setdefault(run_id, RunFiles(run))
             slot = trainer.runs.get(run_id) if trainer else None
+            others = (slot, places.get(run_id), daemons.get(run_id), trainer is not None)
             known = self._views.get(run_id)
-            others = (slot, places.get(run_id), daemons.get(run_id), trainer is not None, False)
-            if not at_rest and known is not None and slot is None and known[0][1:] == others:
+            if known and known[0][1:-1] == others and _may_stay(known[0], run_id, at_rest, working):
                 runs.append(known[1])
                 continue
-            try:
-                record = files.read(is_busy=slot is not None, with_config=with_configs)
-            except OSError as error:
-                reasons[run_id] = f"cannot read it: {error}"
-                continue
-            if record.toml is None:
-                missing = f"{run.control / 'orch.toml'} not found: a run needs this file"
-                reasons[run_id] = file_problem(run.orch_toml) or missing
-                continue
-            runs.append(self._view(run_id, _Facts(record, *others[:-1], is_alive(record.status, now))))
-        self._forget(found.keys())
+            record = _read_files(files, is_busy=slot is not None, with_config=with_configs)
+            if isinstance(record, str):
+                reasons[run_id] = record
+            else:
+                runs.append(self._view(run_id, _Facts(record, *others, is_alive(record.status, now))))
+        if runs != self._runs[0]:
+            self._runs = runs, tuple(sorted(runs, key=by_importance))
         return Workspace(
             output_dir=self.output.path,
-            runs=tuple(sorted(runs, key=by_importance)),
+            runs=self._runs[1],
             refused=tuple(RefusedView(one_line(name), one_line(reason)) for name, reason in sorted(reasons.items())),
             daemons=tuple(daemons.values()),
             max_runs=trainer.max_runs if trainer else 0,
@@ -124,28 +126,36 @@ class WorkspaceReader:
             trainer=trainer,
             inference=inference,
             replicas=replicas,
-            supervisor_alive=supervisor is not None,
+            supervisor_alive=self._living(self.output.daemon_status(SUPERVISOR), DaemonStatus, now) is not None,
             bottleneck=shown(find_bottleneck(runs, trainer, inference)),
             read_at=now,
             num_unread=len(found) - len(wanted),
         )
 
-    def _scan(self, again: bool) -> tuple[dict[str, RunDir], list[RefusedRun]]:
+    def _scan(self, again: bool) -> dict[str, RunFiles]:
+        """The files of all runs, by name. What is kept of runs that are gone is dropped."""
         stamp = stamp_of(self.output.path)
         if again or stamp != self._scanned[0]:
             try:
                 runs, refused = scan_runs(self.output.path)
             except OSError:
                 runs, refused = [], []
-            self._scanned = (stamp, {run.run_id: run for run in runs}, refused)
-        return self._scanned[1:]
+            self._scanned = (stamp, refused)
+            self._files = {run.run_id: self._files.get(run.run_id) or RunFiles(run) for run in runs}
+            self._views = {run_id: view for run_id, view in self._views.items() if run_id in self._files}
+            self._statuses = {path: value for path, value in self._statuses.items() if value[0].readable}
+        return self._files
 
     def _view(self, run_id: str, facts: _Facts) -> RunView:
-        """What follows from `facts`; the same object as long as they are the same."""
+        """What follows from `facts`; the same object as long as it is equal."""
         known = self._views.get(run_id)
-        if known is None or known[0] != facts:
-            known = self._views[run_id] = (facts, _make_view(facts))
-        return known[1]
+        if known is not None and known[0] == facts:
+            return known[1]
+        view = _make_view(facts)
+        if known is not None and known[1] == view:
+            view = known[1]
+        self._views[run_id] = (facts, view)
+        return view
 
     def _daemons(self, now: float) -> dict[str, DaemonView]:
         """Views by name: supervisor, trainer, inference, then the orchestrators."""
@@ -182,12 +192,6 @@ class WorkspaceReader:
         status = self._status(path, kind)
         return status if is_alive(status, now) else None
 
-    def _forget(self, run_ids: Set[str]) -> None:
-        """Drop what is kept about runs and daemons that are gone, so that a reader of months does not grow."""
-        self._files = {run_id: files for run_id, files in self._files.items() if run_id in run_ids}
-        self._views = {run_id: view for run_id, view in self._views.items() if run_id in run_ids}
-        self._statuses = {path: value for path, value in self._statuses.items() if value[0].readable}
-
 
 class _Facts(NamedTuple):
     """All that a run's view is made of. `place` is its place in the trainer's queue, `lives` its orchestrator's."""
@@ -198,6 +202,25 @@ class _Facts(NamedTuple):
     daemon: DaemonView | None
     trainer_lives: bool
     lives: bool
+
+
+def _read_files(files: RunFiles, *, is_busy: bool, with_config: bool) -> RunRecord | str:
+    """What the files of a run contain, or why it is refused."""
+    try:
+        record = files.read(is_busy=is_busy, with_config=with_config)
+    except OSError as error:
+        return f"cannot read it: {error}"
+    if record.added_at is None:
+        missing = f"{files.run.control / 'orch.toml'} not found: a run needs this file"
+        return file_problem(files.run.orch_toml) or missing
+    return record
+
+
+def _may_stay(facts: _Facts, run_id: str, at_rest: bool, working: Set[str] | None) -> bool:
+    """Whether a run is left as it was. One without a slot whose orchestrator lives is read at every look."""
+    if facts.slot is None:
+        return not (at_rest or facts.lives)
+    return working is not None and run_id not in working
 
 
 def _make_view(facts: _Facts) -> RunView:
@@ -238,18 +261,18 @@ def _make_view(facts: _Facts) -> RunView:
         tokens_per_s=living.tokens_per_s if living else None,
         async_level=status.async_level if status else None,
         policy_version=status.policy_version if status else None,
-        lr=slot.lr if slot else (config.optim.lr if config else None),
+        lr=slot.lr if slot else (config.lr if config else None),
         bottleneck=shown(living.bottleneck) if living else None,
-        model=one_line(config.model.name) if config else None,
+        model=config.model if config else None,
         batch_size=config.batch_size if config else None,
         num_restarts=daemon.num_restarts if daemon else 0,
         added_at=record.added_at,
         stalled_since=since,
-        tags=tuple(one_line(tag) for tag in config.tags) if config else (),
+        tags=config.tags if config else (),
         weight=config.weight if config else None,
         priority=config.priority if config else None,
-        max_tokens=config.budget.max_tokens if config else None,
-        max_hours=config.budget.max_hours if config else None,
+        max_tokens=config.max_tokens if config else None,
+        max_hours=config.max_hours if config else None,
     )
 
 

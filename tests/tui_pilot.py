@@ -9,7 +9,9 @@ from tests.patience import PATIENCE_S, until
 from tui.watcher import RunWatcher, WorkspaceWatcher
 
 # The threads that go on while a screen is open, by the beginnings of their names.
-WATCHING = ("watch the workspace", "read run_", "read the compared runs", "measure the machine")
+WATCHING = (
+    *("watch the workspace", "read the selected run", "read run_", "read the compared runs", "measure the machine"),
+)
 
 
 def screen_text(app: App[None]) -> str:

@@ -109,7 +109,8 @@ class WorkspaceWatcher:
         self._signs = Signs()
         self._since = StateTimes(self._output)
         self._rest = Rest()
-        self._metrics_folders: dict[str, Path] = {}
+        self._metrics_folders: dict[Path, str] = {}
+        self._looked_at = 0.0
         self._stopped = threading.Event()
         self._woken = threading.Event()
         self._drawn = threading.Event()
@@ -128,8 +129,10 @@ class WorkspaceWatcher:
             if workspace.num_unread:
                 self._show(self._reader.read(with_configs=False))
             while not self._stopped.is_set():
-                workspace = self._look(at_rest=self._take_wake() or self._rest.is_over)
-                while self._metrics.read_slice(workspace, self._stopped.is_set, SLICE_S):
+                at_rest = self._take_wake() or self._rest.is_over
+                working = None if at_rest else self._hinted(watcher)
+                workspace = self._look(at_rest=at_rest, working=working)
+                while self._metrics.read_slice(workspace, self._stopped.is_set, SLICE_S, working):
                     self._show(workspace)
                 self._show(workspace)
                 self.is_caught_up = True
@@ -155,12 +158,25 @@ class WorkspaceWatcher:
         until_loss_s = min((each for each in left if each > 0.0), default=RESCAN_MOST_S)
         return min(self._rest.look_s, until_loss_s + SETTLE_S)
 
-    def _look(self, *, at_rest: bool) -> Workspace:
+    def _look(self, *, at_rest: bool, working: set[str] | None) -> Workspace:
+        if working is None:
+            self._looked_at = time.monotonic()
         began_s = time.thread_time()
-        workspace = self._reader.read(at_rest=at_rest)
+        workspace = self._reader.read(at_rest=at_rest, working=working)
         if at_rest:
             self._metrics.rest_s = self._rest.begin(time.thread_time() - began_s)
         return workspace
+
+    def _hinted(self, watcher: Watcher) -> set[str] | None:
+        """The runs with a new step, for a look at them alone; None: all are looked at.
+
+        That is so at any other hint (of a daemon, of a run that came), without one, and every few seconds.
+        """
+        changed = watcher.take_changed()
+        is_due = time.monotonic() - self._looked_at >= self._rest.look_s
+        if is_due or not changed or not changed <= self._metrics_folders.keys():
+            return None
+        return {self._metrics_folders[folder] for folder in changed}
 
     def _show(self, workspace: Workspace) -> None:
         disk = self._read_disk(self._output.path)
@@ -203,13 +219,12 @@ class WorkspaceWatcher:
     def _folders(self, working: Iterable[str]) -> list[Path]:
         """The status of trainer, inference and daemons changes whenever anything does; a step is seen at once."""
         output = self._output
-        known = self._metrics_folders
+        known = {run_id: folder for folder, run_id in self._metrics_folders.items()}
         self._metrics_folders = {
-            run_id: known.get(run_id) or RunDir(output.path / run_id).metrics for run_id in working
+            known.get(run_id) or RunDir(output.path / run_id).metrics: run_id for run_id in working
         }
-        steps = self._metrics_folders.values()
         inference = [path.parent for path in output.inference_statuses().values()]
-        return [output.path, output.trainer_status.parent, *inference, output.daemons, *steps]
+        return [output.path, output.trainer_status.parent, *inference, output.daemons, *self._metrics_folders]
 
 
 class RequestReader(Protocol[RequestT_contra]):
@@ -219,13 +234,24 @@ class RequestReader(Protocol[RequestT_contra]):
 
 
 class RunWatcher(Generic[RequestT]):
-    """Posts a `RunChanged` whenever what is shown of the open run, or of those that are compared, changed."""
+    """Posts a `RunChanged` whenever what is shown of the open run, or of those that are compared, changed.
 
-    def __init__(self, reader: RequestReader[RequestT], request: RequestT, post: Post) -> None:
+    `interval_s` is the time between two looks at what is asked for; None: it is looked at once.
+    """
+
+    def __init__(
+        self,
+        reader: RequestReader[RequestT],
+        request: RequestT,
+        post: Post,
+        *,
+        interval_s: float | None = RUN_INTERVAL_S,
+    ) -> None:
         self._reader = reader
         self._request = request
         self._answered: RequestT | None = None
         self._post = post
+        self._interval_s = interval_s
         self._stopped = threading.Event()
         self._woken = threading.Event()
 
@@ -242,7 +268,7 @@ class RunWatcher(Generic[RequestT]):
                 self._post(RunChanged(data))
             if not more:
                 self._answered = request
-                self._woken.wait(RUN_INTERVAL_S)
+                self._woken.wait(self._interval_s)
                 self._woken.clear()
 
     def _is_wanted(self, request: RequestT) -> bool:

@@ -71,13 +71,18 @@ def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = 0o644, *, follow
     person names on a command line, and changes nothing below a run. Raises FileRefused unless it is a regular file,
     else OSError as `os.open` does.
     """
-    if follow_links and not _num_below_run(path):
+    *folders, name = _way(path)
+    if follow_links and not folders:
         return _regular(os.open(path, (flags | _CAREFUL) & ~os.O_NOFOLLOW, mode), path, flags)
-    with _folder_of(path) as folder:
-        try:
-            fd = os.open(path if folder is None else path.name, flags | _CAREFUL, mode, dir_fd=folder)
-        except OSError as error:
-            raise _explained(error, path) from error
+    # The folder of any other file was made by the owner of the workspace.
+    folder = _open_folder(tuple(folders)) if folders else None
+    try:
+        fd = os.open(name, flags | _CAREFUL, mode, dir_fd=folder)
+    except OSError as error:
+        raise _explained(error, path) from None
+    finally:
+        if folder is not None:
+            os.close(folder)
     return _regular(fd, path, flags)
 
 
@@ -97,7 +102,7 @@ def file_problem(path: Path) -> str | None:
 
 def check_folder(path: Path) -> None:
     """Raises FileRefused when `path`, a folder of a run or below one, is a link or below one; OSError when missing."""
-    os.close(_open_folder(path))
+    os.close(_open_folder(_way(path)))
 
 
 def make_folder(path: Path) -> None:
@@ -105,7 +110,7 @@ def make_folder(path: Path) -> None:
 
     Below a run it must be a real folder, in real folders: else FileRefused.
     """
-    os.close(_open_folder(path, make=True))
+    os.close(_open_folder(_way(path), make=True))
 
 
 def _regular(fd: int, path: Path, flags: int) -> int:
@@ -118,42 +123,27 @@ def _regular(fd: int, path: Path, flags: int) -> int:
     return fd
 
 
-@contextlib.contextmanager
-def _folder_of(path: Path) -> Iterator[int | None]:
-    """The folder of a file below a run; None for any other file, whose folder the owner of the workspace made."""
-    if not _num_below_run(path):
-        yield None
-        return
-    folder = _open_folder(path.parent)
-    try:
-        yield folder
-    finally:
-        os.close(folder)
-
-
-def _num_below_run(path: Path) -> int:
-    """How many parts of `path` come after its run folder; 0 for what is not below a folder that a run has."""
+def _way(path: Path) -> tuple[str, ...]:
+    """A run's folder and then each name below it; the whole path of what is not below a folder that a run has."""
     parts = path.parts
     for place in reversed(range(len(parts) - 1)):
         if parts[place + 1] in RUN_FOLDERS and parts[place].startswith(RUN_PREFIX):
-            return len(parts) - 1 - place
-    return 0
+            return os.path.join(*parts[: place + 1]), *parts[place + 1 :]
+    return (str(path),)
 
 
-def _open_folder(path: Path, *, make: bool = False) -> int:
+def _open_folder(way: tuple[str, ...], *, make: bool = False) -> int:
     """Descriptor of a folder, to open files in; `make` makes the last part."""
-    num_inner = _num_below_run(path)
-    way = [*reversed(path.parents[:num_inner]), path]
     folder: int | None = None
-    for step in way:
-        if make and step is path:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(step if folder is None else step.name, dir_fd=folder)
+    flags = _FOLDER | os.O_NOFOLLOW if len(way) > 1 else _FOLDER
+    for number, name in enumerate(way, start=1):
         try:
-            flags = _FOLDER | os.O_NOFOLLOW if num_inner else _FOLDER
-            inner = os.open(step if folder is None else step.name, flags, dir_fd=folder)
+            if make and number == len(way):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=folder)
+            inner = os.open(name, flags, dir_fd=folder)
         except OSError as error:
-            raise _explained(error, step, "folder") from error
+            raise _explained(error, Path(*way[:number]), "folder") from None
         finally:
             if folder is not None:
                 os.close(folder)
@@ -163,7 +153,10 @@ def _open_folder(path: Path, *, make: bool = False) -> int:
 
 
 def _explained(error: OSError, path: Path, wanted: str = "file") -> OSError:
-    """`error` with the whole path, or FileRefused for what is found instead of a file or folder."""
+    """`error` with the whole path, or FileRefused for what is found instead of a file or folder.
+
+    Raise it `from None`: an error that is its own cause keeps all frames below it, and what they have read, in memory.
+    """
     error.filename = str(path)
     with contextlib.suppress(OSError):
         mode = os.lstat(path).st_mode
@@ -259,7 +252,7 @@ def write_atomic(
     then still in place and no temporary file is left.
     """
     payload = data.encode() if isinstance(data, str) else data
-    folder = _open_folder(path.parent, make=True)
+    folder = _open_folder(_way(path.parent), make=True)
     tmp = f".{path.name}.{os.urandom(6).hex()}.tmp"
     try:
         fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
@@ -282,7 +275,7 @@ def write_atomic(
                 os.unlink(tmp, dir_fd=folder)
             raise
     except OSError as error:
-        raise _explained(error, path) from error
+        raise _explained(error, path) from None
     finally:
         os.close(folder)
 

@@ -79,7 +79,7 @@ def parse_step(name: str) -> int | None:
     return int(match[1]) if (match := _STEP.fullmatch(name)) else None
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class RunDir:
     """The paths of one run. `path` is `{output_dir}/run_<id>`."""
 

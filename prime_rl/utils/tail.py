@@ -156,11 +156,10 @@ class FileTail:
         self._skipping = os.pread(fd, 1, self._offset - 1) != b"\n"
 
     def _split(self, data: bytes) -> list[bytes]:
-        *whole, rest = data.split(b"\n")
-        lines = []
-        for piece in whole:
-            if not self._skipping and len(self._partial) + len(piece) <= MAX_LINE_BYTES:
-                lines.append(self._partial + piece)
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = self._partial + lines[0]
+            lines = [line for line in lines[self._skipping :] if len(line) <= MAX_LINE_BYTES]
             self._partial, self._skipping = b"", False
         self._partial = b"" if self._skipping else self._partial + rest
         if len(self._partial) > MAX_LINE_BYTES:

@@ -42,6 +42,8 @@ _UNSEEN = re.compile(
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # For one line of `limit` characters no more than this many times as many are looked at: lines may be of megabytes.
 _LOOK = 50
+# Of a field with such a value, or None, nothing is to be made clean: most of a struct's.
+_PLAIN = (int, float, type(None))
 
 
 def clean_text(text: str, limit: int | None = None) -> CleanText:
@@ -78,8 +80,9 @@ def clean_strings(value: T, clean: Callable[[str], str] = clean_text) -> T:
     if isinstance(value, str):
         result = clean(value)
     elif isinstance(value, msgspec.Struct):
-        fields = {name: clean_strings(getattr(value, name), clean) for name in value.__struct_fields__}
-        result = msgspec.structs.replace(value, **fields)
+        fields = zip(value.__struct_fields__, msgspec.structs.astuple(value), strict=True)
+        texts = {name: clean_strings(each, clean) for name, each in fields if not isinstance(each, _PLAIN)}
+        result = msgspec.structs.replace(value, **texts)
     elif isinstance(value, dict):
         result = {clean_strings(key, clean): clean_strings(each, clean) for key, each in value.items()}
     elif isinstance(value, list | tuple):

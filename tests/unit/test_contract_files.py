@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import threading
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -191,3 +193,22 @@ def test_a_batch_of_another_format_is_refused(tmp_path: Path) -> None:
     path.write_bytes(msgspec.msgpack.encode(TrainingBatch("run_a", 5, [], {}, version=99)))
     with pytest.raises(BadBatchError, match="format version 99"):
         read_batch(path)
+
+
+@pytest.mark.parametrize("name", ["control/evicted.txt", "metrics/trainer.jsonl"], ids=["file", "folder"])
+def test_what_is_not_there_keeps_nothing_in_memory(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run_a" / "control").mkdir(parents=True)
+
+    class Held:
+        """A caller's own."""
+
+    def look() -> weakref.ref[Held]:
+        held = Held()
+        assert read_text(tmp_path / "run_a" / name) is None
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert look()() is None, "an error that is its own cause keeps the frames of all callers"
+    finally:
+        gc.enable()

@@ -304,3 +304,31 @@ def test_one_line_is_one_short_line() -> None:
 
 def test_the_reader_is_found_under_its_first_name_too() -> None:
     assert (client.WorkspaceReader, client.read_workspace) == (WorkspaceReader, read_workspace)
+
+
+def test_a_look_at_some_runs_leaves_the_others_as_they_were_unless_trainer_or_supervisor_report_more(
+    tmp_path: Path,
+) -> None:
+    def write(reward: float, *names: str) -> None:
+        for name in names:
+            put(
+                RunDir(tmp_path / f"run_{name}").status, RunStatus(run_id=f"run_{name}", state="running", reward=reward)
+            )
+
+    def rewards(working: set[str] | None) -> dict[str, float | None]:
+        return {view.run_id: view.reward for view in reader.read(now=NOW, at_rest=False, working=working).runs}
+
+    for name in "abc":
+        make_run(tmp_path, f"run_{name}")
+    write(0.1, *"abc")
+    put_trainer(tmp_path, {"run_a": 0, "run_b": 1, "run_c": 2}, [])
+    reader = WorkspaceReader(tmp_path)
+    assert rewards(set()) == {"run_a": 0.1, "run_b": 0.1, "run_c": 0.1}, "all that were not read before"
+    write(0.2, *"abc")
+    assert rewards({"run_b"}) == {"run_a": 0.1, "run_b": 0.2, "run_c": 0.1}
+    put_trainer(tmp_path, {"run_a": 0, "run_b": 1, "run_c": 3}, [])
+    assert rewards(set()) == {"run_a": 0.1, "run_b": 0.2, "run_c": 0.2}, "the trainer reports another slot"
+    put(OutputDir(tmp_path).daemon_status("run_a"), DaemonStatus(name="run_a", state="running"))
+    assert rewards(set()) == {"run_a": 0.2, "run_b": 0.2, "run_c": 0.2}, "the supervisor reports another state"
+    write(0.3, *"abc")
+    assert rewards(None) == {"run_a": 0.3, "run_b": 0.3, "run_c": 0.3}

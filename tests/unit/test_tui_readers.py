@@ -16,6 +16,7 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.contract.metrics import parse_metrics
 from prime_rl.utils.tail import MAX_LINE_BYTES, FileTail
 from tui.readers.history import NUM_RECENT, History, HistoryReader, RunMetrics
+from tui.readers.workspace_metrics import CurvesReader, CurvesRequest, RunTail
 
 # Lines without the newline byte; the text around chunk ends is where a reader breaks.
 LINES = st.lists(st.binary(max_size=40).map(lambda data: data.replace(b"\n", b"?")), max_size=30)
@@ -196,3 +197,39 @@ def test_two_gigabytes_of_nothing_a_megabyte_of_line_and_a_pipe(tmp_path: Path) 
     path.unlink()
     os.mkfifo(path)
     assert drain(tail) == ([], True), "nothing is waited for"
+
+
+def test_the_newest_values_alone_are_kept_of_the_end_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    lines = [json.dumps({"step": step, "loss": step + 0.1}) + "\n" for step in range(100)]
+    path.write_text("".join(lines[:90]))
+    reader = HistoryReader(path, ["loss"], 16, newest_bytes=1 << 10)
+    reader.update()
+    assert points(reader.histories["loss"]) == (list(range(74, 90)), [step + 0.1 for step in range(74, 90)])
+    with path.open("a") as file:
+        file.writelines(lines[90:])
+    reader.update()
+    assert list(reader.histories["loss"].steps) == list(range(84, 100))
+    with path.open("a") as file:
+        file.writelines(lines[95:97])  # rolled back
+    reader.update()
+    assert list(reader.histories["loss"].steps) == list(range(84, 97))
+
+
+def test_the_curves_of_the_selected_run_are_read_when_its_figures_change(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run_a")
+    run.metrics.mkdir(parents=True)
+    run.orchestrator_metrics.write_text("".join(f'{{"step": {step}, "reward/mean": 0.{step}}}\n' for step in (1, 2)))
+    reader = CurvesReader(tmp_path)
+    request = CurvesRequest("run_a", RunTail(rewards=(0.1, 0.2)))
+    data, more = reader.read(request, lambda: True)
+    assert not more
+    assert (data.run_id, list(data.reward.curves[0].xs), data.reward.window) == ("run_a", [0, 1], (1, 2))
+    assert not data.loss.has_values
+    assert reader.read(request, lambda: True) == (data, False), "one that came too late may be asked for again"
+    with run.orchestrator_metrics.open("a") as file:
+        file.write('{"step": 3, "reward/mean": 0.3}\n')
+    data, _ = reader.read(CurvesRequest("run_a", RunTail(rewards=(0.1, 0.2, 0.3))), lambda: True)
+    assert data.reward.window == (1, 3)
+    other, _ = reader.read(CurvesRequest("run_b"), lambda: True)
+    assert other.run_id == "run_b" and not other.reward.has_values

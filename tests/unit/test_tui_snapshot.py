@@ -15,6 +15,7 @@ from prime_rl.contract.condition import utc
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus, InferenceStatus, RunState, TrainerStatus, read_status
 from tests.tui_support import HOSTILE, NOW, build_workspace, write_status
+from tui.model import snapshot as snapshot_module
 from tui.model.levels import STATES, Level
 from tui.model.snapshot import STALL_MIN_S, Disk, RunRow, Snapshot, make_snapshot
 from tui.readers.run_config import find_error_lines
@@ -272,3 +273,23 @@ def test_audit_lines_of_other_runs_and_no_lines_are_left_out() -> None:
         assert parse_audit(line, "run_a") is None
     odd = parse_audit(b'{"run_id": "run_a", "time": "soon", "reason": 7}', "run_a")
     assert odd is not None and (odd.time, odd.text) == (None, "7")
+
+
+def test_rows_are_kept_after_the_trainer_was_silent_for_a_while(
+    workspace: OutputDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, metrics, made = WorkspaceReader(workspace.path), WorkspaceMetrics(workspace.path), []
+    trainer = read_status(workspace.trainer_status, TrainerStatus)
+    assert trainer is not None
+    real = snapshot_module._row
+    monkeypatch.setattr(snapshot_module, "_row", lambda *args: made.append(args[1].run_id) or real(*args))
+    before: Snapshot | None = None
+    for silent_s in (1.0, 2 * LOST_AFTER_S, 1.0, 1.0, 1.0):
+        write_status(workspace.trainer_status, trainer, updated_at=NOW - silent_s)
+        found = reader.read(now=NOW)
+        made.clear()
+        after = make_snapshot(found, metrics.update(found), NOW, before=before)
+        if before is not None and silent_s == 1.0 and before.workspace.trainer is not None:
+            assert made == ["run_upper"], "of a lost run the note has an age"
+            assert after.rows == before.rows
+        before = after

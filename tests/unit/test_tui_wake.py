@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import threading
 from pathlib import Path
 
 import pytest
 from textual.message import Message
 
-from prime_rl.contract.files import wait_for
+from prime_rl.contract.files import append_line, wait_for
+from prime_rl.contract.status import RunStatus, read_status
 from tests.patience import PATIENCE_S
-from tests.tui_support import build_workspace, frozen_clock, roomy_disk
+from tests.tui_support import NOW, build_workspace, frozen_clock, roomy_disk, write_status
 from tui.messages import WorkspaceChanged
-from tui.model.snapshot import Snapshot
+from tui.model.snapshot import RunRow, Snapshot
 from tui.watcher import Rest, WorkspaceReader, WorkspaceWatcher
 from tui.widgets.header import workspace_lines
 
@@ -42,12 +45,10 @@ def test_a_wake_between_reading_and_resetting_the_flag_is_not_lost(
     looks: list[bool] = []
     real = WorkspaceReader.read
 
-    def read(
-        reader: WorkspaceReader, *, with_configs: bool = True, at_rest: bool = True, most: int | None = None
-    ) -> object:
+    def read(reader: WorkspaceReader, *, with_configs: bool = True, at_rest: bool = True, **others: object) -> object:
         if with_configs:  # all but the first
             looks.append(at_rest)
-        return real(reader, with_configs=with_configs, at_rest=at_rest, most=most)
+        return real(reader, with_configs=with_configs, at_rest=at_rest, **others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(WorkspaceReader, "read", read)
     thread = threading.Thread(target=watcher.run)
@@ -89,3 +90,49 @@ def test_the_first_picture_is_of_runs_in_slots_and_the_others_are_read_when_it_i
     num_left = len(second.rows) - 2
     assert num_left > 2 and f"reading {num_left} more runs" in workspace_lines(first, 120, False)[0].plain
     assert "reading" not in workspace_lines(second, 120, False)[0].plain
+
+
+def test_a_hint_of_one_run_is_a_look_at_that_run_and_another_is_seen_without_a_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = build_workspace(tmp_path / "workspace")
+    hinted, silent = workspace.run("run_reverse-lr1e-3"), workspace.run("run_sort-rank16")
+    looks: list[frozenset[str] | None] = []
+    shown: list[Snapshot] = []
+    real = WorkspaceReader.read
+
+    def read(reader: WorkspaceReader, *, working: set[str] | None = None, **others: object) -> object:
+        looks.append(None if working is None else frozenset(working))
+        return real(reader, working=working, **others)  # type: ignore[arg-type]
+
+    def post(message: Message) -> None:
+        if isinstance(message, WorkspaceChanged):
+            shown.append(message.snapshot)
+
+    def row(run_id: str) -> RunRow:
+        found = shown[-1].row(run_id)
+        assert found is not None
+        return found
+
+    monkeypatch.setattr(WorkspaceReader, "read", read)
+    watcher = WorkspaceWatcher(workspace.path, post, frozen_clock, roomy_disk)
+    thread = threading.Thread(target=watcher.run)
+    thread.start()
+    try:
+        watcher.drawn()
+        wait_for(lambda: watcher.is_caught_up, "a whole look", timeout_s=PATIENCE_S)
+        status = read_status(silent.status, RunStatus)
+        assert status is not None
+        status.waiting_on = "something new"
+        write_status(silent.status, status)
+
+        def is_seen(step: int) -> bool:
+            append_line(hinted.orchestrator_metrics, json.dumps({"step": step, "time": NOW, "reward/mean": step}))
+            wait_for(lambda: row(hinted.path.name).reward == step, f"step {step}", timeout_s=PATIENCE_S)
+            return frozenset({hinted.path.name}) in looks and row(silent.path.name).note == "waits for something new"
+
+        steps = itertools.count(1000)
+        wait_for(lambda: is_seen(next(steps)), "what no hint reports", timeout_s=PATIENCE_S)
+    finally:
+        watcher.stop()
+        thread.join(PATIENCE_S)

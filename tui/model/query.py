@@ -19,6 +19,7 @@ runs as they will be admitted, then the others), so that a sort never flickers. 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ def age_s(row: RunRow, now: float) -> float | None:
 
 
 Key = Callable[[RunRow], float | str | None]
+_order: Callable[[RunRow], int] = operator.attrgetter("order")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Sort:
 
 # Column key -> how to sort by it; "slot" is the workspace's own order.
 SORTS: dict[str, Sort] = {
-    "slot": Sort("slot", lambda row: 0),
+    "slot": Sort("slot", _order),
     "state": Sort("state", lambda row: _STATE_ORDER[row.state]),
     "run": Sort("name", lambda row: row.run_id.lower()),
     "progress": Sort("progress", progress, True),
@@ -75,12 +77,14 @@ DEFAULT_SORT = "slot"
 def sort_rows(rows: Iterable[RunRow], sort: str, descending: bool, pins: Collection[str] = ()) -> list[RunRow]:
     """`rows` by that column; pinned ones first, in the same order among themselves."""
     key = SORTS[sort].key
-    # Twice: sorting is stable, so the workspace's order stays among equals whichever way the column goes.
-    ordered = sorted(rows, key=lambda row: row.order)
-    valued = [(value, row) for row in ordered if (value := key(row)) is not None]
-    valued.sort(key=lambda pair: pair[0], reverse=descending)
-    without = [row for row in ordered if key(row) is None]
-    found = [row for _, row in valued] + without
+    # Sorting is stable, so the workspace's order stays among equals whichever way the column goes.
+    found = sorted(rows, key=_order)
+    if key is not _order:
+        valued = [(value, row) for row in found if (value := key(row)) is not None]
+        valued.sort(key=operator.itemgetter(0), reverse=descending)
+        found = [row for _, row in valued] + [row for row in found if key(row) is None]
+    if not pins:
+        return found
     return [row for row in found if row.run_id in pins] + [row for row in found if row.run_id not in pins]
 
 

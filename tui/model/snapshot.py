@@ -49,7 +49,7 @@ _DAEMON_LEVELS = {
 NO_TAIL = RunTail()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RunRow:
     """One run as the table shows it. `order` is its place in the workspace's own order."""
 
@@ -203,13 +203,20 @@ def stalled_s(run: RunView, tail: RunTail) -> float | None:
 def _same_or_new(
     known: RunRow | None, order: int, run: RunView, tail: RunTail, now: float, alive_at: float | None
 ) -> RunRow:
-    """The known row, when nothing in it changed. Only the row of a running run depends on the time."""
-    if known is not None and known.view is run and known.tail is tail and run.state is not RunState.ACTIVE:
+    """The known row, when nothing in it changed. Only the row of a run that works depends on the time."""
+    if known is not None and known.view is run and known.tail is tail and _is_timeless(known, run, now, tail, alive_at):
         if known.order == order and known.updated_at == alive_at:
             return known
         return replace(known, order=order, updated_at=alive_at)
     row = _row(order, run, tail, now, alive_at)
     return known if known == row else row
+
+
+def _is_timeless(known: RunRow, run: RunView, now: float, tail: RunTail, alive_at: float | None) -> bool:
+    """Whether the time is without effect: of a run that works as long as it is neither lost nor stalled."""
+    if run.state is not RunState.ACTIVE:
+        return True
+    return known.state == display_state(run, now, tail, alive_at) == RunState.ACTIVE
 
 
 def _row(order: int, run: RunView, tail: RunTail, now: float, alive_at: float | None) -> RunRow:

@@ -253,8 +253,9 @@ def _chosen(
     return [(name, run.get(key)) for name, run in zip(names, runs, strict=True)]
 
 
-# A look at the files takes at most this long before it is shown; the rest follows at once.
-READ_SLICE_S = 0.25
+# A look at the files takes at most this long before it is shown; the rest follows at once. The first picture comes
+# soon; each later one has more points and takes longer.
+READ_SLICE_S, NEXT_SLICE_S = 0.25, 0.5
 # Compared runs are read less finely: there may be many of them.
 COMPARED_CAPACITY = 1 << 14
 MAX_COMPARED = 7
@@ -268,9 +269,11 @@ class ChartsReader:
         self._run_id = run_id
         self._runs: dict[str, RunMetrics] = {}
         self._shown: ChartView | None = None
+        self._slice_s = READ_SLICE_S
 
     def read(self, view: ChartView) -> tuple[ChartsData | None, bool]:
         changed, more = self._update((self._run_id, *view.compare[:MAX_COMPARED]))
+        self._slice_s = NEXT_SLICE_S if more else READ_SLICE_S
         if not changed and view == self._shown:
             return None, more
         self._shown = view
@@ -278,7 +281,7 @@ class ChartsReader:
 
     def _update(self, run_ids: tuple[str, ...]) -> tuple[bool, bool]:
         self._runs = {run_id: self._runs.get(run_id) or self._open(run_id) for run_id in run_ids}
-        deadline = time.monotonic() + READ_SLICE_S
+        deadline = time.monotonic() + self._slice_s
         changed = False
         while True:
             looks = [run.update() for run in self._runs.values()]

@@ -2,7 +2,8 @@
 
 Built for runs of 100,000 steps: a block of lines is decoded to the requested keys only and appended column by column.
 Each metric keeps at most `capacity` points; beyond that neighbours are thinned so that every least and greatest value
-stays, and the newest values as they came. The home screen reads only the end of each file (`newest_bytes`).
+stays, and the newest values as they came. The home screen reads only the end of each file (`newest_bytes`), and keeps
+only the newest values.
 """
 
 from __future__ import annotations
@@ -40,13 +41,17 @@ _UNBIASED = 1_000
 class History:
     """One metric: ascending steps and their values. A step that was seen before replaces it and what follows.
 
-    `is_exact`: values keep all their digits, as times in Unix seconds need; otherwise they are float32.
+    `is_newest`: of more than `capacity` values the oldest are dropped, none thinned, and they keep all their digits, as
+    times in Unix seconds need; otherwise they are float32.
     """
 
-    def __init__(self, capacity: int = CAPACITY, *, is_exact: bool = False) -> None:
+    __slots__ = ("_factor", "_is_newest", "_smooth", "_sum", "capacity", "steps", "values")
+
+    def __init__(self, capacity: int = CAPACITY, *, is_newest: bool = False) -> None:
         self.capacity = capacity
+        self._is_newest = is_newest
         self.steps = array("d")
-        self.values = array("d" if is_exact else "f")
+        self.values = array("d" if is_newest else "f")
         self._factor = 0.0
         self._smooth = array("f")
         self._sum = 0.0  # of the average so far, weighted, with the bias to zero that a start from zero has
@@ -54,12 +59,13 @@ class History:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def extend(self, steps: Sequence[float], values: Sequence[float]) -> None:
+    def extend(self, steps: Sequence[float], values: Sequence[float], *, ascends: bool = False) -> None:
+        """Take new points; `ascends`: it is known that each step is greater than the one before."""
         if not steps:
             return
-        if not _ascends(steps):
+        if not (ascends or _ascends(steps)):
             for step, value in zip(steps, values, strict=True):
-                self.extend((step,), (value,))
+                self.extend((step,), (value,), ascends=True)
             return
         if self.steps and steps[0] <= self.steps[-1]:
             self._cut(bisect_left(self.steps, steps[0]))
@@ -92,6 +98,9 @@ class History:
         self._forget_smooth()
 
     def _thin(self) -> None:
+        if self._is_newest:
+            del self.steps[: -self.capacity], self.values[: -self.capacity]
+            return
         num_recent = min(NUM_RECENT, self.capacity // 4)
         recent = slice(-num_recent, None)
         older = self.steps[:-num_recent], self.values[:-num_recent]
@@ -127,7 +136,7 @@ def _line_of(keys: tuple[str, ...]) -> _Line:
 class HistoryReader:
     """The histories of `keys`, and of all evaluations, in one metrics file.
 
-    With `newest_bytes` only the end of the file is read, of `keys` alone, and values are exact.
+    With `newest_bytes` only the end of the file is read, of its newest `capacity` lines `keys` alone; values are exact.
     """
 
     def __init__(
@@ -149,12 +158,17 @@ class HistoryReader:
         return read.reset or bool(read.lines), read.more
 
     def _take(self, lines: list[bytes]) -> None:
+        if not self._is_whole:
+            lines = lines[-self._capacity :]
         rows = [row for line in lines if (row := self._row(line)) is not None]
-        steps = [row.step for row in rows]
+        steps = array("d", [row.step for row in rows])
+        ascends = _ascends(steps)
         for key, get in self._line.getters:
-            self._extend(key, steps, list(map(get, rows)))
+            values = list(map(get, rows))
+            if values.count(None) < len(values):
+                self._extend(key, steps, values, ascends)
 
-    def _extend(self, key: str, steps: list[float], values: list[float | None]) -> None:
+    def _extend(self, key: str, steps: Sequence[float], values: list[float | None], ascends: bool) -> None:
         if None not in values and math.isfinite(sum(values)):  # type: ignore[arg-type]
             known: Sequence[float] = values  # type: ignore[assignment]
         else:
@@ -165,7 +179,7 @@ class HistoryReader:
             ]
             steps, known = [step for step, _ in pairs], [value for _, value in pairs]
         if steps:
-            self._history(key).extend(steps, known)
+            self._history(key).extend(steps, known, ascends=ascends)
 
     def _row(self, line: bytes) -> Any:
         """A decoded line, or None. Evaluations are taken at once: their keys are not known before."""
@@ -194,7 +208,7 @@ class HistoryReader:
 
     def _history(self, key: str) -> History:
         if key not in self.histories:
-            self.histories[key] = History(self._capacity, is_exact=not self._is_whole)
+            self.histories[key] = History(self._capacity, is_newest=not self._is_whole)
         return self.histories[key]
 
 

@@ -15,7 +15,7 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Sign:
     written_at: float
     seen_at: float

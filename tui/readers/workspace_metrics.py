@@ -1,6 +1,7 @@
 """The newest rewards and losses of all runs of a workspace, read a slice at a time: the first screenful comes first.
 
-Called by the watcher's thread only. Idle runs are read rarely.
+`WorkspaceMetrics` is called by the watcher's thread only and reads idle runs rarely. The curves of the one run that is
+selected are read by `CurvesReader`, in a thread of its own: of thousands of runs they would be most of the memory.
 """
 
 from __future__ import annotations
@@ -8,9 +9,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from daemons.run_files import Stamp, stamp_of
@@ -19,30 +19,33 @@ from prime_rl.contract.files import read_text
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 from prime_rl.contract.usage import used_in_life
-from tui.readers.history import SMALL_POINTS, History, RunMetrics, downsample
+from tui.readers.charts import ChartData, simple_chart
+from tui.readers.history import History, HistoryReader, RunMetrics, change
+from tui.readers.tabs import TabData
 
 HOME_KEYS = ("reward/mean", "loss", "time")
-HOME_CAPACITY = 512
 # Of each metrics file the home screen reads this much from the end: 60 steps of long lines, 200 of short ones. The run
 # screen reads all.
 HOME_TAIL_BYTES = 1 << 16
+# The newest rewards that a row shows; so many more are kept for a run that is rolled back. Of the trainer's file a row
+# shows only the newest value.
+NUM_REWARDS = 64
+ORCHESTRATOR_LINES, TRAINER_LINES = 2 * NUM_REWARDS, 16
+CURVE_POINTS = 512
+# Below the folder of a run, as text: joining paths would cost more than the system calls.
+_FILES = [str(path)[1:] for run in [RunDir(Path("_"))] for path in (run.trainer_metrics, run.orchestrator_metrics)]
 
-# Steps and values.
-Points = tuple[Sequence[float], Sequence[float]]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RunTail:
-    """The newest metrics of one run: `rewards` as they came, newest last; the curves of a run at rest are thinned out.
+    """The newest metrics of one run: `rewards` as they came, newest last.
 
     `last_step_at` is when the newest step ended, on the clock of the run's machine (Unix seconds); `step_s` the usual
     time between steps. `used` (tokens, hours) is read of runs with a budget only.
     """
 
-    rewards: tuple[float, ...] = ()
+    rewards: Sequence[float] = ()
     loss: float | None = None
-    reward_curve: Points = ((), ())
-    loss_curve: Points = ((), ())
     last_step_at: float | None = None
     step_s: float | None = None
     used: tuple[int, float] | None = None
@@ -51,15 +54,11 @@ class RunTail:
 _NO_TAIL = RunTail()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Known:
-    """What is known of one run: its two files, how they were when they were read last, and when that was.
+    """What is known of one run: its two files, how they were when they were read last, and when that was."""
 
-    Their paths are text: joining paths would cost more than the system calls.
-    """
-
-    paths: tuple[str, str]
-    metrics: RunMetrics | None = None
+    readers: tuple[HistoryReader, HistoryReader] | None = None
     stamps: tuple[Stamp, Stamp] | None = None
     view: RunView | None = None
     usage: Stamp | None = None
@@ -82,47 +81,56 @@ class WorkspaceMetrics:
         self.read_slice(workspace, lambda: False, None)
         return self.tails
 
-    def read_slice(self, workspace: Workspace, stop: Callable[[], bool], slice_s: float | None) -> bool:
-        """Read in the order of the workspace; true when time was up before the end."""
+    def read_slice(
+        self,
+        workspace: Workspace,
+        stop: Callable[[], bool],
+        slice_s: float | None,
+        working: Collection[str] | None = None,
+    ) -> bool:
+        """Read in the order of the workspace, of the runs at work `working` alone (None: all of them).
+
+        True when time was up before the end.
+        """
         run_ids = {run.run_id for run in workspace.runs}
         for run_id in self._known.keys() - run_ids:
             del self._known[run_id]
             self.tails.pop(run_id, None)
         now = self._clock()
         for run in workspace.runs:
-            known = self._known.get(run.run_id) or self._open(run.run_id)
-            if not self._is_due(run, known, now):
+            known = self._known.get(run.run_id) or self._known.setdefault(run.run_id, _Known())
+            if not self._is_due(run, known, now, working):
                 continue
             if stop() or (slice_s is not None and self._clock() - now > slice_s):
                 return not stop()
             self._read_run(run, known, stop)
         return False
 
-    def _open(self, run_id: str) -> _Known:
-        run = RunDir(self._output.path / run_id)
-        return self._known.setdefault(run_id, _Known((str(run.orchestrator_metrics), str(run.trainer_metrics))))
-
-    def _is_due(self, run: RunView, known: _Known, now: float) -> bool:
-        return run.state is RunState.ACTIVE or known.view is not run or now - known.read_at >= self.rest_s
+    def _is_due(self, run: RunView, known: _Known, now: float, working: Collection[str] | None) -> bool:
+        if known.view is not run:
+            return True
+        if run.state is RunState.ACTIVE:
+            return working is None or run.run_id in working
+        return now - known.read_at >= self.rest_s
 
     def _read_run(self, run: RunView, known: _Known, stop: Callable[[], bool]) -> None:
-        stamps = stamp_of(known.paths[0]), stamp_of(known.paths[1])
+        folder = f"{self._output.path}/{run.run_id}"
+        stamps = stamp_of(folder + _FILES[0]), stamp_of(folder + _FILES[1])
         if stamps != known.stamps:
-            metrics = known.metrics = known.metrics or RunMetrics(
-                RunDir(self._output.path / run.run_id), HOME_KEYS, HOME_CAPACITY, newest_bytes=HOME_TAIL_BYTES
-            )
-            changed, more = metrics.update()
-            while more and not stop():
-                _, more = metrics.update()
+            readers = known.readers = known.readers or _open(RunDir(self._output.path / run.run_id))
+            changed = False
+            for reader in readers:
+                has_read, more = reader.update()
+                while more and not stop():
+                    _, more = reader.update()
+                changed |= has_read
             if changed:
                 before = self.tails.get(run.run_id, _NO_TAIL)
-                self.tails[run.run_id] = replace(
-                    _tail(metrics.histories(), at_rest=run.state is not RunState.ACTIVE), used=before.used
-                )
+                self.tails[run.run_id] = replace(_tail(readers), used=before.used)
         if run.max_tokens is not None or run.max_hours is not None:
             self._read_use(run.run_id, known)
         if run.state is not RunState.ACTIVE:
-            known.metrics = None  # what it has read is most of what this program holds
+            known.readers = None  # what they have read is most of what this program holds
         known.stamps, known.view, known.read_at = stamps, run, self._clock()
 
     def _read_use(self, run_id: str, known: _Known) -> None:
@@ -138,24 +146,70 @@ class WorkspaceMetrics:
         self.tails[run_id] = replace(self.tails.get(run_id, _NO_TAIL), used=used)
 
 
-def _tail(histories: Mapping[str, History], *, at_rest: bool) -> RunTail:
+def _open(run: RunDir) -> tuple[HistoryReader, HistoryReader]:
+    files = (run.trainer_metrics, TRAINER_LINES), (run.orchestrator_metrics, ORCHESTRATOR_LINES)
+    trainer, orchestrator = (HistoryReader(path, HOME_KEYS, num, newest_bytes=HOME_TAIL_BYTES) for path, num in files)
+    return trainer, orchestrator
+
+
+def _tail(readers: Iterable[HistoryReader]) -> RunTail:
+    """Of a metric that both files have the orchestrator's counts."""
+    histories = {key: history for reader in readers for key, history in reader.histories.items()}
     rewards, losses, times = (histories.get(key) for key in HOME_KEYS)
-
-    def curve(history: History | None) -> Points:
-        if history is None:
-            return (), ()
-        if not at_rest:  # it changes at each step, and is thinned out when it is drawn: only the selected run is
-            return history.steps[:], history.values[:]
-        steps, values = downsample(history.steps, history.values, SMALL_POINTS)
-        return array("d", steps), array("d", values)  # a quarter of what lists of floats take, a thousand times
-
     ended = times.values[-12:] if times else ()
     steps_s = [later - sooner for sooner, later in itertools.pairwise(ended)]
     return RunTail(
         last_step_at=ended[-1] if ended else None,
         step_s=statistics.median(steps_s) if steps_s else None,
-        rewards=tuple(rewards.values[-64:]) if rewards else (),
+        rewards=rewards.values[-NUM_REWARDS:] if rewards else (),
         loss=losses.values[-1] if losses else None,
-        reward_curve=curve(rewards),
-        loss_curve=curve(losses),
     )
+
+
+@dataclass(frozen=True)
+class CurvesRequest:
+    """The run that is selected, and what the table shows of it: when that is new, so are its curves."""
+
+    run_id: str = ""
+    tail: RunTail = _NO_TAIL
+
+
+@dataclass(frozen=True)
+class CurvesData(TabData):
+    """The newest rewards and losses of one run as pictures."""
+
+    tab = "curves"
+    reward: ChartData = field(default_factory=ChartData)
+    loss: ChartData = field(default_factory=ChartData)
+
+
+class CurvesReader:
+    """Reads the end of the metrics of the selected run, and while it stays selected what is new."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._output_dir = output_dir
+        self._answered, self._data = CurvesRequest(), CurvesData("")
+        self._metrics: RunMetrics | None = None
+
+    def read(self, request: CurvesRequest, is_wanted: Callable[[], bool]) -> tuple[CurvesData, bool]:
+        """The curves, as they were for the same request; and whether to look again at once."""
+        if request == self._answered:
+            return self._data, False
+        if self._metrics is None or request.run_id != self._answered.run_id:
+            run = RunDir(self._output_dir / request.run_id)
+            self._metrics = RunMetrics(run, HOME_KEYS[:2], CURVE_POINTS, newest_bytes=HOME_TAIL_BYTES)
+        more = True
+        while more and is_wanted():
+            _, more = self._metrics.update()
+        self._answered = CurvesRequest(request.run_id) if more else request
+        histories = self._metrics.histories()
+        reward, loss = (_picture(histories.get(key)) for key in HOME_KEYS[:2])
+        gain = change(request.tail.rewards)
+        self._data = CurvesData(request.run_id, replace(reward, change=gain), loss)
+        return self._data, False
+
+
+def _picture(history: History | None) -> ChartData:
+    if not history:
+        return ChartData()
+    return simple_chart(history.steps, history.values, last=history.values[-1])

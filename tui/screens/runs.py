@@ -16,10 +16,13 @@ from textual.events import Resize
 from textual.widgets import Input
 
 from tui.commands import Command, CommandError
+from tui.messages import RunChanged
 from tui.model.query import DEFAULT_SORT, SORTS, Subject, sort_rows
 from tui.model.snapshot import RunRow, Snapshot
 from tui.readers.findings import Finding
+from tui.readers.workspace_metrics import CurvesData, CurvesReader, CurvesRequest
 from tui.screens.base import PlaceScreen, Setting, take_words
+from tui.watcher import RunWatcher
 from tui.widgets.filter_bar import FilterBar
 from tui.widgets.preview import EmptyState, Nothing, Preview
 from tui.widgets.runs_table import RunsTable
@@ -56,6 +59,8 @@ class RunsScreen(PlaceScreen):
         self.filter_bar = FilterBar(lambda: self.run_ids())
         self.empty = EmptyState(read_only=setting.read_only)
         self.preview = Preview()
+        reader = CurvesReader(setting.output_dir)
+        self._watcher = RunWatcher(reader, CurvesRequest(), self.post_message, interval_s=None)
         self._findings: Sequence[Finding] | None = None
         self._is_examined = False
         if self.memory.workspace.sort not in SORTS:
@@ -77,9 +82,18 @@ class RunsScreen(PlaceScreen):
             self.table.focus()
         super().on_mount()
         self.app.theme_changed_signal.subscribe(self, lambda _: self.call_after_refresh(self._recolour))
+        self.run_worker(self._watcher.run, thread=True, name="read the selected run")
+
+    def on_unmount(self) -> None:
+        self._watcher.stop()
+
+    def on_run_changed(self, message: RunChanged) -> None:
+        if isinstance(message.data, CurvesData):
+            self.preview.show_curves(message.data)
 
     def on_resize(self, event: Resize) -> None:
         self._fit_preview(event.size.height)
+        self._show_selected()
 
     def _fit_preview(self, height: int) -> None:
         is_tall = height >= TALL or (height >= ALMOST_TALL and height - len(self.table.run_ids) >= LEFT_OVER)
@@ -235,7 +249,10 @@ class RunsScreen(PlaceScreen):
     def _show_selected(self) -> None:
         if not self.can_show:
             return
-        self.preview.show(self.target_row(), self.setting.clock(), len(self.table.marks))
+        row = self.target_row()
+        self.preview.show(row, self.setting.clock(), len(self.table.marks))
+        if row is not None and self.preview.has_class("-tall"):
+            self._watcher.ask(CurvesRequest(row.run_id, row.tail))
         self.show_keys()
 
     def _recolour(self) -> None:

@@ -106,9 +106,10 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
     def action_move(self, num: int) -> None:
         index = min(max(self.cursor + num, 0), max(len(self._keys) - 1, 0))
         if index != self.cursor:
-            self.cursor = index
+            before, self.cursor = self.cursor, index
             self._keep_in_sight()
-            self.refresh()
+            for line in (before, index):
+                self.refresh_line(len(self._heading) + line)
             self.post_message(self.Moved())
 
     def action_page(self, direction: int) -> None:

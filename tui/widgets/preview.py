@@ -16,11 +16,14 @@ from tui import fmt
 from tui.model.levels import STATE_WORDS
 from tui.model.snapshot import RunRow
 from tui.model.standing import budget_words, standing
-from tui.readers.charts import simple_chart
 from tui.readers.findings import Finding
-from tui.readers.history import change
+from tui.readers.workspace_metrics import CurvesData
 from tui.widgets.chart import Chart
 from tui.widgets.header import budget_text
+
+# The curves of the run before stay for so long: those of the selected one come at once, unless the disk is slow, and
+# an empty chart between them would flicker.
+CURVES_S = 0.2
 
 
 def describe(row: RunRow, now: float, num_marked: int = 0) -> Text:
@@ -76,6 +79,7 @@ class Preview(Vertical):
         super().__init__(id="preview")
         self._text = Static(markup=False)
         self._described = Text()
+        self._run_id = self._drawn_id = ""
         self._reward = Chart("reward", is_reward=True)
         self._loss = Chart("loss", colour="accent")
 
@@ -96,11 +100,20 @@ class Preview(Vertical):
         if text != self._described:
             self._described = text
             self._text.update(text, layout=False)
-        rewards, tail = row.tail.rewards, row.tail
-        self._reward.show(
-            simple_chart(*tail.reward_curve, last=rewards[-1] if rewards else None, change=change(rewards))
-        )
-        self._loss.show(simple_chart(*tail.loss_curve, last=tail.loss))
+        if row.run_id != self._run_id:
+            self._run_id = row.run_id
+            self.set_timer(CURVES_S, self._miss_curves)
+
+    def show_curves(self, curves: CurvesData) -> None:
+        """Those of a run that is no longer selected are dropped."""
+        if curves.run_id == self._run_id:
+            self._drawn_id = curves.run_id
+            self._reward.show(curves.reward)
+            self._loss.show(curves.loss)
+
+    def _miss_curves(self) -> None:
+        if self._drawn_id != self._run_id:
+            self.show_curves(CurvesData(self._run_id))
 
 
 @dataclass(frozen=True)
