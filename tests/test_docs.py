@@ -83,6 +83,16 @@ def test_what_ci_runs_exists() -> None:
     assert {"check", "docs", "test", "test-all", "wheel"} == run and run <= targets
 
 
+def test_what_is_checked_before_a_commit_is_part_of_make_check() -> None:
+    import yaml
+
+    makefile = (ROOT / "Makefile").read_text()
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    commands = [hook["entry"].removesuffix(" --force-exclude") for hook in repo["hooks"]]
+    assert commands == [".venv/bin/ruff check", ".venv/bin/ruff format --check", ".venv/bin/mypy"]
+    assert all(f"@{command.replace('.venv/bin', '$(BIN)')}" in makefile for command in commands)
+
+
 def test_the_version_has_one_home() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.explain import KINDS, all_fields, find_fields, json_schema
 from prime_rl.configs.origins import kind_of
 from prime_rl.contract.layout import OutputDir
+from tests.patience import PATIENCE_S
 
 FILES = sorted(EXAMPLES.rglob("*.toml"))
 BY_NAME = {"system.toml": "system", "trainer.toml": "trainer", "inference.toml": "inference"}
@@ -42,6 +45,26 @@ def test_examples_are_of_their_kind_and_pass_its_schema(path: Path) -> None:
     kind = kind_of(data)
     assert kind == kind_by_place(path)
     jsonschema.Draft202012Validator(json_schema(kind)).validate(data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_program_behind_the_editors_takes_the_examples_and_shows_a_mistake_at_its_line(
+    kind: str, tmp_path: Path
+) -> None:
+    def taplo(*files: Path) -> tuple[int, str]:
+        program = Path(sys.executable).with_name("taplo")
+        command = [program, "check", "--schema", schema.as_uri(), *files]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+        return done.returncode, done.stderr
+
+    schema, wrong = tmp_path / f"{kind}.schema.json", tmp_path / "wrong.toml"
+    schema.write_text(json.dumps(json_schema(kind)))
+    files = [path for path in FILES if kind_by_place(path) == kind]
+    assert files and taplo(*files)[0] == 0
+    text = files[0].read_text()
+    wrong.write_text(f"no_such_key = 1\n{text}")
+    code, shown = taplo(wrong)
+    assert code != 0 and f"{wrong}:1:1" in shown and "no_such_key" in shown, shown
 
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
