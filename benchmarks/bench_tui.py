@@ -30,7 +30,8 @@ from benchmarks.tui_workspace import BenchWorkspace, append, long_run_line, orch
 NUM_STEPS = 2000
 LONG_STEPS = 100_000
 NUM_STARTS, NUM_KEYS, NUM_LINES = 5, 150, 8
-IDLE_S = 20.0
+# Both read all runs in the background, and are idle then.
+READING_S, IDLE_S = 20.0, 20.0
 Figures = dict[str, float]
 
 
@@ -88,7 +89,7 @@ def ours(path: Path, scale: Scale) -> Figures:
         figures["first_paint_s"] = median_start(command, _shows_live_row)
         with Terminal(command) as terminal:
             terminal.wait(_shows_live_row, "the first live row")
-            terminal.drain(6.0)  # until all that can be read was read
+            terminal.drain(READING_S)
             figures["idle_cpu"] = cpu_share(terminal)
             figures["rss_mb"] = rss_mb(terminal)
             values = [(0.111 + 0.1 * number, f"{0.111 + 0.1 * number:.3f}") for number in range(NUM_LINES)]
@@ -169,7 +170,7 @@ def leets(leet: str, home: Path, scale: Scale) -> Figures:
     figures: Figures = {"first_paint_s": median_start(command, first_curve)}
     with Terminal(command) as terminal:
         terminal.wait(first_curve, "the first curve")
-        terminal.drain(20.0)  # it reads all runs in the background
+        terminal.drain(READING_S)
         figures["idle_cpu"] = cpu_share(terminal)
         figures["rss_mb"] = rss_mb(terminal)
         # Each the greatest so far of the run that is shown: then it is the label at the top of its chart.

@@ -90,7 +90,8 @@ class SideBySide(App[None]):
     async def cost_ms(self, pilot: Pilot[None], widget: Widget, act: Act) -> float:
         self.ours.display, self.other.display = widget is self.ours, widget is self.other
         widget.focus()
-        await pilot.pause()
+        for _ in range(3):  # until the other picture is drawn
+            await pilot.pause()
         began_s = time.process_time()
         await act()
         await pilot.pause()
@@ -154,6 +155,7 @@ async def _tables() -> dict[str, float]:
 async def _lists() -> dict[str, float]:
     ours, other, shown = LineList[int](), OptionList(), range(NUM_ROWS)
     app = SideBySide(ours, other)
+    ours.styles.height = other.styles.height = "1fr"
 
     def line(index: int, turn: int) -> Text:
         return Text.assemble((f" {index:>5}  ", "bold"), f"{turn if index < NUM_CHANGED else 0} words of this line")

@@ -22,6 +22,7 @@ from tests.tui_support import (
 from tui.memory import Memory
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
+from tui.widgets.chart import Chart
 from tui.widgets.runs_table import RunsTable
 
 FIRST = ["run_reverse-lr1e-3", "run_sort-rank16", "run_upper", "run_queued-a", "run_queued-b"]
@@ -199,3 +200,13 @@ async def test_it_remembers_order_filter_pins_and_theme_and_the_workspace_stays_
         assert home.app.theme == "prl-light"
         assert table.has_focus and home.filter_bar.has_class("-open")
     assert {path: path.stat().st_mtime_ns for path in workspace.path.rglob("*")} == before
+
+
+async def test_the_curves_below_the_table_are_those_of_the_selected_run(workspace: OutputDir) -> None:
+    async with opened(workspace.path, size=(120, 45)) as (home, table, pilot):
+        for run_id, last_step in zip(FIRST, (42, 87, 9, 0), strict=False):
+            assert table.selected_id == run_id
+            charts = home.preview.query(Chart)
+            ends = {last_step}
+            await until(pilot, lambda c=charts, e=ends: {each.data.window[1] for each in c} == e, f"curves of {run_id}")
+            await pilot.press("j")
