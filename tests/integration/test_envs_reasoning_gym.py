@@ -62,8 +62,10 @@ class Knows:
 
     def __init__(self, answers: dict[str, str]) -> None:
         self._answers = answers
+        self.answer_lens: list[int] = []
 
     async def complete(self, messages: Sequence[Message]) -> str:
+        self.answer_lens.append(1)
         return f"<answer>{self._answers[messages[-1]['content']]}</answer>"
 
 

@@ -75,7 +75,7 @@ async def test_a_run_on_a_taskset_with_a_tool(tmp_path: Path, monkeypatch: pytes
     model, run = make_model(tmp_path / "model"), make_run(tmp_path)
     fake = LooksIntoTheBox(model)
     # The reward of tasks 2 and 5 raises: whatever order the seed gives, one of them is among the first four.
-    args = {"taskset": {"num_tasks": 6, "fault": "raise"}, "num_eval_examples": 1}
+    args = {"taskset": {"num_tasks": 6, "fault": "raise", "credits": True}, "num_eval_examples": 1}
     async with serving(fake) as url:
         config = run_config(
             model,

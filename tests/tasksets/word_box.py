@@ -59,10 +59,11 @@ class WordBoxTask(vf.Task[WordBoxData]):
 
 
 class WordBoxConfig(vf.TasksetConfig):
-    """`fault` is that of every third task."""
+    """`fault` is that of every third task; with `credits` two tasks assign advantages."""
 
     num_tasks: int = 6
     fault: str = ""
+    credits: bool = False
     tools: vf.SharedToolsetConfig = vf.SharedToolsetConfig()
 
 
@@ -80,7 +81,7 @@ class WordBoxTaskset(vf.Taskset[WordBoxTask, WordBoxConfig]):
                 system_prompt="Answer with one word.",
                 word=WORDS[number],
                 fault=self.config.fault if number % 3 == 2 else "",
-                credits={1: "tokens", 4: "turn"}.get(number, ""),
+                credits={1: "tokens", 4: "turn"}.get(number, "") if self.config.credits else "",
             )
             yield WordBoxTask(data, self.config.task)
 
