@@ -44,6 +44,11 @@ Key = Callable[[RunRow], float | str | None]
 _order: Callable[[RunRow], int] = operator.attrgetter("order")
 
 
+def _equal(row: RunRow) -> float:
+    """Of the workspace's own order, which is the same whichever way the column goes."""
+    return 0
+
+
 @dataclass(frozen=True)
 class Sort:
     """A column to sort by. `descending` is its default: the best, the fastest, the newest on top."""
@@ -55,7 +60,7 @@ class Sort:
 
 # Column key -> how to sort by it; "slot" is the workspace's own order.
 SORTS: dict[str, Sort] = {
-    "slot": Sort("slot", _order),
+    "slot": Sort("slot", _equal),
     "state": Sort("state", lambda row: _STATE_ORDER[row.state]),
     "run": Sort("name", lambda row: row.run_id.lower()),
     "progress": Sort("progress", progress, True),
@@ -79,7 +84,7 @@ def sort_rows(rows: Iterable[RunRow], sort: str, descending: bool, pins: Collect
     key = SORTS[sort].key
     # Sorting is stable, so the workspace's order stays among equals whichever way the column goes.
     found = sorted(rows, key=_order)
-    if key is not _order:
+    if key is not _equal:
         valued = [(value, row) for row in found if (value := key(row)) is not None]
         valued.sort(key=operator.itemgetter(0), reverse=descending)
         found = [row for _, row in valued] + [row for row in found if key(row) is None]
