@@ -79,6 +79,9 @@ class EngineControl(Protocol):
         One at a time. Raises ApiError, and the adapter is not loaded, when it cannot be.
         """
 
+    async def unload_adapter(self, name: str) -> None:
+        """Forget `name`; requests that use it may end. Raises ApiError 404."""
+
     async def generate_one(self) -> None:
         """Generate one token with the base model. Raises when that fails."""
 
@@ -166,6 +169,10 @@ class Front:
             with await self.turnstile.enter():
                 self._check_room(name)
                 await self._engine.load_adapter(request, name, folder)
+                # Nobody would unload it: its client has gone, and may have unloaded the name before it was there.
+                if await request.is_disconnected():
+                    await self._engine.unload_adapter(name)
+                    raise ApiError(400, "The client has closed the connection.")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     def _check_room(self, name: str) -> None:

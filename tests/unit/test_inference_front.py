@@ -61,6 +61,9 @@ class Engine:
         await self.release.wait()
         self.loaded.append(name)
 
+    async def unload_adapter(self, name: str) -> None:
+        self.loaded.remove(name)
+
     def num_tokens(self) -> int:
         return self.tokens
 
@@ -293,6 +296,14 @@ async def test_adapters_are_loaded_one_at_a_time(tmp_path: Path) -> None:
     already, full = "The lora adapter 'run_a@v1' has already been loaded.", "All 1 adapter slots are in use"
     assert sorted(await asyncio.gather(*same)) == sorted(("loaded", already)), "either of the two may be the first"
     assert (await other).startswith(full) and engine.loaded == ["run_a@v1"]
+
+
+async def test_an_adapter_that_nobody_waited_for_is_not_kept(tmp_path: Path) -> None:
+    folder, engine = adapter(tmp_path / "adapter"), Engine()
+    app = build_app(engine, InferenceConfig(output_dir=tmp_path))
+    body = json.dumps({"lora_name": "run_a@v1", "lora_path": str(folder)}).encode()
+    assert (await ask(app, "/v1/load_lora_adapter", body, gone=True))[0] == 400
+    assert engine.loads and not engine.loaded
 
 
 async def test_names_that_no_adapter_may_have_and_servers_without_adapters(tmp_path: Path) -> None:

@@ -26,15 +26,22 @@ from prime_rl.inference.vllm.arguments import command_line, environment, round_r
 
 
 async def ask(
-    app: ASGIApp, path: str, *chunks: bytes, method: str = "POST", headers: dict[str, str] | None = None
+    app: ASGIApp,
+    path: str,
+    *chunks: bytes,
+    method: str = "POST",
+    headers: dict[str, str] | None = None,
+    gone: bool = False,
 ) -> tuple[int, dict[str, Any]]:
-    """Send one request of JSON; returns status and body."""
+    """Send one request of JSON; returns status and body. `gone`: its client does not wait for the answer."""
     incoming = [{"type": "http.request", "body": c, "more_body": True} for c in chunks]
     incoming.append({"type": "http.request", "body": b"", "more_body": False})
     sent: list[MutableMapping[str, Any]] = []
 
     async def receive() -> MutableMapping[str, Any]:
-        return incoming.pop(0)
+        if not incoming and not gone:
+            await asyncio.Event().wait()
+        return incoming.pop(0) if incoming else {"type": "http.disconnect"}
 
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)

@@ -85,6 +85,9 @@ class Api:
     async def load_adapter(self, request: Request, name: str, folder: Path) -> None:
         await self._engine.load_adapter(name, folder)
 
+    async def unload_adapter(self, name: str) -> None:
+        self._engine.unload_adapter(name)
+
     async def load_weights(self, folder: Path) -> None:
         """Put the weights of `folder` in place of those that are served.
 
@@ -131,7 +134,7 @@ class Api:
 
     async def _unload(self, request: Request) -> Response:
         name = (await decoded(request, _UnloadRequest)).lora_name
-        self._engine.unload_adapter(name)
+        await self.unload_adapter(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _metrics(self, request: Request) -> Response:

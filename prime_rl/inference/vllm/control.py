@@ -77,6 +77,11 @@ class VllmControl:
         await self._answer(request, LOAD, {"lora_name": name, "lora_path": path})
         await self._verify(name)
 
+    async def unload_adapter(self, name: str) -> None:
+        if (request := self._requests.pop(name, None)) is None:
+            raise ApiError(404, f"The lora adapter {name!r} cannot be found.", param="lora_name")
+        await self._engine.remove_lora(request.lora_int_id)
+
     async def _answer(self, request: Request, path: str, body: Any) -> bytes:
         """What vLLM's application answers to `body` at `path`. Raises ApiError with its message when it refuses."""
         data, sent = msgspec.json.encode(body), list[Message]()
@@ -108,8 +113,7 @@ class VllmControl:
         try:
             self._gate.check_sizes(name, found)
         except ValueError as error:
-            del self._requests[name]
-            await self._engine.remove_lora(request.lora_int_id)
+            await self.unload_adapter(name)
             logger.error("adapter %s has no effect in vLLM: %s", name, error)
             raise ApiError(
                 500, f"vLLM does not serve adapter {name!r} correctly: {error}.", param="lora_name"
