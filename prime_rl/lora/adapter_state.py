@@ -81,8 +81,10 @@ def load_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, tensors: Mappi
     for name, layer in layers.items():
         lora_A, lora_B = layer.parameters_of(idx)
         name_A, name_B = peft_names(name)
-        lora_A.zero_()[:rank].copy_(tensors[name_A])
-        lora_B.zero_()[:, :rank].copy_(tensors[name_B])
+        lora_A[:rank].copy_(tensors[name_A])
+        lora_A[rank:].zero_()
+        lora_B[:, :rank].copy_(tensors[name_B])
+        lora_B[:, rank:].zero_()
         lora_A.grad = lora_B.grad = None
 
 

@@ -78,9 +78,11 @@ class VllmControl:
         await self._verify(name)
 
     async def unload_adapter(self, name: str) -> None:
-        if (request := self._requests.pop(name, None)) is None:
+        if name not in self._requests:
             raise ApiError(404, f"The lora adapter {name!r} cannot be found.", param="lora_name")
-        await self._engine.remove_lora(request.lora_int_id)
+        number = self._requests[name].lora_int_id
+        del self._requests[name]
+        await self._engine.remove_lora(number)
 
     async def _answer(self, request: Request, path: str, body: Any) -> bytes:
         """What vLLM's application answers to `body` at `path`. Raises ApiError with its message when it refuses."""
