@@ -25,10 +25,13 @@ from daemons.chat import ChatSettings
 from prime_rl.configs.base import load_toml
 from prime_rl.contract.layout import list_steps
 from prime_rl.contract.status import InferenceStatus, read_status
+from prime_rl.contract.types import read_batch
+from tests.integration.test_forks_live import weights
 from tests.integration.test_system_sharing import FOREVER, add, process, published, trainer, wait_until_let_go
 from tests.integration.test_tui_actions import outcome, select
 from tests.integration.test_tui_steering import form, mark, typed
 from tests.system_support import NUM_ANSWER_TOKENS, ROOT, Workspace, closed, greedy_answer, make_workspace
+from tests.unit.test_daemons_forks import KILLED
 from tests.tui_support import opened_app, screen_text, until
 from tui.actions.chat import ChatTalk
 from tui.app import PrlApp
@@ -148,6 +151,24 @@ def killed_in_a_merge(living: Workspace, out: Path) -> None:
 
 def children_of(pid: int) -> list[psutil.Process]:
     return [each for each in psutil.Process(pid).children() if "prime_rl.trainer.merge" in " ".join(each.cmdline())]
+
+
+def test_kills_in_the_middle_of_a_fork_lose_nothing(living: Workspace) -> None:
+    """Of `prl` while it copies the version, and of the trainer as soon as the fork has its slot."""
+    command = [sys.executable, "-c", KILLED, "runs", "fork", RUN, "--output-dir", str(living.output_dir)]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -signal.SIGKILL
+    (half,) = living.output_dir.glob(".adding.*")
+    known, victim, number = living.runs().keys(), process(living, "trainer"), trainer(living).pid
+    living.prl("runs", "fork", RUN, "--id", "run_again", "--set", "max_steps=1", "--set", "ckpt.keep_rollouts=true")
+    while "run_again" not in trainer(living).runs:
+        time.sleep(0.001)
+    victim.send(signal.SIGKILL)
+    living.wait(lambda: trainer(living).pid != number, "the trainer's restart")
+    living.wait(lambda: living.state("run_again") == "finished", "the fork to train")
+    fork, source = living.run_dir("run_again"), living.run_dir(RUN)
+    assert weights(fork, 0) == weights(source, published(living, RUN)) != weights(fork, 1)
+    assert {sample.policy_version for sample in read_batch(fork.rollout_file(1)).samples} == {0}
+    assert living.runs().keys() - known == {"run_again"} and half.exists(), "half a fork is no run"
 
 
 def test_a_kill_in_the_middle_of_a_preemption_loses_nothing(living: Workspace) -> None:
