@@ -199,7 +199,7 @@ def test_a_kill_in_the_middle_of_a_preemption_loses_nothing(living: Workspace) -
 async def test_the_console_sweeps_makes_urgent_compares_and_sets_a_budget(living: Workspace) -> None:
     """Two seeds of which one is kept: both take the slots of the two runs that train, and give them back."""
     seeds = ["run_pick-seed1", "run_pick-seed2"]
-    config = living.write_run("pick", max_steps=8)
+    config = living.write_run("pick", max_steps=40)  # the supervisor must see the rung before both are done
     async with opened(living.output_dir) as (app, pilot):
         await typed(app, pilot, f"sweep {config}")
         dialog = await form(app, pilot)
