@@ -31,8 +31,8 @@ from tests.integration.test_system_sharing import FOREVER, add, process, publish
 from tests.integration.test_tui_actions import outcome, select
 from tests.integration.test_tui_steering import form, mark, typed
 from tests.system_support import NUM_ANSWER_TOKENS, ROOT, Workspace, closed, greedy_answer, make_workspace
-from tests.unit.test_daemons_forks import KILLED
 from tests.tui_support import opened_app, screen_text, until
+from tests.unit.test_daemons_forks import KILLED
 from tui.actions.chat import ChatTalk
 from tui.app import PrlApp
 from tui.screens.acting_run import ActingRunScreen

@@ -21,13 +21,13 @@ from tui.messages import ChatChanged, ChatLook
 
 def head(look: ChatLook) -> Text:
     """What answers, and whether it is loaded."""
-    newest = "" if "@" in look.target or look.target == "base" else ", its newest version"
+    newest = "" if "@" in look.target or look.target == "base" else ", its newest version,"
     if look.state == "loading":
-        return Text.assemble(("◌ ", "secondary"), look.target, (f"{newest}  is being loaded", "muted"))
+        return Text.assemble(("◌ ", "secondary"), look.target, (f"{newest} is being loaded", "muted"))
     if look.label is None:
-        return Text.assemble(("◌ ", "muted"), look.target, (f"{newest}  is loaded with the next question", "muted"))
+        return Text.assemble(("◌ ", "muted"), look.target, (f"{newest} is loaded with the next question", "muted"))
     state = "answers" if look.state == "answering" else "is loaded"
-    return Text.assemble(("● ", "success"), look.label, (f"  {state}", "muted"))
+    return Text.assemble(("● ", "success"), look.label, (f" {state}", "muted"))
 
 
 def describe(look: ChatLook) -> Text:
