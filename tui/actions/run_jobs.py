@@ -285,10 +285,10 @@ def sweep_job(output_dir: Path, form: SweepForm) -> Job:
 def _sweep(output_dir: Path, form: SweepForm, *, dry_run: bool = False) -> Sweep:
     eta = _number(form.halving, "halving", at_least=2)
     source = Path(form.file).expanduser()
-    if not form.file or not source.is_file():
-        raise FieldError(
-            "file", f"{source} not found: type the path of a run's config" if form.file else "file missing"
-        )
+    if not form.file:
+        raise FieldError("file", "the path of a run's config")
+    if not source.is_file():
+        raise FieldError("file", f"{source} not found: type the path of a run's config")
     with at_field("name"):
         name = check_sweep_name(form.name) if form.name else None
     with at_field("axes"):

@@ -43,6 +43,7 @@ class FormDialog(JobDialog):
         & Checkbox.-on > .toggle--button { color: $text-success; }
         & .problem { display: none; height: auto; max-height: 3; margin-left: 13; color: $text-error; }
         & .problem.-shown { display: block; }
+        & .problem.-wanted { color: $foreground 60%; }
         & #check-box { height: auto; max-height: 8; margin-top: 1; scrollbar-size-vertical: 1; }
         & #check { height: auto; color: $foreground 80%; }
         & #check.-bad { color: $text-error; }
@@ -117,6 +118,10 @@ class FormDialog(JobDialog):
     def ticked(self, name: str) -> bool:
         return self.query_one(f"#{name}", Checkbox).value
 
+    def _is_filled(self, name: str | None) -> bool:
+        """An empty field is not wrong yet: what it wants is said without alarm."""
+        return all(each.value for each in self.query(f"#{name}").results(Input))
+
     def on_mount(self) -> None:
         self._changed()
 
@@ -147,8 +152,9 @@ class FormDialog(JobDialog):
             return
         for problem in self.query(".problem").results(Static):
             is_here = problem.id == f"problem-{message.field}"
-            problem.set_class(is_here, "-shown")
-            problem.update(Content(f"✖ {message.words}" if is_here else ""))
+            is_wanted = is_here and not self._is_filled(message.field)
+            problem.set_class(is_here, "-shown").set_class(is_wanted, "-wanted")
+            problem.update(Content(f"{'' if is_wanted else '✖ '}{message.words}" if is_here else ""))
         self._serial_of_check = message.serial
         bad = message.field is not None
         check = self.query_one("#check", Static)
