@@ -22,6 +22,7 @@ from prime_rl.utils.extras import install_command
 from prime_rl.utils.mounts import events_come, file_system_type
 from prime_rl.utils.network import bound_socket
 from prime_rl.utils.secrets import SecretError, read_secret
+from prime_rl.utils.text import size_text
 
 Level = Literal["ok", "warning", "broken"]
 
@@ -141,7 +142,7 @@ def check_disk(disk: DiskView | None) -> Check:
     """Whether the disk of the workspace has enough free space. `disk`: None when that is unknown."""
     if disk is None:
         return Check("disk", "warning", "free space unknown", "check it with df")
-    found = f"{disk.free_bytes / 1e9:.1f} GB of {disk.total_bytes / 1e9:.0f} GB free"
+    found = f"{size_text(disk.free_bytes)} of {size_text(disk.total_bytes)} free"
     advice = "remove deleted runs for good with prl runs purge; lower ckpt.keep_last"
     if disk.free_bytes < FULL_DISK_BYTES:
         return Check("disk", "broken", found, advice)
@@ -215,7 +216,7 @@ def check_shared_memory(free_bytes: int | None) -> Check:
     """Whether /dev/shm has room for tensors that processes share. `free_bytes`: None when it does not exist."""
     if free_bytes is None:
         return Check("/dev/shm", "ok", "not present")
-    found = f"{free_bytes / 1e9:.2f} GB free"
+    found = f"{size_text(free_bytes)} free"
     if free_bytes >= SMALL_SHM_BYTES:
         return Check("/dev/shm", "ok", found)
     return Check("/dev/shm", "warning", f"{found}: processes that share tensors need more", "docker run --shm-size 8g")

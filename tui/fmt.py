@@ -1,4 +1,4 @@
-"""Numbers, ages and sizes as short text: pure. Every result has a known greatest width, so that columns line up."""
+"""Numbers and ages as short text: pure. Every result has a known greatest width, so that columns line up."""
 
 from __future__ import annotations
 
@@ -103,14 +103,6 @@ def stamp(seconds: float | None) -> str:
 def seen(seconds: float | None) -> str:
     """The age of a heartbeat: `now` as long as the next one is not overdue, so that it does not flicker."""
     return "now" if seconds is not None and seconds < FRESH_S else age(seconds)
-
-
-def size(num_bytes: int) -> str:
-    """`512 B`, `1.4 MiB`."""
-    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def bar(done: float, total: float | None, width: int) -> tuple[str, str]:

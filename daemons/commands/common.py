@@ -174,16 +174,6 @@ def short_time(seconds: float | None) -> str:
     return f"{max(seconds, 0.0) / _UNIT_S[unit]:.0f}{unit}"
 
 
-def size(num_bytes: int) -> str:
-    """1500 -> "1.5 kB": powers of ten, as disks are sold."""
-    value = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 99.5 else f"{value:.1f} {unit}"
-
-
 def watch(render: Callable[[], Any]) -> None:
     """Show `render()` every second until Ctrl-C: in place on a terminal, one after another elsewhere."""
     screen = console()

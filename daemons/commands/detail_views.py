@@ -10,12 +10,12 @@ import tomli_w
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from daemons.commands.common import cell, make_table, short_time, size
+from daemons.commands.common import cell, make_table, short_time
 from daemons.commands.views import run_json, state_text
 from daemons.details import RunDetails
 from prime_rl.contract.condition import utc
 from prime_rl.contract.samples import Sample
-from prime_rl.utils.text import clean_strings, clean_text, one_line
+from prime_rl.utils.text import clean_strings, clean_text, one_line, size_text
 
 # Shown when present, beside the avg@K of evaluations; all others are in `--json` and in `prl-tui`.
 _MAIN_FIGURES = (
@@ -53,7 +53,7 @@ def details_view(details: RunDetails) -> RenderableType:
         rows = [
             [
                 f"step {each.step}",
-                size(each.num_bytes),
+                size_text(each.num_bytes),
                 "STABLE" if each.stable else "incomplete",
                 short_time(now - each.saved_at) if each.saved_at else "",
             ]
@@ -61,8 +61,8 @@ def details_view(details: RunDetails) -> RenderableType:
         ]
         parts += [Text("\ncheckpoints", style="bold"), make_table(["", "size", "state", "age"], rows)]
     least = "" if details.disk_complete else "at least "
-    folders = ", ".join(f"{name} {size(used)}" for name, used in details.disk.items() if used)
-    parts += _section("disk", [f"{least}{size(sum(details.disk.values()))}" + (f": {folders}" if folders else "")])
+    folders = ", ".join(f"{name} {size_text(used)}" for name, used in details.disk.items() if used)
+    parts += _section("disk", [f"{least}{size_text(sum(details.disk.values()))}" + (f": {folders}" if folders else "")])
     parts += _section("latest warnings and errors", details.errors)
     parts += _section("end of the log", details.log_tail if details.run.state in ("failed", "invalid") else ())
     if details.config is not None:

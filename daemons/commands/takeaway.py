@@ -24,11 +24,11 @@ from daemons.commands.common import (
     make_table,
     print_json,
     say,
-    size,
 )
 from daemons.differences import Difference, diff_runs
 from daemons.errors import ActionError
 from daemons.exports import Export, export_run
+from prime_rl.utils.text import size_text
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="ID", help="A run, such as run_reverse.", autocompletion=complete.run_ids)
@@ -71,7 +71,10 @@ def export(
     elif dry_run:
         say(f"would write version {done.step} of {run_id} ({done.kind}) to {done.out}")
     else:
-        say(f"wrote {done.out} ({done.kind}, {size(done.num_bytes)})" + (f"; pushed to {done.url}" if done.url else ""))
+        say(
+            f"wrote {done.out} ({done.kind}, {size_text(done.num_bytes)})"
+            + (f"; pushed to {done.url}" if done.url else "")
+        )
 
 
 def _export_json(done: Export, dry_run: bool) -> dict[str, Any]:

@@ -12,14 +12,14 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from daemons.commands.common import FittingTable, cell, number, short_time, size
+from daemons.commands.common import FittingTable, cell, number, short_time
 from daemons.disk import DiskView
 from daemons.workspace import DaemonView, RunView, Workspace
 from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge
 from prime_rl.configs.validate import key_of
 from prime_rl.contract.condition import STALLED
 from prime_rl.contract.status import InferenceStatus, RunState
-from prime_rl.utils.text import one_line
+from prime_rl.utils.text import one_line, size_text
 
 _STYLES = {
     RunState.ACTIVE: "green",
@@ -159,10 +159,10 @@ def daemons_table(daemons: Sequence[DaemonView]) -> RenderableType:
 
 
 def disk_text(disk: DiskView) -> str:
-    """Such as "the workspace takes 1.2 GB, 30 GB of 80 GB free (ext4)"."""
+    """Such as "the workspace takes 1.2 GiB, 30.0 GiB of 80.0 GiB free (ext4)"."""
     least = "" if disk.workspace_complete else "at least "
-    free = f"{size(disk.free_bytes)} of {size(disk.total_bytes)} free"
-    words = f"the workspace takes {least}{size(disk.workspace_bytes)}, {free}"
+    free = f"{size_text(disk.free_bytes)} of {size_text(disk.total_bytes)} free"
+    words = f"the workspace takes {least}{size_text(disk.workspace_bytes)}, {free}"
     words += f" ({disk.file_system})" if disk.file_system else ""
     return words + (f", full in {short_time(disk.full_in_s)} at this rate" if disk.full_in_s else "")
 

@@ -1,7 +1,7 @@
 """Text from runs (names, prompts, errors, logs) made safe to show in a terminal.
 
 Readers call it where text enters; what they hand on is a `CleanText`, or a struct that went through `clean_strings`.
-Errors and file names in words are here too.
+Errors, file names and sizes in words are here too.
 """
 
 from __future__ import annotations
@@ -99,3 +99,11 @@ def error_text(error: Exception) -> str:
     """An error as part of a sentence; the type is named unless the text was written for people."""
     text = str(error)
     return text if isinstance(error, ValueError | OSError) and text else f"{type(error).__name__}: {text}"
+
+
+def size_text(num_bytes: int) -> str:
+    """`512 B`, `1.4 MiB`: of files, disks and memory alike."""
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prime_rl.utils.text import size_text
 from tui import fmt
 from tui.fmt import sparkline
 from tui.readers.history import change, downsample
@@ -93,7 +94,7 @@ def test_short_texts() -> None:
     assert fmt.shorten_middle("run_reverse-lr1e-3", 10) == "run_…r1e-3"
     assert fmt.first_line("\n\n two\nthree") == "two"
     assert fmt.first_line(None) == ""
-    assert [fmt.size(number) for number in (512, 2048, 5 * 1024**3)] == ["512 B", "2.0 KiB", "5.0 GiB"]
+    assert [size_text(number) for number in (512, 2048, 5 * 1024**3)] == ["512 B", "2.0 KiB", "5.0 GiB"]
     assert [fmt.signed(value) for value in (0.12, -1.2e-5, 0.0, None)] == ["+0.120", "-1.2e-5", "±0", "·"]
     assert [fmt.reward(value) for value in (0.0042, 12.34, None)] == ["0.004", "12.3", "·"]
     assert [fmt.gain(value) for value in (0.12, -0.0042, 0.0004, math.nan)] == ["+0.120", "-0.004", "±0", "·"]

@@ -23,7 +23,7 @@ from prime_rl.contract.files import read_text
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.sweeps import check_sweep_name
 from prime_rl.contract.usage import used_in_life
-from prime_rl.utils.text import one_line
+from prime_rl.utils.text import one_line, size_text
 from tui import fmt
 from tui.actions.jobs import NUM_AT_ONCE, Job, Progress, Work, each, prl_command
 
@@ -234,7 +234,7 @@ def _export(
             on_progress=progress,
         )
     what = f"version {done.step} of {done.run_id} ({done.kind})"
-    return f"{what} would be written to {done.out}" if dry_run else f"{what}: {fmt.size(done.num_bytes)} in {done.out}"
+    return f"{what} would be written to {done.out}" if dry_run else f"{what}: {size_text(done.num_bytes)} in {done.out}"
 
 
 def _job(output_dir: Path, verb: str, form: ForkForm | ExportForm, work: Work) -> Job:

@@ -14,6 +14,7 @@ from textual.message import Message
 from textual.widgets import Button, Input, Static
 
 from daemons import actions
+from prime_rl.utils.text import size_text
 from tui import fmt
 from tui.actions.jobs import Job, Perform, Progress, each, name_runs, prl_command
 from tui.dialogs.job import JobDialog, Listing
@@ -164,4 +165,4 @@ class DeleteDialog(JobDialog):
 
 
 def _said(size: int, complete: bool) -> str:
-    return fmt.size(size) if complete else f"more than {fmt.size(size)}"
+    return size_text(size) if complete else f"more than {size_text(size)}"

@@ -15,7 +15,7 @@ from daemons.workspace import DaemonView, RunView, Workspace, replica_name, repl
 from prime_rl.contract.condition import LOST, STALLED, stall_text, stalled_since
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 from prime_rl.contract.status import LOST_AFTER_S, RunState, Status
-from prime_rl.utils.text import CleanText, one_line
+from prime_rl.utils.text import CleanText, one_line, size_text
 from tui import fmt
 from tui.model.levels import LEVEL_SYMBOLS, STALL_STEPS, STATES, Level, Problem, with_alerts
 from tui.model.nodes import Group
@@ -334,7 +334,7 @@ def find_problems(
     ]
     found += [Problem(each.name, one_line(f"refused: {each.reason}"), "entry") for each in workspace.refused]
     if disk is not None and disk.is_low:
-        room = f"{fmt.size(disk.free_bytes)} of {fmt.size(disk.total_bytes)} free"
+        room = f"{size_text(disk.free_bytes)} of {size_text(disk.total_bytes)} free"
         text = one_line(f"{room}: remove deleted runs for good with prl runs purge")
         found.append(Problem(one_line("disk"), text, "workspace"))
     found += others

@@ -8,6 +8,7 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.containers import Vertical
 
+from prime_rl.utils.text import size_text
 from tui import fmt
 from tui.readers.checkpoints import Checkpoint, CheckpointsData
 from tui.widgets.line_list import LineList
@@ -23,7 +24,7 @@ def list_row(checkpoint: Checkpoint, now: float, *, is_next: bool) -> Text:
     return Text.assemble(
         (f"{checkpoint.step:>7}  ", "bold" if stable else "muted"),
         (f"{'✔ STABLE' if stable else '◌ partial':<10}", "success" if stable else "warning"),
-        f"{fmt.size(checkpoint.num_bytes):>10}  ",
+        f"{size_text(checkpoint.num_bytes):>10}  ",
         (f"{fmt.age(None if saved is None else max(now - saved, 0.0)):>5}   {when:<21}", "muted"),
         ("◂ starts here  " if is_next else "", "accent"),
         (" ".join(checkpoint.parts) or "nothing yet", "muted"),
@@ -65,7 +66,7 @@ class CheckpointsView(Vertical, can_focus=False):
             return
         clock, rows = self._clock, data.checkpoints[::-1]
         total = sum(row.num_bytes for row in rows)
-        about = f"{len(rows)} checkpoints, {fmt.size(total)}" if rows else ""
+        about = f"{len(rows)} checkpoints, {size_text(total)}" if rows else ""
 
         def make(index: int) -> Text:
             return list_row(rows[index], clock(), is_next=rows[index].step == data.starts_at)

@@ -16,6 +16,7 @@ from textual.containers import Vertical
 from textual.message import Message
 from textual.widgets import Input, Static
 
+from prime_rl.utils.text import size_text
 from tui import fmt
 from tui.readers.log_file import LEVELS
 from tui.readers.log_reader import Found, LogData, LogRequest
@@ -238,7 +239,7 @@ class LogView(Vertical, can_focus=False):
         share = min(self._bottom_offset() / max(data.size, 1), 1.0)
         text = Text(no_wrap=True, overflow="ellipsis")
         text.append("following" if self.follows else fmt.percent(share), "success" if self.follows else "")
-        text.append(f" · {fmt.size(data.size)} · level {LEVELS[self.request.level]}", "muted")
+        text.append(f" · {size_text(data.size)} · level {LEVELS[self.request.level]}", "muted")
         if self.rows.words:
             text.append(f" · /{self.rows.words}", "accent").append(f"  {self._found_text()}", "muted")
         self._where.update(text)

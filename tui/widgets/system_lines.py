@@ -12,7 +12,7 @@ from rich.text import Text
 from daemons.disk import DiskView
 from daemons.machine import DaemonUse, MachineView
 from prime_rl.contract.status import InferenceStatus
-from prime_rl.utils.text import one_line
+from prime_rl.utils.text import one_line, size_text
 from tui import fmt
 from tui.model.levels import Level
 from tui.model.snapshot import DaemonRow, Snapshot
@@ -51,14 +51,14 @@ def machine_lines(look: SystemLook | None, width: int) -> Lines:
 
 def _disk(disk: DiskView, bar: int) -> Text:
     used = disk.total_bytes - disk.free_bytes
-    workspace = f"{'' if disk.workspace_complete else 'at least '}{fmt.size(disk.workspace_bytes)} by this workspace"
+    workspace = f"{'' if disk.workspace_complete else 'at least '}{size_text(disk.workspace_bytes)} by this workspace"
     forecast = f", full in {fmt.age(disk.full_in_s)}" if disk.full_in_s is not None else ""
     share = used / disk.total_bytes if disk.total_bytes else None
-    return _gauge("disk", share, bar, f"{fmt.size(disk.free_bytes)} free{forecast}", workspace)
+    return _gauge("disk", share, bar, f"{size_text(disk.free_bytes)} free{forecast}", workspace)
 
 
 def _amount(used: int, total: int, bar: int) -> tuple[float | None, int, str]:
-    return (used / total if total else None), bar, f"{fmt.size(used)} of {fmt.size(total)}"
+    return (used / total if total else None), bar, f"{size_text(used)} of {size_text(total)}"
 
 
 def _gauge(name: str, share: float | None, bar: int, value: str, note: str) -> Text:
@@ -77,7 +77,7 @@ def _gauge(name: str, share: float | None, bar: int, value: str, note: str) -> T
 
 def _daemons_memory(machine: MachineView) -> str:
     total = sum(use.rss_bytes for use in machine.daemons.values())
-    return f"{fmt.size(total)} by this workspace" if total else ""
+    return f"{size_text(total)} by this workspace" if total else ""
 
 
 def trainer_lines(snapshot: Snapshot, look: SystemLook | None, width: int) -> Lines:
@@ -164,7 +164,7 @@ def daemon_line(daemon: DaemonRow, use: DaemonUse | None, name_width: int) -> Te
     name = fmt.shorten_middle(daemon.name, name_width)
     cores = fmt.percent(use.cores if use else None)
     processes = str(use.num_processes) if use else fmt.DASH
-    figures = f"{cores:>6}{fmt.size(use.rss_bytes) if use else fmt.DASH:>11}{processes:>6}"
+    figures = f"{cores:>6}{size_text(use.rss_bytes) if use else fmt.DASH:>11}{processes:>6}"
     restarts = f"{fmt.counted(daemon.num_restarts, 'restart')}  " if daemon.num_restarts else ""
     return Text.assemble(
         " ",
