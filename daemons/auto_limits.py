@@ -20,7 +20,7 @@ from daemons.base_model import check_model
 from daemons.launchers.base import LaunchError
 from daemons.process import python_module, run_child
 from daemons.specs import DEVICES_VARIABLE, FIT_MODULE, SYSTEM, UP, saved_devices, settle_devices, without_nulls
-from daemons.supervision import Say
+from daemons.starting import Say
 from prime_rl.configs.base import ConfigError, load_config
 from prime_rl.configs.deployment import TrainerDeployment
 from prime_rl.configs.inference import WHOLE_GPU

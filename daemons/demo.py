@@ -2,7 +2,7 @@
 
 Starts a fresh workspace as daemons, adds the runs of the folder, shows them train (in `prl-tui` on a terminal, else
 one line a step), prints a table, writes `report.json`, and stops everything. `prl-tui` stays when the runs are done,
-until it is left. It uses `supervision`, `actions` and `workspace_reader`, as a person would use `prl`.
+until it is left. It uses `starting`, `stopping`, `actions` and `workspace_reader`, as a person would use `prl`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from daemons import actions, supervision
+from daemons import actions, starting, stopping
 from daemons.base_model import make_base_model
 from daemons.screen import TuiChild
-from daemons.supervision import Look, Say
+from daemons.starting import Look, Say
 from daemons.workspace import RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.base import merge
@@ -80,7 +80,7 @@ def make_room(output: OutputDir, say: Say) -> None:
     if not output.path.exists() or not any(output.path.iterdir()):
         output.path.mkdir(parents=True, exist_ok=True)
     elif (output.path / MARKER).exists():
-        if supervision.down(output, timeout_s=90.0, say=say):
+        if stopping.down(output, timeout_s=90.0, say=say):
             say("stopped an earlier demo that was still running")
         shutil.rmtree(output.path)
         output.path.mkdir()
@@ -223,7 +223,7 @@ class Demo:
             self._progress, self._progress_at = progress, time.monotonic()
         elif time.monotonic() - self._progress_at > NO_PROGRESS_S:
             waits = [f"{run.run_id}: {run.state}, waits for {run.waiting_on}" for run in workspace.runs]
-            raise DemoError(f"no step for {NO_PROGRESS_S:g} s; " + "; ".join([*supervision.waits(workspace), *waits]))
+            raise DemoError(f"no step for {NO_PROGRESS_S:g} s; " + "; ".join([*starting.waits(workspace), *waits]))
 
     def _metrics_of(self, run_id: str) -> list[dict[str, float]]:
         return self.stories[run_id].metrics if run_id in self.stories else []
@@ -257,11 +257,11 @@ def run_demo(
     make_base_model(system.model.name, stop, say, kind=recipe.base_model)
     if stop():
         return None
-    lock = supervision.prepare(system, output, say)
-    supervisor = supervision.start_supervisor(output, lock)
+    lock = starting.prepare(system, output, say)
+    supervisor = starting.start_supervisor(output, lock)
     try:
         with progress() as look:
-            ready = supervision.wait_until_ready(system, output, supervisor, stop=stop, on_look=look)
+            ready = starting.wait_until_ready(system, output, supervisor, stop=stop, on_look=look)
         if not ready:
             return None
         run_ids = [add_demo_run(output, path, system.model.name) for path in recipe.run_files()]
@@ -273,7 +273,7 @@ def run_demo(
             report = demo.report(started_s)
         return report if finished else None
     finally:
-        supervision.down(output, timeout_s=3 * system.supervisor.grace_s + 15.0, say=say, supervisor=supervisor)
+        stopping.down(output, timeout_s=3 * system.supervisor.grace_s + 15.0, say=say, supervisor=supervisor)
 
 
 def add_demo_run(output: OutputDir, source: Path, model: str) -> str:

@@ -25,7 +25,8 @@ from daemons.launchers.placement import nodes_needed
 from daemons.launchers.slurm import PATIENT_TIMEOUT_S, Allocation, run_slurm
 from daemons.logs import JOB_LOG
 from daemons.specs import UP, service_specs
-from daemons.supervision import Look, Say, check_writable, down_timeout_s, is_ready, refuse_removed, waits, with_log
+from daemons.starting import Look, Say, check_writable, is_ready, refuse_removed, waits, with_log
+from daemons.stopping import down_timeout_s
 from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.configs.deployment import SlurmConfig
 from prime_rl.configs.system import SystemConfig

@@ -1,7 +1,7 @@
 """The supervisor: keeps the daemons of one workspace alive without a terminal, and ends them when asked to stop.
 
 A loop looks at the disk (`observe`) and, through a launcher, at its daemons, lets `decide` choose what to do, and does
-it. It records one file per daemon (`records`) for all readers. `supervision` starts it and hands it the workspace's
+it. It records one file per daemon (`records`) for all readers. `starting` starts it and hands it the workspace's
 lock. It only reads what is inside a run, and handles no process: `launchers` do.
 
     python -m daemons.supervisor OUTPUT_DIR LOCK_FD

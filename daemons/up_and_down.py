@@ -1,8 +1,8 @@
 """A workspace goes up and down, and one daemon restarts: what `prl up`, `down` and `restart` do, and `prl-tui` too.
 
 `choose_system` decides which workspace is meant, `start_workspace` starts it and waits until everything answers: here
-with a supervisor process (`supervision`), or as a Slurm job (`submit`). They report progress through `say`; nothing
-here prints.
+with a supervisor process (`starting`), or as a Slurm job (`submit`). They report progress through `say`; nothing here
+prints.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 
 import tomli_w
 
-from daemons import supervision
+from daemons import starting, stopping
 from daemons.auto_limits import settle_slots
 from daemons.errors import ActionError, WrongUseError
 from daemons.extras import need_daemons
 from daemons.launchers.base import LaunchError
 from daemons.pidfile import SupervisorLock
-from daemons.specs import UP
+from daemons.specs import UP, saved_system
+from daemons.starting import LOOK_EVERY_S, Look, Say
+from daemons.starting import waits as waits
 from daemons.submit import end_job, has_job, is_for_a_job, start_job
-from daemons.supervision import LOOK_EVERY_S, Look, Say
-from daemons.supervision import waits as waits
 from daemons.workspace import SUPERVISOR, Workspace
 from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.configs import EXAMPLES
@@ -36,6 +36,9 @@ from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.condition import STALLED
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
+
+# On top of the time in which a daemon may finish and save, and all of it may need the grace.
+RESTART_MARGIN_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -82,14 +85,14 @@ def start_workspace(
     ready = make_ready(wanted, output, stop=stop, say=say, is_quiet=is_quiet)
     if ready is None:
         return None
-    child = supervision.start_supervisor(output, take_workspace(ready, output, say))
+    child = starting.start_supervisor(output, take_workspace(ready, output, say))
     try:
-        answers = supervision.wait_until_ready(ready.system, output, child, stop=stop, on_look=on_look)
+        answers = starting.wait_until_ready(ready.system, output, child, stop=stop, on_look=on_look)
     except LaunchError:
-        supervision.down(output, timeout_s=None, say=say, supervisor=child)
+        stopping.down(output, timeout_s=None, say=say, supervisor=child)
         raise
     if not answers:
-        supervision.down(output, timeout_s=None, say=say, supervisor=child)
+        stopping.down(output, timeout_s=None, say=say, supervisor=child)
         return None
     _reap(child)
     return read_workspace(output.path)
@@ -115,7 +118,7 @@ def make_ready(
 
 def take_workspace(wanted: Wanted, output: OutputDir, say: Say) -> SupervisorLock:
     """Check and prepare the workspace and save its settings; returns its lock. Raises LaunchError."""
-    lock = supervision.prepare(wanted.system, output, say)
+    lock = starting.prepare(wanted.system, output, say)
     write_atomic(output.component_config(UP), tomli_w.dumps(wanted.said))
     return lock
 
@@ -123,9 +126,9 @@ def take_workspace(wanted: Wanted, output: OutputDir, say: Say) -> SupervisorLoc
 def stop_workspace(output_dir: Path, *, timeout_s: float | None = None, say: Say) -> bool:
     """Stop all daemons and check that none is left; false when nothing was running. Raises LaunchError."""
     output = OutputDir(output_dir)
-    limit_s = supervision.down_timeout_s(supervision.limits_of(output)) if timeout_s is None else timeout_s
+    limit_s = stopping.down_timeout_s(saved_system(output).supervisor) if timeout_s is None else timeout_s
     had_job = has_job(output) and end_job(output, limit_s, say)
-    return supervision.down(output, timeout_s=timeout_s, say=say) or had_job
+    return stopping.down(output, timeout_s=timeout_s, say=say) or had_job
 
 
 def restart_daemon(
@@ -155,7 +158,7 @@ def restart_daemon(
         remedy = f": continue it with prl runs readmit {name}" if name.startswith(RUN_PREFIX) else ""
         raise ActionError(f"{name} has ended ({daemon.reason}){remedy}")
     write_atomic(output.start_request(name), "restart")
-    limits = supervision.limits_of(output)
+    limits = saved_system(output).supervisor
     say(f"waiting for {name} to restart; first it may finish and save, for up to {limits.drain_s:g} s")
 
     def new() -> bool:
@@ -163,7 +166,7 @@ def restart_daemon(
         return now is not None and now.pid not in (None, daemon.pid) and now.state in ("starting", "running")
 
     try:
-        timeout_s = supervision.restart_timeout_s(limits)
+        timeout_s = limits.drain_s + limits.grace_s + RESTART_MARGIN_S
         wait_for(new, f"{name} to restart", timeout_s=timeout_s, poll_s=LOOK_EVERY_S, clock=clock, sleep=sleep)
     except WaitTimeout as error:
         raise ActionError(
@@ -194,7 +197,7 @@ def _short(path: Path) -> Path:
 
 
 def _is_held(output: OutputDir) -> bool:
-    """Whether a supervisor holds this workspace: nothing is made for it, and `supervision.prepare` names the holder."""
+    """Whether a supervisor holds this workspace: nothing is made for it, and `starting.prepare` names the holder."""
     if not output.supervisor_lock.exists():
         return False
     lock = SupervisorLock.acquire(output)

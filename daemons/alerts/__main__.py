@@ -29,7 +29,7 @@ from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.alerts import AlertsConfig
 from prime_rl.configs.base import ConfigError, parse_argv
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.nodes import BeatWatch, Sighting
+from prime_rl.contract.nodes import BeatWatch, SeenNode
 from prime_rl.contract.status import NodeStatus, Status, StatusWriter, read_status
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.process import ProcessId
@@ -147,7 +147,7 @@ class Alerts:
         found = incidents(workspace, self._nodes(), free_bytes, self.config.min_free_gb)
         return [*found, *self._rewards.look(workspace.runs)]
 
-    def _nodes(self) -> list[Sighting]:
+    def _nodes(self) -> list[SeenNode]:
         ranks = self.output.list_nodes()
         self._beats.forget(ranks)
         statuses = [read_status(self.output.node_status(rank), NodeStatus) for rank in ranks]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from daemons.workspace import SUPERVISOR, DaemonView, RunView, Workspace
 from prime_rl.configs.alerts import AlertKind
 from prime_rl.contract.condition import LOST, STALLED
-from prime_rl.contract.nodes import PHASE_NAMES, NodeHealth, Sighting, is_at_work, node_health
+from prime_rl.contract.nodes import PHASE_NAMES, NodeHealth, SeenNode, is_at_work, node_health
 from prime_rl.contract.run_state import NOT_FINITE, RunState
 from prime_rl.utils.text import one_line
 
@@ -51,7 +51,7 @@ def unproven(subject: str, *kinds: AlertKind) -> Iterator[Incident]:
 
 
 def incidents(
-    workspace: Workspace, nodes: Iterable[Sighting], free_bytes: int | None, min_free_gb: float
+    workspace: Workspace, nodes: Iterable[SeenNode], free_bytes: int | None, min_free_gb: float
 ) -> list[Incident]:
     """All that is wrong or unproven but collapsed rewards, which need more than a snapshot (`rewards`)."""
     supervisor = workspace.daemon(SUPERVISOR)
@@ -110,7 +110,7 @@ def _of_daemon(daemon: DaemonView, now: float, *, is_service: bool) -> Iterator[
         yield from unproven(daemon.name, "daemon_crashed", "daemon_stalled")
 
 
-def _of_node(seen: Sighting) -> Iterator[Incident]:
+def _of_node(seen: SeenNode) -> Iterator[Incident]:
     health, status = node_health(seen), seen.status
     subject, where = f"node {status.rank}", f"{status.host or 'unknown host'}, phase {status.phase}"
     if 0 <= status.phase < len(PHASE_NAMES):

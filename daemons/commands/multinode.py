@@ -29,7 +29,7 @@ from daemons.commands.common import (
 from daemons.extras import need_cpu
 from prime_rl.configs.node_flags import EXAMPLE, node_parser
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.nodes import NodeHealth, Sighting, Stall, node_health, stall, waited_for
+from prime_rl.contract.nodes import NodeHealth, SeenNode, Stall, node_health, stall, waited_for
 from prime_rl.contract.status import GroupStatus, read_status
 from prime_rl.utils.node_watch import NodeReader
 
@@ -96,7 +96,7 @@ class GroupLook:
 
     def __init__(self, output: OutputDir) -> None:
         self.output = output
-        self.nodes: list[Sighting] = []
+        self.nodes: list[SeenNode] = []
         self._reader = NodeReader(output.path)
 
     def settle(self) -> None:
@@ -118,7 +118,7 @@ class GroupLook:
         rows = [self._row(seen, awaited) for seen in self.nodes]
         return FittingTable(columns, rows, ("EPOCH", "HOST", "BEAT")) if rows else make_table([""], [["no nodes yet"]])
 
-    def _row(self, seen: Sighting, awaited: set[int]) -> list[object]:
+    def _row(self, seen: SeenNode, awaited: set[int]) -> list[object]:
         node = seen.status
         phase = f"{node.phase} {node.phase_name}" + (" (awaited)" if node.rank in awaited else "")
         words = [node.rank, node.host, node_health(seen), node.iteration or "", phase if node.phase >= 0 else ""]

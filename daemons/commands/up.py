@@ -14,7 +14,7 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
-from daemons import supervision, up_and_down
+from daemons import starting, up_and_down
 from daemons.commands.common import (
     EXTRA,
     FILE_AND_OPTIONS,
@@ -87,7 +87,7 @@ def up(
     )
 
 
-def choose_system(args: Sequence[str], output_dir: Path | None, say: supervision.Say = say) -> up_and_down.Wanted:
+def choose_system(args: Sequence[str], output_dir: Path | None, say: starting.Say = say) -> up_and_down.Wanted:
     """The system config that the command line describes. Raises ConfigError."""
     return up_and_down.choose_system(args, output_dir, say=say, default=lambda: choose_output_dir(None))
 
@@ -121,7 +121,7 @@ class Progress:
             self._live.stop()
 
     def _look(self, workspace: Workspace) -> None:
-        lines = supervision.waits(workspace)
+        lines = starting.waits(workspace)
         if self._live is not None:
             self._live.start()  # only now, so that earlier messages stand above it
             self._live.update(Text("\n".join(lines)), refresh=True)

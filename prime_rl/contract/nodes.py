@@ -1,20 +1,22 @@
-"""The nodes of a multi-node group as a reader sees them: alive, suspect, stalled, dead, or waited for.
+"""The health of the nodes of a multi-node group: alive, suspect, stalled or dead. One judgement, for all readers.
 
-A node's record changes while its process is alive and holds how long its main loop has stood still. Pure.
-Shared by the nodes, `prl` and the TUI, so that all three agree. Clocks of different machines are never compared:
-`BeatWatch` notes, by the reader's own monotonic clock, when a node's sequence and its work last moved, and
-`node_health` judges those two ages.
+A node's record has two signs of life. That it moves shows that the process is alive: a thread writes it once a beat, so
+long work is not death. That its work moves shows progress. `sight` remembers, by the reader's own monotonic clock, when
+each last moved, and `judge` judges those two ages: a time that another machine wrote is never compared with ours, so
+clock skew cannot make a node look dead or young. `prl` and the TUI, which are no members of the group, add to it what
+they cannot tell yet and how a node ended (`node_health`). Pure.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+
+import msgspec
 
 from prime_rl.contract.condition import stalled_since
 from prime_rl.contract.status import NodeStatus
-from prime_rl.utils.process import ProcessId
 
 # Phases 0 to 13 in short. `rollout` goes through 0 to 6, `update` through 7 to 13, `both` through all.
 PHASE_NAMES = (
@@ -37,10 +39,18 @@ NUM_PHASES = len(PHASE_NAMES)
 RL_PHASES = {"both": range(NUM_PHASES), "rollout": range(7), "update": range(7, NUM_PHASES)}
 
 
+SUSPECT_AFTER_BEATS = 3
+# On top of the missed beats: what a file may take through a shared file system's attribute cache.
+DEAD_GRACE_S = 2.0
+# A phase's work that counts nothing for so long is stuck: longer than a step, a generation or a checkpoint takes.
+STALLED_AFTER_S = 300.0
+
+
 class NodeHealth(enum.StrEnum):
     """How a node is, as far as the reader can prove it.
 
-    `unproven`: its file is there, and the reader has not looked for long enough to see it move.
+    `stalled`: it beats, and its work does not go on. Only for readers that are no members of the group: `unproven` (its
+    file is there, and the reader has not looked for long enough to see it move), `left` and `done`.
     """
 
     ALIVE = "alive"
@@ -52,29 +62,75 @@ class NodeHealth(enum.StrEnum):
     DONE = "done"
 
 
+class Sighting(msgspec.Struct, frozen=True):
+    """What one reader remembers of one record. Times are of the reader's clock, which never jumps.
+
+    `has_moved`, `has_worked`: the record, and the work in it, changed since it was first read; a record that has not
+    moved may be a dead node's last.
+    """
+
+    writer: Hashable
+    seq: tuple[int, ...]
+    work: Hashable
+    moved_at: float
+    worked_at: float
+    has_moved: bool = False
+    has_worked: bool = False
+
+    def silent_s(self, now: float) -> float:
+        return now - self.moved_at
+
+    def still_s(self, now: float) -> float:
+        return now - self.worked_at
+
+
+def sight(before: Sighting | None, writer: Hashable, seq: tuple[int, ...], work: Hashable, now: float) -> Sighting:
+    """Take note of a record. An older one than what was seen already (a cache that lags) changes nothing.
+
+    Args:
+        writer: the process that wrote it; one of another process has moved, whatever its `seq`.
+        seq: grows with every write.
+        work: changes as the work goes on.
+    """
+    if before is None:
+        return Sighting(writer, seq, work, now, now)
+    is_other = writer != before.writer
+    if not is_other and seq <= before.seq:
+        return before
+    if is_other or work != before.work:
+        return Sighting(writer, seq, work, now, now, True, True)
+    return Sighting(writer, seq, work, now, before.worked_at, True, before.has_worked)
+
+
+def dead_after_s(heartbeat_s: float) -> float:
+    """A record that has not moved for longer is a dead node's."""
+    return SUSPECT_AFTER_BEATS * heartbeat_s + DEAD_GRACE_S
+
+
+def judge(silent_s: float, still_s: float, heartbeat_s: float) -> NodeHealth:
+    """A node's health by its silence, then by its lack of progress.
+
+    Args:
+        silent_s: since its record last moved.
+        still_s: since its work last moved; 0 of one that has none.
+        heartbeat_s: one beat of the node.
+    """
+    if silent_s > dead_after_s(heartbeat_s):
+        return NodeHealth.DEAD
+    if silent_s > SUSPECT_AFTER_BEATS * heartbeat_s:
+        return NodeHealth.SUSPECT
+    return NodeHealth.STALLED if still_s > STALLED_AFTER_S else NodeHealth.ALIVE
+
+
+# -- readers that are no members of the group ----
+
+
 @dataclass(frozen=True)
-class HealthLimits:
-    """When silence is what. In beats, and in seconds on top of them."""
-
-    suspect_after_beats: int = 3
-    # On top of the missed beats: what a file may take through a shared file system's attribute cache.
-    dead_grace_s: float = 2.0
-    # A phase's work that counts nothing for so long is stuck: longer than a step, a generation or a checkpoint takes.
-    stalled_after_s: float = 300.0
-    # Of `loop_timeout_s`, after which a node whose loop stands still counts as lost.
-    loop_stalled_share: float = 0.25
-
-
-LIMITS = HealthLimits()
-
-
-@dataclass(frozen=True)
-class Sighting:
+class SeenNode:
     """A node's status and what a reader has observed of it.
 
-    `silent_s`: since its sequence last moved while the reader looked (or since it was first seen); `still_s`: the same
-    for its phase and progress; `has_moved`, `has_worked`: whether the sequence, and phase or progress, were seen to
-    move; `is_gone`: it ran on the reader's machine, and the process no longer exists.
+    `silent_s`, `still_s`, `has_moved`, `has_worked`: of its `Sighting`; `is_gone`: it ran on the reader's machine, and
+    the process no longer exists.
     """
 
     status: NodeStatus
@@ -95,19 +151,19 @@ class Sighting:
         return self.status.waited_s + self.silent_s if self.status.arrived else 0.0
 
 
-def node_health(seen: Sighting, limits: HealthLimits = LIMITS) -> NodeHealth:
-    """Left or done for a node that wrote how it ended; else by its silence, then by its lack of progress."""
+def node_health(seen: SeenNode) -> NodeHealth:
+    """Left or done for a node that wrote how it ended; else as `judge` finds it, and unproven until it has moved."""
     status = seen.status
     if status.state in ("done", "stopped", "failed"):
         return NodeHealth.DONE if status.state == "done" else NodeHealth.LEFT
-    suspect_s = limits.suspect_after_beats * status.heartbeat_s
-    if seen.is_gone or seen.silent_s > suspect_s + limits.dead_grace_s:
+    if seen.is_gone:
         return NodeHealth.DEAD
-    if seen.silent_s > suspect_s:
-        return NodeHealth.SUSPECT
+    health = judge(seen.silent_s, seen.still_s if _has_work(status) else 0.0, status.heartbeat_s)
+    if health in (NodeHealth.DEAD, NodeHealth.SUSPECT):
+        return health
     if not seen.has_moved:
         return NodeHealth.UNPROVEN
-    return NodeHealth.ALIVE if _stands_still(seen, limits) is None else NodeHealth.STALLED
+    return health if stalled_since(status) is None else NodeHealth.STALLED
 
 
 @dataclass(frozen=True)
@@ -118,22 +174,16 @@ class Stall:
     for_s: float
 
 
-def stall(seen: Sighting, limits: HealthLimits = LIMITS) -> Stall | None:
-    """None of a node that is not stalled."""
-    return _stands_still(seen, limits) if node_health(seen, limits) is NodeHealth.STALLED else None
+def stall(seen: SeenNode) -> Stall | None:
+    """What stands still in a stalled node: its main loop, by its own clock; else its phase's work. None of others."""
+    if node_health(seen) is not NodeHealth.STALLED:
+        return None
+    if stalled_since(seen.status) is not None:
+        return Stall("its loop", seen.status.loop_still_s + seen.silent_s)
+    return Stall("its work", seen.still_s)
 
 
-def _stands_still(seen: Sighting, limits: HealthLimits) -> Stall | None:
-    """Its main loop, by the node's own clock; else its phase's work."""
-    status = seen.status
-    if stalled_since(status) is not None:
-        return Stall("its loop", status.loop_still_s + seen.silent_s)
-    if _has_work(status) and seen.still_s > limits.stalled_after_s:
-        return Stall("its work", seen.still_s)
-    return None
-
-
-def is_at_work(seen: Sighting) -> bool:
+def is_at_work(seen: SeenNode) -> bool:
     """Whether the reader has looked for long enough to tell that the work of a living node does not stand still."""
     return seen.has_worked or not _has_work(seen.status)
 
@@ -162,39 +212,21 @@ def waited_for(statuses: Iterable[NodeStatus]) -> list[int]:
     return sorted(behind | (set(range(num_nodes)) - known.keys()))
 
 
-@dataclass
-class _Mark:
-    identity: tuple[str, ProcessId]
-    seq: tuple[int, int]
-    work: tuple[int, int, int, int | None]
-    seq_at: float
-    work_at: float
-    has_moved: bool = False
-    has_worked: bool = False
-
-
 class BeatWatch:
-    """Remembers when each node's sequence and work last moved, by the reader's monotonic clock."""
+    """What a reader remembers of each node, by its own monotonic clock."""
 
     def __init__(self) -> None:
-        self._marks: dict[int, _Mark] = {}
+        self._sightings: dict[int, Sighting] = {}
 
-    def see(self, status: NodeStatus, now_s: float, *, is_gone: bool = False) -> Sighting:
+    def see(self, status: NodeStatus, now_s: float, *, is_gone: bool = False) -> SeenNode:
         """Take one look; `now_s` on any clock of the reader's that never jumps."""
-        identity = (status.host, status.writer)
-        seq = (status.epoch, status.seq)
         work = (status.epoch, status.iteration, status.phase, status.progress)
-        mark = self._marks.get(status.rank)
-        if mark is None:
-            mark = self._marks[status.rank] = _Mark(identity, seq, work, now_s, now_s)
-        # A file that goes back is an old one shown by a cache, unless it is another process's.
-        if identity != mark.identity or seq > mark.seq:
-            mark.identity, mark.seq, mark.seq_at, mark.has_moved = identity, seq, now_s, True
-        if work != mark.work:
-            mark.work, mark.work_at, mark.has_worked = work, now_s, True
-        return Sighting(status, now_s - mark.seq_at, now_s - mark.work_at, mark.has_moved, is_gone, mark.has_worked)
+        seq = (status.epoch, status.seq)
+        seen = sight(self._sightings.get(status.rank), (status.host, status.writer), seq, work, now_s)
+        self._sightings[status.rank] = seen
+        return SeenNode(status, seen.silent_s(now_s), seen.still_s(now_s), seen.has_moved, is_gone, seen.has_worked)
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Keep only `ranks`."""
         kept = set(ranks)
-        self._marks = {rank: mark for rank, mark in self._marks.items() if rank in kept}
+        self._sightings = {rank: sighting for rank, sighting in self._sightings.items() if rank in kept}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from prime_rl.multinode.heartbeat import SUSPECT_AFTER_BEATS, Health, Sighting, health
+from prime_rl.contract.nodes import SUSPECT_AFTER_BEATS, NodeHealth, Sighting, judge
 from prime_rl.multinode.phases import Position, first_position, next_position
 from prime_rl.multinode.records import (
     EXIT_DONE,
@@ -82,7 +82,7 @@ def claim(setting: GroupSetting, own: NodeRecord, found: NodeRecord | None, view
     """
     if found is None or found.state.is_final or found.incarnation == own.incarnation:
         return Claim.OURS
-    if view.sightings[own.rank].age_s(view.now) > SUSPECT_AFTER_BEATS * setting.heartbeat_s:
+    if view.sightings[own.rank].silent_s(view.now) > SUSPECT_AFTER_BEATS * setting.heartbeat_s:
         return Claim.OURS
     return Claim.TAKEN if view.now - view.since > setting.dead_after_s else Claim.UNKNOWN
 
@@ -214,8 +214,8 @@ def _why_lost(setting: GroupSetting, group: GroupRecord, view: View, rank: int) 
         return f"{node} {_stands_still(node)} (limit {setting.loop_timeout_s:g} s), last in {where}"
     if node.unreached >= CUT_OFF_AFTER_BEATS:
         return f"{node} is cut off: {node.unreached} failed connections to the master's address, last in {where}"
-    if _health(setting, sighting, view.now) is Health.DEAD:
-        return f"{node} is dead: no heartbeat for {sighting.age_s(view.now):.1f} s, last in {where}"
+    if _health(setting, sighting, view.now) is NodeHealth.DEAD:
+        return f"{node} is dead: no heartbeat for {sighting.silent_s(view.now):.1f} s, last in {where}"
     return None
 
 
@@ -265,7 +265,7 @@ def decide_node(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
         return _leave(own, EXIT_TRY_AGAIN, f"another master took over with epoch {group.epoch}")
     if group.state is GroupState.ENDING:
         return _leave(own, group.exit_code, group.reason or "the group ended")
-    if _health(setting, view.group_sighting, view.now) is Health.DEAD or _has_stood_still(setting, _master(view)):
+    if _health(setting, view.group_sighting, view.now) is NodeHealth.DEAD or _has_stood_still(setting, _master(view)):
         return _leave(own, EXIT_TRY_AGAIN, _master_is_lost(setting, view, group))
     if group.members.get(own.rank) != own.incarnation:
         # A node that slept through it may find a later reason there.
@@ -292,7 +292,7 @@ def _join(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
     if master is not None and is_led and (words := differences(setting.fingerprint, master.fingerprint)):
         return _leave(own, EXIT_REFUSED, f"the master, {master}, was started with {words}")
     group, sighting = view.group, view.group_sighting
-    leads = sighting is not None and sighting.has_moved and _health(setting, sighting, view.now) is not Health.DEAD
+    leads = sighting is not None and sighting.has_moved and _health(setting, sighting, view.now) is not NodeHealth.DEAD
     if group is not None and leads:
         is_ours = own.epoch == group.epoch or group.exit_code == EXIT_REFUSED
         if group.state is GroupState.ENDING and is_ours:
@@ -329,21 +329,19 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | Non
 # -- life ----
 
 
-def _health(setting: GroupSetting, sighting: Sighting, now: float) -> Health:
-    return health(
-        sighting, now, heartbeat_s=setting.heartbeat_s, dead_after_s=setting.dead_after_s, stall_s=setting.stall_s
-    )
+def _health(setting: GroupSetting, sighting: Sighting, now: float) -> NodeHealth:
+    return judge(sighting.silent_s(now), sighting.still_s(now), setting.heartbeat_s)
 
 
 def _is_dead(setting: GroupSetting, view: View, rank: int) -> bool:
-    return _health(setting, view.sightings[rank], view.now) is Health.DEAD
+    return _health(setting, view.sightings[rank], view.now) is NodeHealth.DEAD
 
 
 def _is_living(setting: GroupSetting, view: View, rank: int) -> bool:
     sighting = view.sightings.get(rank)
     if sighting is None or not sighting.has_moved or _has_stood_still(setting, view.nodes.get(rank)):
         return False
-    return _health(setting, sighting, view.now) is not Health.DEAD
+    return _health(setting, sighting, view.now) is not NodeHealth.DEAD
 
 
 def _describe(setting: GroupSetting, view: View, rank: int) -> str:
@@ -351,8 +349,8 @@ def _describe(setting: GroupSetting, view: View, rank: int) -> str:
     if _is_stalled(setting, node):
         return f"{node} {_stands_still(node)}"
     words = {
-        Health.SUSPECT: f", suspect: no beat for {sighting.age_s(view.now):.0f} s",
-        Health.STALLED: f", stalled: no progress for {view.now - sighting.progressed_at:.0f} s",
+        NodeHealth.SUSPECT: f", suspect: no beat for {sighting.silent_s(view.now):.0f} s",
+        NodeHealth.STALLED: f", stalled: no progress for {sighting.still_s(view.now):.0f} s",
     }
     return f"{node}" + ("" if rank == setting.rank else words.get(_health(setting, sighting, view.now), ""))
 
@@ -391,7 +389,7 @@ def _stalled_master(setting: GroupSetting, view: View) -> str | None:
 def _master_is_lost(setting: GroupSetting, view: View, group: GroupRecord) -> str:
     assert view.group_sighting is not None
     master = _master(view)
-    how = f"is dead: no heartbeat for {view.group_sighting.age_s(view.now):.1f} s"
+    how = f"is dead: no heartbeat for {view.group_sighting.silent_s(view.now):.1f} s"
     if master is not None and _is_stalled(setting, master):
         how = f"{_stands_still(master)} (limit {setting.loop_timeout_s:g} s)"
     name = view.nodes.get(MASTER_RANK) or "node 0"

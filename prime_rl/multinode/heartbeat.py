@@ -1,84 +1,22 @@
-"""Signs of life: how a node gives them (`Heartbeat`), and how a reader judges them (`sight`, `health`).
+"""How a node gives signs of life: it writes its record once a beat, and at each change. `contract.nodes` judges them.
 
-A node's record has two signs. That it moves shows that the process is alive: a thread writes it once a beat, so long
-work is not death. How long ago the main loop last came round (`still_s`) shows that it makes progress. What
-counts is when a record was last seen to change, by the reader's own clock: a time that another machine wrote is never
-compared with ours, so clock skew cannot make a node look dead or young.
+A thread writes the record, so long work is not death. How long ago the main loop last came round (`still_s`) is in it,
+and shows that the node makes progress.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-import msgspec
 from msgspec.structs import replace
 
-from prime_rl.contract.nodes import LIMITS
 from prime_rl.multinode.records import GroupRecord, NodeRecord
 
 logger = logging.getLogger("node")
-
-# The same for nodes and for readers.
-SUSPECT_AFTER_BEATS = LIMITS.suspect_after_beats
-
-
-class Health(enum.StrEnum):
-    """A node's health for a reader. STALLED: it beats, but its work does not go on."""
-
-    ALIVE = "alive"
-    STALLED = "stalled"
-    SUSPECT = "suspect"
-    DEAD = "dead"
-
-
-class Sighting(msgspec.Struct, frozen=True):
-    """What one reader remembers of one record. Times are of the reader's monotonic clock.
-
-    `has_moved`: it changed since we first read it; a record that has not may be a dead node's last.
-    """
-
-    incarnation: str
-    seq: int
-    moved_at: float
-    has_moved: bool = False
-    progress: int = 0
-    progressed_at: float = 0.0
-
-    def age_s(self, now: float) -> float:
-        return now - self.moved_at
-
-
-def sight(before: Sighting | None, incarnation: str, seq: int, progress: int, now: float) -> Sighting:
-    """Take note of a record. An older one than what was seen already (a cache that lags) changes nothing."""
-    if before is None:
-        return Sighting(incarnation, seq, now, progress=progress, progressed_at=now)
-    if before.incarnation != incarnation:
-        return Sighting(incarnation, seq, now, has_moved=True, progress=progress, progressed_at=now)
-    if seq <= before.seq:
-        return before
-    moved = replace(before, seq=seq, moved_at=now, has_moved=True)
-    return moved if progress == before.progress else replace(moved, progress=progress, progressed_at=now)
-
-
-def health(sighting: Sighting, now: float, *, heartbeat_s: float, dead_after_s: float, stall_s: float) -> Health:
-    """The health of a node at `now`, by when its record last moved and when its work last progressed.
-
-    Args:
-        heartbeat_s: one beat of the node.
-        dead_after_s: a record that has not moved for longer is of a dead node.
-        stall_s: a node without progress for longer is stalled.
-    """
-    age_s = sighting.age_s(now)
-    if age_s > dead_after_s:
-        return Health.DEAD
-    if age_s > SUSPECT_AFTER_BEATS * heartbeat_s:
-        return Health.SUSPECT
-    return Health.STALLED if now - sighting.progressed_at > stall_s else Health.ALIVE
 
 
 class Records(Protocol):

@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
+from prime_rl.contract.nodes import Sighting, sight
 from prime_rl.multinode.decide import (
     MASTER_RANK,
     Claim,
@@ -27,7 +28,7 @@ from prime_rl.multinode.decide import (
     may_leave,
     yields_to,
 )
-from prime_rl.multinode.heartbeat import Heartbeat, Sighting, sight
+from prime_rl.multinode.heartbeat import Heartbeat
 from prime_rl.multinode.phases import Position
 from prime_rl.multinode.records import (
     EXIT_DONE,
@@ -188,11 +189,11 @@ class Member:
     def _look(self, now: float) -> dict[int, NodeRecord]:
         nodes = dict(self._store.read_nodes())
         for rank, node in nodes.items():
-            self._sightings[rank] = sight(self._sightings.get(rank), node.incarnation, node.seq, node.progress, now)
+            self._sightings[rank] = sight(self._sightings.get(rank), node.incarnation, (node.seq,), node.progress, now)
             self._epoch_numbers.add(epoch_number(node.epoch))
         group = self._store.read_group()
         if group is not None and (self.own.rank != MASTER_RANK or self.group is None):
-            self._group_sighting = sight(self._group_sighting, group.incarnation, group.seq, 0, now)
+            self._group_sighting = sight(self._group_sighting, group.incarnation, (group.seq,), None, now)
             self._epoch_numbers.add(group.epoch_number)
             if self.own.rank != MASTER_RANK:
                 self._note_change(group, now)
@@ -262,7 +263,7 @@ class Member:
         assert self.group is not None
         view = View(now, self._since, nodes, self._sightings, self.group, self._group_sighting)
         self._note_change(decide_master(self.setting, self.own, self.group, view, self._resume_at), now)
-        self._group_sighting = Sighting(self.own.incarnation, self.group.seq, now, has_moved=True)
+        self._group_sighting = Sighting(self.own.incarnation, (self.group.seq,), None, now, now, has_moved=True)
         self.heartbeat.say_group(self.group)
 
     def _follow(self, nodes: Mapping[int, NodeRecord], now: float) -> Exit | None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from prime_rl.contract.nodes import LIMITS
+from prime_rl.contract.nodes import SUSPECT_AFTER_BEATS, dead_after_s
 from prime_rl.multinode.records import NodeRecord, epoch_master
 
 logger = logging.getLogger(__name__)
@@ -52,8 +52,7 @@ class ProbeServer:
 
 def patience_s(every_s: float) -> float:
     """Timeout of one probe: the pause before it and three failed probes take as long as a dead node is silent."""
-    silence_s = LIMITS.suspect_after_beats * every_s + LIMITS.dead_grace_s
-    return (silence_s - every_s) / LIMITS.suspect_after_beats
+    return (dead_after_s(every_s) - every_s) / SUSPECT_AFTER_BEATS
 
 
 class Prober:

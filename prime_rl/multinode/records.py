@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from prime_rl.contract.nodes import LIMITS
+from prime_rl.contract.nodes import dead_after_s
 from prime_rl.multinode.phases import Position, RlPhase
 
 EXIT_DONE = 0
@@ -21,6 +21,8 @@ EXIT_REFUSED = 2
 # EX_TEMPFAIL of sysexits.h: start the same command again.
 EXIT_TRY_AGAIN = 75
 EXIT_INTERRUPTED = 130
+# Of `loop_timeout_s`: a node whose loop stands still for longer is stalled, long before it counts as lost.
+LOOP_STALLED_SHARE = 0.25
 
 
 class NodeState(enum.StrEnum):
@@ -115,8 +117,6 @@ class GroupRecord(msgspec.Struct, frozen=True):
 class GroupSetting:
     """What one node was started with, as far as decisions need it. Times are seconds of the reader's own clock.
 
-    Without a beat for `dead_after_s` a node is dead; one that beats without progress for `stall_s` is called stalled.
-
     Attributes:
         loop_timeout_s: a node that beats while its loop stands still for so long counts as lost.
         barrier_timeout_s: longest wait at one barrier.
@@ -136,16 +136,12 @@ class GroupSetting:
 
     @property
     def dead_after_s(self) -> float:
-        return LIMITS.suspect_after_beats * self.heartbeat_s + LIMITS.dead_grace_s
+        return dead_after_s(self.heartbeat_s)
 
     @property
     def loop_limit_s(self) -> float:
         """A loop that stands still for longer is stalled."""
-        return LIMITS.loop_stalled_share * self.loop_timeout_s
-
-    @property
-    def stall_s(self) -> float:
-        return LIMITS.stalled_after_s
+        return LOOP_STALLED_SHARE * self.loop_timeout_s
 
 
 def epoch_number(epoch: str) -> int:

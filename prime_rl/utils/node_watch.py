@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.nodes import BeatWatch, Sighting
+from prime_rl.contract.nodes import BeatWatch, SeenNode
 from prime_rl.contract.status import NodeStatus, read_status
 from prime_rl.utils.text import clean_strings, one_line
 
@@ -28,7 +28,7 @@ class NodeReader:
         self._host = socket.gethostname()
         self._known: dict[int, NodeStatus] = {}
 
-    def read(self) -> list[Sighting]:
+    def read(self) -> list[SeenNode]:
         """What is known of each node, its text clean; a file that cannot be read for a moment counts as before."""
         ranks = self._output.list_nodes()
         self._watch.forget(ranks)

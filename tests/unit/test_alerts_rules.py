@@ -17,7 +17,7 @@ from daemons.workspace import DaemonView, RefusedView, RunView, Workspace
 from prime_rl.configs.alerts import ALERT_KINDS, AlertKind, AlertsConfig
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.nodes import Sighting
+from prime_rl.contract.nodes import SeenNode
 from prime_rl.contract.status import NodeStatus, RunState
 from prime_rl.trainer.step import not_finite
 from prime_rl.utils.process import ProcessId
@@ -61,10 +61,10 @@ def workspace(*runs: RunView, daemons: tuple[DaemonView, ...] = SERVICES, refuse
     return Workspace(Path("out"), runs, refusals, daemons, 2, 1, None, None, True, None, NOW)
 
 
-def node(*, silent_s: float = 0.0, loop_still_s: float = 0.0, **fields: Any) -> Sighting:
+def node(*, silent_s: float = 0.0, loop_still_s: float = 0.0, **fields: Any) -> SeenNode:
     status = NodeStatus(rank=1, host="gpu7", phase=10, state="working", heartbeat_s=1.0, loop=5, progress=7)
     status.loop_still_s = loop_still_s
-    return Sighting(status, silent_s=silent_s, still_s=0.0, **({"has_moved": True, "has_worked": True} | fields))
+    return SeenNode(status, silent_s=silent_s, still_s=0.0, **({"has_moved": True, "has_worked": True} | fields))
 
 
 def with_daemon(name: str, state: str, **fields: Any) -> Workspace:
@@ -81,7 +81,7 @@ def wrong(*args: Any) -> list[Incident]:
 
 NOT_FINITE = not_finite(3, "its loss or gradient", float("nan"), 1.0, 1e-4)
 
-CASES: list[tuple[AlertKind, str, str, Workspace, list[Sighting], int]] = [
+CASES: list[tuple[AlertKind, str, str, Workspace, list[SeenNode], int]] = [
     ("run_failed", "run_a", "boom", workspace(replace(RUN, state=RunState.FAILED, reason=text("boom"))), [], 10),
     ("run_invalid", "run_a", "lr", workspace(replace(RUN, state=RunState.INVALID, reason=text("lr"))), [], 10),
     ("run_invalid", "run_link", "a link", workspace(refused="a link"), [], 10),
@@ -133,7 +133,7 @@ CASES: list[tuple[AlertKind, str, str, Workspace, list[Sighting], int]] = [
     ids=lambda case: case if isinstance(case, str) else "",
 )
 def test_what_is_wrong_is_one_incident_that_says_why(
-    kind: AlertKind, subject: str, words: str, seen: Workspace, nodes: list[Sighting], free_gb: int
+    kind: AlertKind, subject: str, words: str, seen: Workspace, nodes: list[SeenNode], free_gb: int
 ) -> None:
     found = wrong(seen, nodes, free_gb * 10**9, 5.0)
     assert [(each.kind, each.subject, each.text) for each in found] == [(kind, subject, words)]
@@ -164,7 +164,7 @@ def test_text_of_a_run_is_one_clean_line_of_limited_length() -> None:
     assert "\n" not in found.text and len(found.text) <= MAX_TEXT_CHARS
 
 
-UNPROVEN: list[tuple[str, Workspace, list[Sighting], int | None, set[str]]] = [
+UNPROVEN: list[tuple[str, Workspace, list[SeenNode], int | None, set[str]]] = [
     ("a node that was seen once", workspace(), [node(has_moved=False)], 10, {"node_lost", "daemon_stalled"}),
     ("a node that is late", workspace(), [node(silent_s=4.0)], 10, {"node_lost", "daemon_stalled"}),
     ("the work of a dead node", workspace(), [node(silent_s=20.0)], 10, {"daemon_stalled"}),
@@ -184,7 +184,7 @@ UNPROVEN: list[tuple[str, Workspace, list[Sighting], int | None, set[str]]] = [
 
 @pytest.mark.parametrize(("seen", "nodes", "free_gb", "kinds"), [each[1:] for each in UNPROVEN], ids=lambda each: "")
 def test_what_cannot_be_told_is_neither_wrong_nor_right(
-    seen: Workspace, nodes: list[Sighting], free_gb: int | None, kinds: set[str]
+    seen: Workspace, nodes: list[SeenNode], free_gb: int | None, kinds: set[str]
 ) -> None:
     found = incidents(seen, nodes, free_gb and free_gb * 10**9, 5.0)
     assert {each.kind for each in found if not each.is_proven} == kinds

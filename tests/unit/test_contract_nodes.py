@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import (
-    LIMITS,
+    DEAD_GRACE_S,
     NUM_PHASES,
     RL_PHASES,
+    STALLED_AFTER_S,
+    SUSPECT_AFTER_BEATS,
     BeatWatch,
     NodeHealth,
-    Sighting,
+    SeenNode,
     Stall,
     is_at_work,
     node_health,
@@ -25,8 +27,8 @@ from prime_rl.contract.nodes import (
 from prime_rl.contract.status import NodeStatus, PhaseTime, read_status
 
 BEAT_S = 1.0
-SUSPECT_S = LIMITS.suspect_after_beats * BEAT_S
-DEAD_S = SUSPECT_S + LIMITS.dead_grace_s
+SUSPECT_S = SUSPECT_AFTER_BEATS * BEAT_S
+DEAD_S = SUSPECT_S + DEAD_GRACE_S
 STALLED_LOOP_S = 15.0
 
 
@@ -52,9 +54,9 @@ def node(rank: int = 0, **fields: object) -> NodeStatus:
         ({}, SUSPECT_S + 0.1, 0.0, False, False, NodeHealth.SUSPECT),
         ({}, DEAD_S + 0.1, 0.0, True, False, NodeHealth.DEAD),
         ({}, 0.1, 0.0, True, True, NodeHealth.DEAD),
-        ({}, 0.5, LIMITS.stalled_after_s + 1, True, False, NodeHealth.STALLED),
-        ({"arrived": True, "state": "waiting"}, 0.5, LIMITS.stalled_after_s + 1, True, False, NodeHealth.ALIVE),
-        ({"progress": None}, 0.5, LIMITS.stalled_after_s + 1, True, False, NodeHealth.ALIVE),
+        ({}, 0.5, STALLED_AFTER_S + 1, True, False, NodeHealth.STALLED),
+        ({"arrived": True, "state": "waiting"}, 0.5, STALLED_AFTER_S + 1, True, False, NodeHealth.ALIVE),
+        ({"progress": None}, 0.5, STALLED_AFTER_S + 1, True, False, NodeHealth.ALIVE),
         ({"loop_still_s": STALLED_LOOP_S - 1}, 0.5, 0.5, True, False, NodeHealth.ALIVE),
         ({"loop_still_s": STALLED_LOOP_S + 1}, 0.5, 0.5, True, False, NodeHealth.STALLED),
         ({"loop_still_s": STALLED_LOOP_S + 1, "arrived": True}, 0.5, 0.5, True, False, NodeHealth.STALLED),
@@ -68,15 +70,15 @@ def node(rank: int = 0, **fields: object) -> NodeStatus:
 def test_health(
     fields: dict[str, object], silent_s: float, still_s: float, moved: bool, gone: bool, expected: NodeHealth
 ) -> None:
-    assert node_health(Sighting(node(**fields), silent_s, still_s, moved, gone)) is expected
+    assert node_health(SeenNode(node(**fields), silent_s, still_s, moved, gone)) is expected
 
 
 def test_what_stands_still_and_for_how_long() -> None:
     """The loop by the node's own clock and the silence since; the work by the reader's."""
-    assert stall(Sighting(node(loop_still_s=41.0), 0.5, 900.0, True)) == Stall("its loop", 41.5)
-    assert stall(Sighting(node(), 0.5, 900.0, True)) == Stall("its work", 900.0)
-    assert stall(Sighting(node(), 0.5, 0.5, True)) is None
-    assert stall(Sighting(node(loop_still_s=41.0), DEAD_S + 1, 900.0, True)) is None, "it is dead"
+    assert stall(SeenNode(node(loop_still_s=41.0), 0.5, 900.0, True)) == Stall("its loop", 41.5)
+    assert stall(SeenNode(node(), 0.5, 900.0, True)) == Stall("its work", 900.0)
+    assert stall(SeenNode(node(), 0.5, 0.5, True)) is None
+    assert stall(SeenNode(node(loop_still_s=41.0), DEAD_S + 1, 900.0, True)) is None, "it is dead"
 
 
 @given(skew_s=st.floats(-1e9, 1e9), beats=st.lists(st.floats(0.1, 2.9), min_size=2, max_size=20))
@@ -98,7 +100,10 @@ def test_an_old_copy_of_the_file_is_no_sign_of_life_and_a_new_process_is() -> No
     watch.see(node(seq=7), 0.0)
     watch.see(node(seq=8), 1.0)
     assert watch.see(node(seq=7), 2.0).silent_s == 1.0
-    assert watch.see(node(seq=0, pid=5), 3.0).silent_s == 0.0
+    stale = watch.see(node(seq=7, progress=9), 2.5)
+    assert stale.still_s == 2.5 and not stale.has_worked, "what an old copy shows of the work is old too"
+    new = watch.see(node(seq=0, pid=5), 3.0)
+    assert new.silent_s == new.still_s == 0.0 and new.has_worked, "a process that starts makes progress"
     watch.see(node(seq=1, epoch=2, pid=5), 3.5)
     assert watch.see(node(seq=9, epoch=1, pid=5), 4.5).silent_s == 1.0
 

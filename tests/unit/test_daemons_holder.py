@@ -19,8 +19,9 @@ from daemons.launchers.base import LaunchError
 from daemons.launchers.local import Local
 from daemons.pidfile import SupervisorInfo, SupervisorLock, find_rival, read_info
 from daemons.specs import save_devices, saved_devices, service_specs, settle_devices, write_component_configs
+from daemons.starting import prepare
+from daemons.stopping import down
 from daemons.submit import script_file, start_job
-from daemons.supervision import down, prepare
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir

@@ -1,6 +1,6 @@
 """The nodes of a multi-node group as the screen shows them: which phase each is in, which is dead, slow or waited for.
 
-Pure: made from `Sighting`s (`prime_rl.contract.nodes`), whose ages are of the reader's own clock, and whose text is
+Pure: made from `SeenNode`s (`prime_rl.contract.nodes`), whose ages are of the reader's own clock, and whose text is
 clean. No widgets, colours or files.
 """
 
@@ -17,7 +17,7 @@ from prime_rl.contract.nodes import (
     PHASE_NAMES,
     RL_PHASES,
     NodeHealth,
-    Sighting,
+    SeenNode,
     node_health,
     stall,
     waited_for,
@@ -132,15 +132,15 @@ class Group:
         return next((row for row in self.rows if row.rank == rank), None)
 
 
-def make_group(sightings: Sequence[Sighting]) -> Group | None:
+def make_group(nodes: Sequence[SeenNode]) -> Group | None:
     """The group of these nodes; None without nodes."""
-    if not sightings:
+    if not nodes:
         return None
-    statuses = [seen.status for seen in sightings]
+    statuses = [seen.status for seen in nodes]
     num_nodes = max(1, *(min(status.num_nodes, 4096) for status in statuses))
     held_by = waited_for(statuses)
-    usual = _usual_times(sightings)
-    rows = [_row(seen, seen.status.rank in held_by, usual) for seen in sightings]
+    usual = _usual_times(nodes)
+    rows = [_row(seen, seen.status.rank in held_by, usual) for seen in nodes]
     known = {row.rank for row in rows}
     rows += [_missing(rank, rank in held_by) for rank in range(num_nodes) if rank not in known]
     newest = max(statuses, key=lambda status: (status.epoch, status.iteration))
@@ -154,8 +154,8 @@ def make_group(sightings: Sequence[Sighting]) -> Group | None:
         phase=first.phase if 0 <= first.phase < NUM_PHASES else 0,
         rl_phase=newest.rl_phase if newest.rl_phase in RL_PHASES else "both",
         waited_for=tuple(held_by),
-        waited_s=max((seen.waited_s for seen in sightings if seen.status.state == "waiting"), default=0.0),
-        phases=_phase_stats(sightings),
+        waited_s=max((seen.waited_s for seen in nodes if seen.status.state == "waiting"), default=0.0),
+        phases=_phase_stats(nodes),
     )
 
 
@@ -207,7 +207,7 @@ def phase_name(phase: int | None) -> str:
     return PHASE_NAMES[phase] if phase is not None and 0 <= phase < NUM_PHASES else "?"
 
 
-def _row(seen: Sighting, is_waited_for: bool, usual: Mapping[int, float]) -> NodeRow:
+def _row(seen: SeenNode, is_waited_for: bool, usual: Mapping[int, float]) -> NodeRow:
     status = seen.status
     health: str = node_health(seen)
     limit_s = max(SLOW_FACTOR * usual.get(status.phase, 0.0), SLOW_MIN_S)
@@ -236,7 +236,7 @@ def _row(seen: Sighting, is_waited_for: bool, usual: Mapping[int, float]) -> Nod
     )
 
 
-def _note(seen: Sighting) -> CleanText:
+def _note(seen: SeenNode) -> CleanText:
     """What has stopped, why the node ended, or which nodes it waits for."""
     if (found := stall(seen)) is not None:
         return one_line(f"{found.what} has stood still for {fmt.age(found.for_s)}")
@@ -281,10 +281,10 @@ def _cells(phase: int, arrived: bool, rl_phase: str) -> tuple[Cell, ...]:
     return tuple(cell(index) for index in range(NUM_PHASES))
 
 
-def _usual_times(sightings: Sequence[Sighting]) -> dict[int, float]:
+def _usual_times(nodes: Sequence[SeenNode]) -> dict[int, float]:
     """phase -> how long its work usually takes, by all nodes' history and by those that have just arrived."""
     times: dict[int, list[float]] = {}
-    for seen in sightings:
+    for seen in nodes:
         for past in seen.status.history:
             times.setdefault(past.phase, []).append(past.work_s)
         if seen.status.arrived:
@@ -292,11 +292,11 @@ def _usual_times(sightings: Sequence[Sighting]) -> dict[int, float]:
     return {phase: statistics.median(values) for phase, values in times.items()}
 
 
-def _phase_stats(sightings: Sequence[Sighting]) -> tuple[PhaseStat, ...]:
+def _phase_stats(nodes: Sequence[SeenNode]) -> tuple[PhaseStat, ...]:
     found = []
     for phase in range(NUM_PHASES):
         by_rank = {
-            seen.status.rank: [past.work_s for past in seen.status.history if past.phase == phase] for seen in sightings
+            seen.status.rank: [past.work_s for past in seen.status.history if past.phase == phase] for seen in nodes
         }
         usual = {rank: statistics.median(times) for rank, times in by_rank.items() if times}
         if not usual:
@@ -304,7 +304,7 @@ def _phase_stats(sightings: Sequence[Sighting]) -> tuple[PhaseStat, ...]:
         slowest = max(usual, key=lambda rank: usual[rank])
         # What the group needs for it: the longest of each iteration.
         iterations: dict[int, float] = {}
-        for seen in sightings:
+        for seen in nodes:
             for past in seen.status.history:
                 if past.phase == phase:
                     iterations[past.iteration] = max(iterations.get(past.iteration, 0.0), past.work_s)

@@ -20,7 +20,7 @@ import torch
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.checks import StartError
-from prime_rl.inference.children import end_children, signal_children
+from prime_rl.inference.child_processes import end_children, signal_children
 from prime_rl.inference.context import ServerContext
 from prime_rl.inference.front import build_app
 from prime_rl.inference.limits import adapter_bytes, check_adapter_room, max_model_len

@@ -1,14 +1,13 @@
-"""The supervisor of a workspace on this machine, from outside: checks first, one process, and proof of its end.
+"""A workspace starts on this machine: checks first, one supervisor process, and a wait until everything answers.
 
 A supervisor that was killed leaves its daemons running; `leftovers` decides which of them the next one may keep. What
-people ask for, and a Slurm job's supervisor, is `up_and_down`.
+people ask for, and a Slurm job's supervisor, is `up_and_down`; the end is `stopping`.
 """
 
 from __future__ import annotations
 
 import http.client
 import os
-import signal
 import subprocess
 import tempfile
 import time
@@ -18,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from daemons.base_model import check_model
 from daemons.keys import all_keys
 from daemons.launchers import launcher_of
-from daemons.launchers.base import Launcher, LaunchError
-from daemons.leftovers import adoptable, end_leftovers, forget_endings, is_anything_left
-from daemons.pidfile import SupervisorLock, find_rival, read_info
+from daemons.launchers.base import LaunchError
+from daemons.leftovers import adoptable, end_leftovers, forget_endings
+from daemons.pidfile import SupervisorLock, read_info
 from daemons.process import log_tail, python_module, spawn
 from daemons.specs import (
     INFERENCE,
@@ -34,15 +33,12 @@ from daemons.specs import (
     settle_devices,
     write_component_configs,
 )
+from daemons.stopping import refuse_rival
 from daemons.workspace import SUPERVISOR, Workspace, replica_name
 from daemons.workspace_reader import WorkspaceReader
-from prime_rl.configs.system import SupervisorConfig, SystemConfig
-from prime_rl.contract.condition import stall_text, stalled_since
-from prime_rl.contract.files import WaitTimeout, wait_for
+from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import DaemonStatus, read_status
 from prime_rl.utils.network import bound_socket
-from prime_rl.utils.process import ProcessId
 
 Say = Callable[[str], None]
 Look = Callable[[Workspace], None]
@@ -66,14 +62,15 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
         holder = info or f"another process holds {output.supervisor_lock}"
         raise LaunchError(f"already running: {holder}; stop it with prl down")
     try:
-        _refuse_rival(output)
+        refuse_rival(output)
         lock.write_info(time.time())
         check_model(system.model.name)
         _check_alerts(system)
         before = saved_devices(output)
         devices = settle_devices(before, os.environ, say)
-        launcher = saved_launcher(output)
-        is_same = saved_system(output).deployment.engine == system.deployment.engine
+        last = saved_system(output).deployment
+        launcher = launcher_of(last, output)
+        is_same = last.engine == system.deployment.engine
         keep = (
             adoptable(output, launcher, system, MOVED_BY_DEVICES if devices != before else ())
             if is_same
@@ -120,12 +117,6 @@ def _check_alerts(system: SystemConfig) -> None:
         dead_man(system.alerts, os.environ)
     except TargetError as error:
         raise LaunchError(f"[alerts]: {error}") from error
-
-
-def _refuse_rival(output: OutputDir) -> None:
-    rival = find_rival(output)
-    if rival is not None:
-        raise LaunchError(f"already running: {rival}; stop it with prl down on {rival.host}")
 
 
 def start_supervisor(output: OutputDir, lock: SupervisorLock) -> subprocess.Popen[bytes]:
@@ -204,108 +195,6 @@ def waits(workspace: Workspace) -> list[str]:
         what = (f"waits for {daemon.waiting_on}" if daemon.waiting_on else daemon.reason) if daemon else None
         words.append(f"{name}: {state}" + (f" ({what})" if what else ""))
     return words
-
-
-def down(
-    output: OutputDir, *, timeout_s: float | None, say: Say, supervisor: subprocess.Popen[bytes] | None = None
-) -> bool:
-    """Stop everything of a workspace and prove it; false when nothing was running. Raises LaunchError.
-
-    Args:
-        timeout_s: how long a living supervisor may take; then it is killed and its daemons are ended from here. None:
-            as long as the workspace's own limits allow its daemons.
-        supervisor: our own child, if it is one, to be reaped.
-    """
-    if not output.daemons.is_dir():
-        return False
-    limits = limits_of(output)
-    lock = SupervisorLock.acquire(output)
-    was_running = lock is None
-    if lock is None:
-        lock = _stop_supervisor(output, down_timeout_s(limits) if timeout_s is None else timeout_s, say, supervisor)
-    try:
-        _refuse_rival(output)
-        lock.claim()
-        if timeout_s is not None:
-            drain_s, grace_s = min(limits.drain_s, timeout_s), min(limits.grace_s, timeout_s)
-            limits = limits.replace(drain_s=drain_s, grace_s=grace_s)
-        launcher = saved_launcher(output)
-        was_running = was_running or is_anything_left(output, launcher)
-        left = end_leftovers(output, launcher, limits, say)
-        if left:
-            raise LaunchError(f"cannot end processes {left} (SIGKILL was sent): they hang in the kernel")
-        return was_running
-    finally:
-        lock.release()
-
-
-def down_timeout_s(limits: SupervisorConfig) -> float:
-    """Orchestrators, trainer and monitors may finish, all may need the grace, and a margin."""
-    return 2 * limits.drain_s + 5 * limits.grace_s + 30.0
-
-
-def restart_timeout_s(limits: SupervisorConfig) -> float:
-    """A daemon may finish and save, all of it may need the grace, and a margin."""
-    return limits.drain_s + limits.grace_s + 15.0
-
-
-def limits_of(output: OutputDir) -> SupervisorConfig:
-    """The supervisor's config of the last start; the defaults without one."""
-    return saved_system(output).supervisor
-
-
-def saved_launcher(output: OutputDir) -> Launcher:
-    """The launcher of the last start. Raises LaunchError."""
-    return launcher_of(saved_system(output).deployment, output)
-
-
-def _stop_supervisor(
-    output: OutputDir, timeout_s: float, say: Say, child: subprocess.Popen[bytes] | None
-) -> SupervisorLock:
-    taken: list[SupervisorLock] = []
-
-    def free() -> bool:
-        if child is not None:
-            child.poll()
-        lock = SupervisorLock.acquire(output)
-        taken.extend([lock] if lock else [])
-        return lock is not None
-
-    holder = ProcessId.of(child.pid) if child is not None else _holder(output)
-    say(f"stopping the supervisor (pid {holder.pid})")
-    status = read_status(output.daemon_status(SUPERVISOR), DaemonStatus)
-    if status is not None and status.writer.is_same(holder) and (since := stalled_since(status)) is not None:
-        timeout_s = min(timeout_s, limits_of(output).grace_s)
-        say(f"it is stalled, {stall_text(since)}: it has {timeout_s:g} s to stop")
-    holder.send(signal.SIGTERM)
-    try:
-        wait_for(free, "the supervisor to stop", timeout_s=timeout_s)
-    except WaitTimeout:
-        say(f"it did not stop within {timeout_s:g} s: SIGKILL")
-        holder.send(signal.SIGKILL)
-
-    def gone() -> bool:
-        return bool(taken or free()) and not holder.is_running() and (child is None or child.poll() is not None)
-
-    try:
-        wait_for(gone, "the supervisor to be gone", timeout_s=10.0)
-    except WaitTimeout as error:
-        for lock in taken:
-            lock.release()
-        raise LaunchError(f"cannot end the supervisor (pid {holder.pid}): {error}") from error
-    return taken[0]
-
-
-def _holder(output: OutputDir) -> ProcessId:
-    """The supervisor that the pid file names, if it can be ended from here."""
-    info = read_info(output)
-    if info is None:
-        raise LaunchError(
-            f"an unknown process holds {output.supervisor_lock}: find it with fuser {output.supervisor_lock} and end it"
-        )
-    if not info.lives_here():
-        raise LaunchError(f"the supervisor runs on another machine or is unknown ({info}): run prl down there")
-    return info.process
 
 
 def with_log(message: str, output: OutputDir, name: str, kept: Sequence[str] = ()) -> str:
