@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from daemons import client
 from daemons.run_files import MAX_FILE_BYTES
 from daemons.workspace import Workspace
 from daemons.workspace_reader import WorkspaceReader, read_workspace
@@ -299,6 +300,10 @@ def test_what_a_terminal_obeys_is_stripped(raw: str, clean: str) -> None:
 
 def test_one_line_is_one_short_line() -> None:
     assert one_line("a\n\tb  c" + "x" * 300, 6) == "a b cx"[:5] + "…"
+
+
+def test_the_reader_is_found_under_its_first_name_too() -> None:
+    assert (client.WorkspaceReader, client.read_workspace) == (WorkspaceReader, read_workspace)
 
 
 def test_a_look_at_some_runs_leaves_the_others_as_they_were_unless_trainer_or_supervisor_report_more(
