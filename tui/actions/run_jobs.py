@@ -291,6 +291,8 @@ def _sweep(output_dir: Path, form: SweepForm, *, dry_run: bool = False) -> Sweep
         raise FieldError("file", f"{source} not found: type the path of a run's config")
     with at_field("name"):
         name = check_sweep_name(form.name) if form.name else None
+    if not form.items:
+        raise FieldError("axes", "a key and its values, one key a line")
     with at_field("axes"):
         for item in form.items:
             parse_axis(item)

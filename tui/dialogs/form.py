@@ -120,7 +120,8 @@ class FormDialog(JobDialog):
 
     def _is_filled(self, name: str | None) -> bool:
         """An empty field is not wrong yet: what it wants is said without alarm."""
-        return all(each.value for each in self.query(f"#{name}").results(Input))
+        fields = self.query(f"#{name}")
+        return all(each.value for each in fields.results(Input)) and all(each.text for each in fields.results(TextArea))
 
     def on_mount(self) -> None:
         self._changed()
