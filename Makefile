@@ -90,8 +90,8 @@ bench-multinode: install-test ## what the barriers of a group cost; the supervis
 docs: install-test ## the site of the documents, into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-docs-check: install-test ## the documents: names are real, generated pages are new, the site builds, the tutorial runs
-	@$(BIN)/python -m pytest -q tests/test_docs.py tests/test_reference.py tests/test_site.py tests/integration/test_docs_commands.py
+docs-check: install-test ## the documents: names are real, generated pages are new, the site builds, the tutorial and the how-to pages run
+	@$(BIN)/python -m pytest -q tests/test_docs.py tests/test_reference.py tests/test_site.py tests/integration/test_docs_commands.py tests/integration/test_docs_how_to.py
 
 wheel: install ## the package to install elsewhere: dist/prl_multirun-*.whl
 	@rm -rf build/lib build/bdist.*
