@@ -1,11 +1,13 @@
-"""The part of the inference contract about whole weights and health; collected by `test_inference_contract`.
+"""The part of the inference contract about whole weights, broken loads, health; collected by `test_inference_contract`.
 
 `server` and `model` are that module's fixtures: a process of each engine, and the model that it was started with.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from prime_rl.contract.files import wait_for
 from prime_rl.inference.health import FRESH_S
 from tests.inference_support import (
+    LOADED,
     RunningServer,
     adapter_dir,
     error_of,
@@ -207,3 +210,20 @@ def test_health_costs_next_to_nothing_and_needs_no_key(server: RunningServer) ->
         codes = set(pool.map(lambda _: httpx.get(f"{server.root_url}/health").status_code, range(NUM_POLLS)))
     assert codes == {200}
     assert 1 <= num_tokens() - before <= 2 + (time.monotonic() - start_s) / FRESH_S
+
+
+def test_a_load_that_nobody_waits_for_leaves_nothing(server: RunningServer, model: Path) -> None:
+    """A client that is paused in the middle of a load unloads the adapter before the server has got it."""
+    for name in ("run_gone@v1", "run_next@v1"):
+        make_adapter(adapter_dir(server, name), model, seed=5)
+    body = json.dumps({"lora_name": "run_gone@v1", "lora_path": str(adapter_dir(server, "run_gone@v1"))})
+    url = httpx.URL(server.root_url)
+    with socket.create_connection((url.host, url.port)) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # the request and the end of it in one packet
+        lines = ["POST /v1/load_lora_adapter HTTP/1.1", f"Host: {url.host}", f"Content-Length: {len(body)}"]
+        lines += ["Content-Type: application/json", f"Authorization: Bearer {server.api_key}", "", body]
+        client.sendall("\r\n".join(lines).encode())
+    server.load("run_next@v1", adapter_dir(server, "run_next@v1"))  # one at a time, so the first one has ended
+    with server.openai() as client:
+        assert {entry.id for entry in client.models.list()} == {server.model, *LOADED, "run_next@v1"}
+    server.unload("run_next@v1")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
@@ -47,6 +44,7 @@ from tests.inference_support import (
 )
 from tests.patience import PATIENCE_S
 from tests.weights_contract import (  # noqa: F401
+    test_a_load_that_nobody_waits_for_leaves_nothing,
     test_a_request_is_answered_by_one_set_of_weights_which_its_answer_names,
     test_adapters_and_other_weights_do_not_meet,
     test_health_costs_next_to_nothing_and_needs_no_key,
@@ -263,23 +261,6 @@ def test_models_are_listed_and_unloaded_ones_are_gone(server: RunningServer, mod
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="run_c@v2", prompt="x", max_tokens=1)
     assert server.post("/v1/unload_lora_adapter", lora_name="run_c@v2").status_code == 404
-
-
-def test_a_load_that_nobody_waits_for_leaves_nothing(server: RunningServer, model: Path) -> None:
-    """A client that is paused in the middle of a load unloads the adapter before the server has got it."""
-    for name in ("run_gone@v1", "run_next@v1"):
-        make_adapter(adapter_dir(server, name), model, seed=5)
-    body = json.dumps({"lora_name": "run_gone@v1", "lora_path": str(adapter_dir(server, "run_gone@v1"))})
-    url = httpx.URL(server.root_url)
-    with socket.create_connection((url.host, url.port)) as client:
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # the request and the end of it in one packet
-        lines = ["POST /v1/load_lora_adapter HTTP/1.1", f"Host: {url.host}", f"Content-Length: {len(body)}"]
-        lines += ["Content-Type: application/json", f"Authorization: Bearer {server.api_key}", "", body]
-        client.sendall("\r\n".join(lines).encode())
-    server.load("run_next@v1", adapter_dir(server, "run_next@v1"))  # one at a time, so the first one has ended
-    with server.openai() as client:
-        assert {entry.id for entry in client.models.list()} == {server.model, A, B, "run_next@v1"}
-    server.unload("run_next@v1")
 
 
 def test_a_name_loaded_again_serves_the_new_weights(server: RunningServer, model: Path) -> None:
