@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,26 @@ def test_the_commands_answer(installed: Installed, workspace: Path) -> None:
     assert json.loads(listed.stdout)["runs"], listed.stderr
     shown = installed.run("prl", "doctor", "--output-dir", str(workspace)).stdout
     assert 'only look at workspaces: pip install "prl-multirun[cpu]"' in shown and "broken" not in shown
+
+
+def test_uv_installs_it_as_a_tool_and_runs_it_without_installing(installed: Installed, tmp_path: Path) -> None:
+    """As docs/install.md has both."""
+    uv = pytest.importorskip("uv", reason="uv is not installed: make install-test").find_uv_bin()
+    (wheel,) = (installed.work.parent / "sources" / "dist").glob("*.whl")
+    folders = {"UV_TOOL_DIR": str(tmp_path / "tools"), "UV_TOOL_BIN_DIR": str(tmp_path / "bin")}
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        environment = clean_environment() | folders
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode and any(sign in done.stderr for sign in ("dns error", "error sending request", "timed out")):
+            pytest.skip(f"the package index cannot be reached: {done.stderr.strip().splitlines()[-1]}")
+        assert done.returncode == 0, done.stderr
+        return done
+
+    run(uv, "tool", "install", str(wheel))
+    assert sorted(path.name for path in (tmp_path / "bin").iterdir()) == ["prl", "prl-tui"]
+    assert run(str(tmp_path / "bin" / "prl"), "--version").stdout == f"prl {__version__}\n"
+    assert "--read-only" in run(uv, "run", "--no-project", "--with", str(wheel), "prl-tui", "--help").stdout
 
 
 def test_the_examples_are_in_it_and_valid(installed: Installed) -> None:
