@@ -152,10 +152,12 @@ class LogRelay:
         self._out = out
         self._tails: dict[str, tuple[FileTail, int]] = {}
 
-    def follow(self, name: str, log: Path) -> None:
-        """Add a daemon. Call it before the daemon is started."""
-        if name not in self._tails:
-            self._tails[name] = (FileTail(log, position=_size(log)), _size(log))
+    def follow(self, name: str, log: Path, num_nodes: int = 1) -> None:
+        """Add a daemon, with the log of each of its nodes. Call it before the daemon is started."""
+        for node in range(num_nodes):
+            label, path = f"{name}-node{node}" if node else name, node_log(log, node)
+            if label not in self._tails:
+                self._tails[label] = (FileTail(path, position=_size(path)), _size(path))
 
     def pump(self) -> None:
         """Write what is new; of each log at most what one look takes, so one that grows quickly holds up no other."""

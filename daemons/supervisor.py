@@ -37,6 +37,7 @@ from daemons.specs import (
     MONITORS,
     SYSTEM,
     TRAINER,
+    DaemonSpec,
     RunNow,
     saved_devices,
     wanted_daemons,
@@ -146,7 +147,7 @@ class Supervisor:
         for name, daemon in self._daemons.items():
             logger.info("%s: adopted, %s", name, daemon.handle.ref if daemon.handle else "")
             self._records.keep_tail(name, self._pasts.pop(name).log_tail)
-            self._follow(name, daemon.spec.log)
+            self._follow(daemon.spec)
 
     def is_due(self) -> bool:
         """Whether it is time to look at everything, or something has happened.
@@ -232,9 +233,9 @@ class Supervisor:
             except OSError as error:  # the run may be on its way into the trash; or the disk is full
                 logger.warning("cannot rotate %s: %s", log, error)
 
-    def _follow(self, name: str, log: Path) -> None:
+    def _follow(self, spec: DaemonSpec) -> None:
         if self._relay is not None:
-            self._relay.follow(name, log)
+            self._relay.follow(spec.name, spec.log, spec.num_nodes)
 
     def _act(self, action: Action, look: Alive | Ended | None) -> None:
         daemon, name = action.daemon, action.daemon.spec.name
@@ -260,7 +261,7 @@ class Supervisor:
         if past := self._pasts.pop(spec.name, None):
             daemon = replace(daemon, crashes=daemon.crashes or past.crashes)
             self._records.keep_tail(spec.name, past.log_tail)
-        self._follow(spec.name, spec.log)
+        self._follow(spec)
         try:
             handle = self._launcher.start(spec)
         except (OSError, ValueError, LaunchError) as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from daemons.logs import LogRelay, old_log, rotate
+from daemons.logs import LogRelay, node_log, old_log, rotate
 from prime_rl.contract.files import wait_for
 from prime_rl.utils.tail import CHUNK_BYTES, FileTail, TailRead
 from tests.patience import PATIENCE_S
@@ -203,6 +203,19 @@ def test_a_log_that_grows_while_it_is_printed_holds_nothing_up(tmp_path: Path) -
         before = out.tell()
         relay.pump()
         assert out.tell() > before, "what is left comes with the next looks"
+
+
+def test_the_stream_has_every_node_of_a_daemon(tmp_path: Path) -> None:
+    log, out = tmp_path / "trainer.log", io.StringIO()
+    relay = LogRelay(out)
+    relay.follow("trainer", log, 2)
+    node_log(log, 1).write_text("rank 1\n")
+    relay.pump()
+    log.write_text("rank 0\n")
+    relay.pump()
+    relay.follow("trainer", log, 2)  # it is started again
+    relay.pump()
+    assert out.getvalue() == "trainer-node1 | rank 1\ntrainer | rank 0\n"
 
 
 def test_a_flag_that_is_set_wakes_all_who_wait() -> None:
