@@ -17,6 +17,7 @@ themselves and have no limit.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -62,18 +63,21 @@ def _living_s(pid: str) -> float:
     Of the children of a child those that it has waited for are in its own figures, like in `os.times`.
     """
     total_s = 0.0
-    for task in Path("/proc", pid, "task").glob("*/children"):
-        try:
-            children = task.read_text().split()
-        except OSError:  # the thread has ended
-            continue
-        for child in children:
-            try:
-                fields = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
+    for child in _children(Path("/proc", pid, "task")):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()
             total_s += sum(map(int, fields[11:15])) / TICKS_PER_S + _living_s(child)
     return total_s
+
+
+def _children(threads: Path) -> list[str]:
+    """Of all threads of a process; both may end at any moment, also between two steps of a glob."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(threads):
+            with contextlib.suppress(OSError):
+                found += (threads / thread / "children").read_text().split()
+    return found
 
 
 def cost_s(start: Reading, end: Reading) -> float:

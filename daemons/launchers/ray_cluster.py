@@ -53,11 +53,18 @@ class NodeActor:
             found.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{found.getsockname()[1]}"
 
-    def run(self, argv: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, str]) -> int:
-        """Start the agent and wait for its end; returns its exit code. Ray has set which GPUs are this actor's."""
+    def run(self, argv: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, str], folder: str) -> int:
+        """Start the agent and wait for its end; returns its exit code. Ray has set which GPUs are this actor's.
+
+        Relative paths begin at `folder`, the one of `prl up`, where this node has it.
+        """
         gpus = {GPUS_VARIABLE: os.environ[GPUS_VARIABLE]} if os.environ.get(GPUS_VARIABLE) else {}
         self._agent = subprocess.Popen(
-            list(argv), stdin=subprocess.PIPE, start_new_session=True, env={**environ, **gpus}
+            list(argv),
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            env={**environ, **gpus},
+            cwd=folder if os.path.isdir(folder) else None,
         )
         assert self._agent.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already
@@ -267,7 +274,8 @@ class RayCluster:
         if start.num_placed > 1:
             argv = on_nodes(argv, start.num_placed, endpoint, start.start_id)
         for node, actor in enumerate(start.actors):
-            call = actor.run.remote([*agent, str(node), "--", *argv], dict(start.environ), dict(start.keys))
+            command = [*agent, str(node), "--", *argv]
+            call = actor.run.remote(command, dict(start.environ), dict(start.keys), os.getcwd())
             start.calls[call] = node
         start.is_launched = True
 

@@ -137,6 +137,17 @@ def until_ended(launcher: RayLauncher, handle: Handle) -> Ended:
     return seen[-1]
 
 
+def test_relative_paths_begin_where_the_supervisor_is(
+    launcher: RayLauncher, output: OutputDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = output.path / "place"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    handle = launcher.start(spec(output, "import os; print('in', os.getcwd())"))
+    assert until_ended(launcher, handle).exit_code == 0
+    assert f"\nin {place.resolve()}\n" in log_of(output, TRAINER, 0).read_text()
+
+
 def test_a_daemon_runs_and_its_exit_code_and_log_are_seen(launcher: RayLauncher, output: OutputDir) -> None:
     handle = launcher.start(spec(output, "import sys; print('hello'); sys.exit(3)"))
     assert until_ended(launcher, handle) == Ended(3)
