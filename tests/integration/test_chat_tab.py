@@ -67,7 +67,7 @@ async def test_the_tab_loads_a_version_with_the_first_question_and_unloads_it_wh
         first = await put(o, view, "q7? ", 2)  # keys of the screen are letters of the line
         assert loaded(server) == ["chat/run_a@v2"] and view.look.turns[-1].name == "run_a@v2"
         assert first == answer_of(server, "chat/run_a@v2", "q7? ")
-        await o.sees("run_a@v2  is loaded", "── you ──", "q7?", "── run_a@v2 ──")
+        await o.sees("run_a@v2 is loaded", "── you ──", "q7?", "── run_a@v2 ──")
         second = await put(o, view, "and", 4)
         assert second == answer_of(server, "chat/run_a@v2", "q7? ", first, "and")
         await o.press("shift+tab")

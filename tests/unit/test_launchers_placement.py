@@ -182,7 +182,8 @@ def test_a_dry_run_tells_what_goes_where_and_touches_nothing(tmp_path: Path, num
 
 
 def test_the_table_of_the_document_is_what_a_dry_run_prints(tmp_path: Path) -> None:
-    section = (ROOT / "docs" / "deploy.md").read_text().partition("## Slurm\n")[2].partition("\n## ")[0]
+    chapter = (ROOT / "docs" / "deploy.md").read_text().partition("## Slurm\n")[2].partition("\n## ")[0]
+    section = chapter.partition("### A system file\n")[2]
     blocks = re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     asked = SystemConfig.model_validate({**tomllib.loads(blocks[0]), "model": {"name": "m"}})
     (table,) = (block for block in blocks if block.startswith("daemon "))
