@@ -23,6 +23,7 @@ from textual.widgets import Checkbox, Input, TextArea
 
 from daemons.chat import ChatSettings
 from prime_rl.configs.base import load_toml
+from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import list_steps
 from prime_rl.contract.status import InferenceStatus, read_status
 from prime_rl.contract.types import read_batch
@@ -30,6 +31,7 @@ from tests.integration.test_forks_live import weights
 from tests.integration.test_system_sharing import FOREVER, add, process, published, trainer, wait_until_let_go
 from tests.integration.test_tui_actions import outcome, select
 from tests.integration.test_tui_steering import form, mark, typed
+from tests.patience import PATIENCE_S
 from tests.system_support import NUM_ANSWER_TOKENS, ROOT, Workspace, closed, greedy_answer, make_workspace
 from tests.tui_support import opened_app, screen_text, until
 from tests.unit.test_daemons_forks import KILLED
@@ -160,8 +162,7 @@ def test_kills_in_the_middle_of_a_fork_lose_nothing(living: Workspace) -> None:
     (half,) = living.output_dir.glob(".adding.*")
     known, victim, number = living.runs().keys(), process(living, "trainer"), trainer(living).pid
     living.prl("runs", "fork", RUN, "--id", "run_again", "--set", "max_steps=1", "--set", "ckpt.keep_rollouts=true")
-    while "run_again" not in trainer(living).runs:
-        time.sleep(0.001)
+    wait_for(lambda: "run_again" in trainer(living).runs, "the fork's slot", timeout_s=PATIENCE_S, poll_s=0.001)
     victim.send(signal.SIGKILL)
     living.wait(lambda: trainer(living).pid != number, "the trainer's restart")
     living.wait(lambda: living.state("run_again") == "finished", "the fork to train")

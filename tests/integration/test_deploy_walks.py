@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ import pytest
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.layout import OutputDir
 from tests import ray_support
-from tests.integration.test_docs_commands import BIN, BLOCK, ROOT, prl
-from tests.patience import PATIENCE_S
+from tests.integration.test_docs_commands import BIN, BLOCK, ROOT, bash, prl
 from tests.slurm_support import MISSING, WHY_SKIPPED, slurm_cluster
 
 PAGE = ROOT / "docs" / "deploy.md"
@@ -22,19 +20,11 @@ PAGE = ROOT / "docs" / "deploy.md"
 def walk(folder: Path, heading: str) -> str:
     """Run the commands of a chapter; what they printed."""
     chapter = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    script = "\n".join(["set -ex", *BLOCK.findall(chapter)])
-    assert script.count("prl up") == 2, "a walk has a dry run and a start"
+    commands = BLOCK.findall(chapter)
+    assert "".join(commands).count("prl up") == 2, "a walk has a dry run and a start"
     environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
     try:
-        done = subprocess.run(
-            ["bash", "-c", script],
-            check=False,
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=2 * PATIENCE_S,
-        )
+        done = bash(folder, commands, environment)
         assert done.returncode == 0, done.stderr + done.stdout
     finally:
         prl(folder, "down", "--output-dir", "outputs/walk")

@@ -32,20 +32,25 @@ def prl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(BIN / "prl"), *words], cwd=folder, capture_output=True, text=True, check=False)
 
 
+def bash(folder: Path, script: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run the commands in one shell, until one fails; each is in stderr with its second."""
+    return subprocess.run(
+        ["bash", "-c", "\n".join(["PS4='+ $SECONDS s: '", "set -ex", *script])],
+        check=False,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+    )
+
+
 @pytest.mark.slow
 def test_the_pages_with_commands_work_as_they_stand(tmp_path: Path) -> None:
-    script = "\n".join(["set -ex", *(block for page in PAGES for block in blocks(page))])
     environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
     try:
-        done = subprocess.run(
-            ["bash", "-c", script],
-            check=False,
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=2 * PATIENCE_S,
-        )
+        done = bash(tmp_path, [block for page in PAGES for block in blocks(page)], environment)
         assert done.returncode == 0, done.stderr + done.stdout
     finally:
         for place in ("outputs/ten", "restored/outputs/ten", "outputs/whole"):

@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.alerts import AlertsConfig
-from tests.integration.test_docs_commands import BIN, PAGES, ROOT, blocks, prl
-from tests.patience import PATIENCE_S
+from tests.integration.test_docs_commands import BIN, PAGES, ROOT, bash, blocks, prl
 from tests.unit.test_alerts_targets import Server
 
 # In the order in which they are run, on a workspace with the living run_a and the invalid run_b.
@@ -130,19 +129,6 @@ def test_the_how_to_pages_work_as_they_stand(tmp_path: Path, untaught_model: Pat
     finally:
         prl(tmp_path, "down", "--output-dir", "outputs/how_to")
         server.close()
-
-
-def bash(folder: Path, script: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "-c", "\n".join(["PS4='+ $SECONDS s: '", "set -ex", *script])],
-        check=False,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
 
 
 def write_files(folder: Path, model: Path) -> None:
