@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from daemons.monitors.feed import folder_id
 from daemons.monitors.followed import CLOSE_LIMIT_S, QUIET_S, FollowedRun
 from daemons.monitors.prometheus import PrometheusPage
 from daemons.specs import MONITORS
@@ -60,7 +59,7 @@ class Monitors:
             self._guarded("prometheus", self.page.open)
         runs = {run.run_id: run for run in scan_runs(self._output.path)[0]}
         for run_id, followed in list(self._runs.items()):
-            is_gone = run_id not in runs or folder_id(followed.run) != followed.folder
+            is_gone = run_id not in runs or not followed.is_there
             if is_gone and followed.stop(now):
                 del self._runs[run_id]
                 self._troubles.pop(run_id, None)
@@ -73,7 +72,7 @@ class Monitors:
         if followed is None:
             followed = FollowedRun(run, self._config, self.page, now=now, quiet_s=self._quiet_s)
             self._runs[run.run_id] = followed
-        if followed.folder == folder_id(run):  # else the one before it is still being closed
+        if followed.is_there:  # else the one before it is still being closed
             followed.look(now, in_slot=in_slot)
 
     def slow(self) -> str | None:

@@ -54,13 +54,22 @@ def metrics_files(run: RunDir) -> dict[str, Path]:
 
 
 class Positions:
-    """`monitors/state.json` of a run: {monitor: {writer: bytes passed on}}. Shared by the feeds of the run."""
+    """`monitors/state.json` of a run: {monitor: {writer: bytes passed on}}. Shared by the feeds of the run.
+
+    A run that was deleted and added again is another one, at the same path: see `is_there`.
+    """
 
     def __init__(self, run: RunDir) -> None:
+        self._run, self._folder = run, folder_id(run)
         self._path = run.monitors / "state.json"
         self._kept = _read_positions(self._path)
         self._lock = threading.Lock()
         self._failed = False
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the folder at the path is still the one that these are of."""
+        return folder_id(self._run) == self._folder
 
     def of(self, monitor: str) -> Mapping[str, int]:
         """{} for a monitor that was never fed."""
@@ -101,7 +110,6 @@ class Feed:
         # When the call that the monitor has not returned from began, in seconds of the monotonic clock.
         self.called_at: float | None = None
         self._run, self._monitor, self._config, self._positions = run, monitor, config, positions
-        self._folder = folder_id(run)
         self._poll_s = poll_s
         self._names: dict[str, set[str]] = {writer: set() for writer in metrics_files(run)}
         self._stopping = threading.Event()
@@ -130,7 +138,7 @@ class Feed:
             is_last = self._stopping.is_set()
             while self._turn(tails) and is_last:
                 pass
-            if is_last or folder_id(self._run) != self._folder:
+            if is_last or not self._positions.is_there:
                 return
             self._stopping.wait(self._poll_s)
 
@@ -146,11 +154,12 @@ class Feed:
         for writer, tail in tails.items():
             for _ in range(READS_PER_TURN):
                 read = tail.read()
+                if not self._positions.is_there:  # what was read may be another run's
+                    return False
                 for line in read.lines:
                     self._pass_on(writer, line)
-                # Of the run that was here before, nothing is kept in the folder of another.
                 has_news = bool(read.lines) or not read.more
-                if has_news and self._monitor.wants_all and folder_id(self._run) == self._folder:
+                if has_news and self._monitor.wants_all and self._positions.is_there:
                     self._positions.keep(self.name, {w: each.position for w, each in tails.items()})
                 if not read.more:
                     break

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daemons.monitors.base import Monitor
-from daemons.monitors.feed import Feed, Positions, folder_id, metrics_files
+from daemons.monitors.feed import Feed, Positions, metrics_files
 from daemons.monitors.prometheus import PrometheusMonitor, PrometheusPage
 from prime_rl.configs.base import BaseConfig, ConfigError
 from prime_rl.configs.monitors import MonitorsConfig, PrometheusConfig, TensorBoardConfig, TrackioConfig, WandbConfig
@@ -58,7 +58,7 @@ class FollowedRun:
         now: float,
         quiet_s: float = QUIET_S,
     ) -> None:
-        self.run, self.folder = run, folder_id(run)
+        self.run = run
         self._workspace, self._page, self._quiet_s = workspace, page, quiet_s
         self._feeds: dict[str, _Fed] = {}
         self._failed: dict[str, BaseConfig] = {}
@@ -69,6 +69,11 @@ class FollowedRun:
         self._files = {writer: str(path) for writer, path in metrics_files(run).items()}
         self._stamps = self._look_at_files()
         self._changed_at = now if self._has_unread() else now - self._age_s()
+
+    @property
+    def is_there(self) -> bool:
+        """False once the run was deleted, and for its successor."""
+        return self._positions.is_there
 
     def look(self, now: float, *, in_slot: bool) -> None:
         """Start what should run, stop what should not; waits for nothing."""

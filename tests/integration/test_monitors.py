@@ -170,16 +170,11 @@ def test_every_line_of_two_runs_reaches_all_monitors_over_a_kill_and_nothing_out
     process = daemon.start(ALL)
     for run in runs:
         write(run, 1)
-    places = [run.monitors / "state.json" for run in runs]
 
-    def kept(run: RunDir, monitor: str) -> int:
-        path = run.monitors / "state.json"
-        return json.loads(path.read_text()).get(monitor, {}).get("trainer", 0) if path.exists() else 0
+    def all_passed_on() -> bool:
+        return all(passed_on(run, monitor) for run in runs for monitor in ("wandb", "tensorboard"))
 
-    def passed_on() -> bool:
-        return all(kept(run, m) == run.trainer_metrics.stat().st_size for run in runs for m in ("wandb", "tensorboard"))
-
-    until(passed_on, f"the first lines to be in {places}")
+    until(all_passed_on, "the first lines")
     until(lambda: daemon.page().count("prl_trainer_loss{") == 2, "both runs on one page")
     assert "wandb-core" in children_of(process)
     assert len(process.children()) == 1, "one W&B process for all runs"
@@ -189,7 +184,7 @@ def test_every_line_of_two_runs_reaches_all_monitors_over_a_kill_and_nothing_out
         write(run, 2)
     daemon.hold()  # both are finished
     daemon.start(ALL)
-    until(passed_on, "the lines that came meanwhile")
+    until(all_passed_on, "the lines that came meanwhile")
     write(runs[0], 3)
     assert daemon.end(signal.SIGTERM) == 0
     # What W&B had not written when it was killed is lost; what it was given is given once.
@@ -216,22 +211,21 @@ def test_trackio_reads_every_line_of_two_runs_once_over_a_kill_and_nothing_is_se
             "TRACKIO_BUCKET_ID": "somebody/bucket",
         }
 
-        def passed_on() -> bool:
-            places = [json.loads(read(run) or "{}").get("trackio", {}).get("trainer") for run in runs]
-            return places == [run.trainer_metrics.stat().st_size for run in runs]
+        def all_passed_on() -> bool:
+            return all(passed_on(run, "trackio") for run in runs)
 
         process = daemon.start('[trackio]\nproject = "tests"\n')
         for run in runs:
             write(run, 1)
         append_line(runs[0].orchestrator_metrics, json.dumps({"step": 1, "reward/mean": 0.5}))
-        until(passed_on, "the first lines")
+        until(all_passed_on, "the first lines")
         assert process.children() == [] and not any(each.status == "LISTEN" for each in process.net_connections())
         daemon.end(signal.SIGKILL)
         (runs[0].monitors / "state.json").unlink()  # as if it was killed before it could keep how far it was
         for run in runs:
             write(run, 2)
         daemon.start('[trackio]\nproject = "tests"\n')
-        until(passed_on, "the lines that came meanwhile")
+        until(all_passed_on, "the lines that came meanwhile")
         assert daemon.end(signal.SIGTERM) == 0
         with pytest.raises(BlockingIOError):
             hub.accept()
@@ -249,13 +243,13 @@ def test_a_run_that_is_added_again_is_another_run_of_trackio_and_its_text_is_cle
     daemon.hold(run)
     daemon.start("[prometheus]\n")
     write(run, 1)
-    until(lambda: "trackio" in read(run), "the first run")
+    until(lambda: passed_on(run, "trackio"), "the first run's line")
     run.path.rename(daemon.output.path / "deleted")
     run = add_run(daemon, "run_a", trackio={})
     attacks = [text for name, text in ATTACKS.items() if name != "megabyte"]  # too long for a line
     for number, text in enumerate(attacks):
         append_line(run.trainer_metrics, json.dumps({"step": number, text.format("shown"): 0.5, text: 0.25}))
-    until(lambda: "trackio" in read(run), "its successor")
+    until(lambda: passed_on(run, "trackio"), "its successor's lines")
     assert daemon.end(signal.SIGTERM) == 0
     (id_1, _, _, rows_1), (id_2, _, _, rows_2) = sorted(
         trackio_runs(daemon.output, "prl-multirun"), key=lambda run: len(run[3])
@@ -297,6 +291,12 @@ def turns(daemon: Daemon) -> int:
 def read(run: RunDir) -> str:
     path = run.monitors / "state.json"
     return path.read_text() if path.exists() else ""
+
+
+def passed_on(run: RunDir, monitor: str) -> bool:
+    """Whether `monitor` was given all of the trainer's lines."""
+    kept = json.loads(read(run) or "{}").get(monitor, {})
+    return kept.get("trainer") == run.trainer_metrics.stat().st_size
 
 
 def test_the_daemon_lives_while_a_run_asks_for_it_and_has_the_key_alone(prl: Prl) -> None:

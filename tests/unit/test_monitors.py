@@ -227,6 +227,26 @@ def test_the_place_of_a_deleted_run_is_not_kept_in_the_folder_of_its_successor(r
     assert monitor.calls[-1] == "close" and not run.monitors.exists()
 
 
+@pytest.mark.parametrize("during", ["start", "log"])
+def test_no_line_of_a_successor_is_passed_on_as_a_line_of_the_run_before(
+    run: RunDir, feeds: Feeds, during: str
+) -> None:
+    class Replacing(Recorder):
+        def _note(self, what: str, call: Any) -> None:
+            super()._note(what, call)
+            if what == during:
+                run.path.rename(run.path.with_name("deleted"))
+                run.metrics.mkdir(parents=True)
+                write(run, "trainer", 2, x=2)
+
+    write(run, "orchestrator", 1, x=1)  # is read before the trainer's file
+    monitor = Replacing()
+    (feed,) = feeds.start(monitor)
+    until(lambda: feed.is_over, "the feed to end")
+    ours = [(1, {"orchestrator/x": 1.0})] if during == "log" else []
+    assert monitor.calls[1:] == [*ours, "close"]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
 def test_tensorboard_reads_back_every_figure_over_two_starts(run: RunDir, feeds: Feeds) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
