@@ -7,9 +7,11 @@ business.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,11 +23,13 @@ from prime_rl.contract.peft import ADAPTER_FILE as ADAPTER_FILE
 from prime_rl.contract.peft import CONFIG_FILE, read_adapter_config
 from prime_rl.contract.peft import AdapterConfig as AdapterConfig
 from prime_rl.lora.linear import MultiLoRALinear
-from prime_rl.lora.misfit import misfit, shapes_of
-from prime_rl.lora.tensor_files import load_tensors
+from prime_rl.lora.misfit import Shapes, misfit, shapes_of
+from prime_rl.lora.tensor_files import load_tensors, open_tensors
 
 # A rank of 256 in every linear layer of a model with 70 billion parameters takes about as much.
 MAX_ADAPTER_BYTES = 8 << 30
+# Of `served_parts`, in numbers: 64 MiB of float32.
+PART_SIZE = 16 << 20
 PEFT_PREFIX = "base_model.model."
 
 
@@ -69,33 +73,19 @@ def export_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, rank: int) -
     return tensors
 
 
-@torch.no_grad()
 def load_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, tensors: Mapping[str, Tensor], rank: int) -> None:
     """Put `tensors` (PEFT names, of `rank`) into slot `idx`; what is above `rank` becomes zero. Gradients are dropped.
 
     Raises ValueError, before anything is changed, when a name is missing or unknown or a shape is wrong.
     """
-    problem = misfit(shapes_of(tensors), _expected_shapes(layers, rank))
-    if problem:
-        raise ValueError(f"adapter does not fit the model: {problem}")
-    for name, layer in layers.items():
-        lora_A, lora_B = layer.parameters_of(idx)
-        name_A, name_B = peft_names(name)
-        lora_A[:rank].copy_(tensors[name_A])
-        lora_A[rank:].zero_()
-        lora_B[:, :rank].copy_(tensors[name_B])
-        lora_B[:, rank:].zero_()
-        lora_A.grad = lora_B.grad = None
+    _check_fit(layers, shapes_of(tensors), rank)
+    put_adapter(layers, idx, tensors, rank)
 
 
-@torch.no_grad()
-def load_served_adapter(
-    layers: Mapping[str, MultiLoRALinear], idx: int, tensors: Mapping[str, Tensor], config: AdapterConfig
-) -> None:
-    """Put an adapter that may have fewer target modules than `layers` into slot `idx`; the other layers become zero.
+def check_served_adapter(layers: Mapping[str, MultiLoRALinear], shapes: Shapes, config: AdapterConfig) -> None:
+    """Raises ValueError unless `put_adapter` may put tensors of `shapes` into `layers`, or into a part of them.
 
-    Raises ValueError, before anything is changed, when it targets what takes no adapter here, or when its tensors are
-    not exactly those that it lists.
+    It is refused when it targets what takes no adapter here, or when its tensors are not exactly those that it lists.
     """
     targeted = {name: layer for name, layer in layers.items() if _is_target(name, config.target_modules)}
     idle = [target for target in config.target_modules if not any(_is_target(name, [target]) for name in layers)]
@@ -104,10 +94,60 @@ def load_served_adapter(
         raise ValueError(
             f"its target_modules are {sorted(config.target_modules)}, this model takes adapters in {takes} only"
         )
-    load_adapter(targeted, idx, tensors, config.rank)
-    for name in layers.keys() - targeted.keys():
-        for parameter in layers[name].parameters_of(idx):
-            parameter.zero_()
+    _check_fit(targeted, shapes, config.rank)
+
+
+@dataclass(frozen=True)
+class ServedPart:
+    """Some layers, with the tensors that the file of an adapter has for them, by their PEFT names."""
+
+    layers: Mapping[str, MultiLoRALinear]
+    tensors: Mapping[str, Tensor]
+    config: AdapterConfig
+
+    def put(self, idx: int) -> None:
+        """Into slot `idx`; see `put_adapter`."""
+        put_adapter(self.layers, idx, self.tensors, self.config.rank)
+
+
+def served_parts(layers: Mapping[str, MultiLoRALinear], folder: Path) -> Generator[ServedPart, None, None]:
+    """Read what `save_peft` wrote in parts of about PART_SIZE numbers, once the whole of it was checked by its shapes.
+
+    Reading holds Python's lock, so each part holds up a thread that decodes only for so long. Raises as `load_peft`
+    and `check_served_adapter` do.
+    """
+    config = read_adapter_config(folder)
+    with open_tensors(folder / ADAPTER_FILE, limit=MAX_ADAPTER_BYTES) as file:
+        check_served_adapter(layers, file.shapes, config)
+        num_parts = math.ceil(sum(map(math.prod, file.shapes.values())) / PART_SIZE)
+        for start in range(num_parts):
+            part = dict(itertools.islice(layers.items(), start, None, num_parts))
+            names = {name for layer in part for name in peft_names(layer)} & file.shapes.keys()
+            yield ServedPart(part, file.read(names), config)
+
+
+@torch.no_grad()
+def put_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, tensors: Mapping[str, Tensor], rank: int) -> None:
+    """Copy `tensors` that were checked into slot `idx` of `layers`, which may be a part of them.
+
+    A layer without tensors becomes zero, as does what is above `rank`. Gradients are dropped.
+    """
+    for name, layer in layers.items():
+        lora_A, lora_B = layer.parameters_of(idx)
+        name_A, name_B = peft_names(name)
+        filled = rank if name_A in tensors else 0
+        if filled:
+            lora_A[:rank].copy_(tensors[name_A])
+            lora_B[:, :rank].copy_(tensors[name_B])
+        lora_A[filled:].zero_()
+        lora_B[:, filled:].zero_()
+        lora_A.grad = lora_B.grad = None
+
+
+def _check_fit(layers: Mapping[str, MultiLoRALinear], shapes: Shapes, rank: int) -> None:
+    problem = misfit(shapes, _expected_shapes(layers, rank))
+    if problem:
+        raise ValueError(f"adapter does not fit the model: {problem}")
 
 
 def _is_target(layer_name: str, targets: Sequence[str]) -> bool:

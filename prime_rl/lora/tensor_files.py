@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -27,10 +28,33 @@ def load_tensors(path: Path, *, limit: int | None = None, mapped: bool = False) 
     return tensors
 
 
+class TensorFile:
+    """A file that is open. Reads what it is asked for, and raises as `load_tensors` does.
+
+    Attributes:
+        shapes: of all its tensors, by name.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        names = file.keys()
+        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: self._file.get_tensor(name) for name in names}
+
+
+@contextlib.contextmanager
+def open_tensors(path: Path, *, limit: int | None = None) -> Iterator[TensorFile]:
+    """Reads the head of a file of at most `limit` bytes. Raises as `load_tensors` does, and so does the block."""
+    with _opened(path, limit) as name, safe_open(name, framework="pt", backend="pread") as file:
+        yield TensorFile(file)
+
+
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of a file, by name; reads its head alone. Raises as `load_tensors` does."""
-    with _opened(path, None) as name, safe_open(name, framework="pt", backend="pread") as file:
-        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    with open_tensors(path) as file:
+        return file.shapes
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ from prime_rl.inference.embedded.model import Served, load_model
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.weight_files import model_shapes
+from prime_rl.lora.adapter_state import ADAPTER_FILE
+from prime_rl.lora.tensor_files import read_shapes
 from tests.inference_support import greedy, make_adapter, make_model
 from tests.patience import PATIENCE_S
 
@@ -166,6 +169,30 @@ async def test_an_adapter_of_lower_rank_after_one_of_higher_rank_is_itself(
     engine.unload_adapter("run_high@v2")
     await engine.load_adapter("run_low@v2", low)
     assert await tokens(engine, adapter="run_low@v2") == expected
+
+
+async def test_every_part_of_a_load_lets_a_token_through(
+    engine: Engine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = make_adapter(tmp_path / "adapter", folder, seed=1)
+    await engine.load_adapter("run_whole@v1", adapter)
+    in_one = await tokens(engine, adapter="run_whole@v1")
+    numbers = sum(map(math.prod, read_shapes(adapter / ADAPTER_FILE).values()))
+    monkeypatch.setattr("prime_rl.lora.adapter_state.PART_SIZE", numbers // 4)
+    after: list[int] = []
+    change = engine.change
+
+    async def counted(action: Callable[[], None]) -> None:
+        await change(action)
+        after.append(engine.stats().num_tokens)
+
+    monkeypatch.setattr(engine, "change", counted)
+    endless = engine.submit([PROMPT], params(ENDLESS))
+    await until(lambda: engine.stats().num_running == 1)
+    await within(engine.load_adapter("run_parts@v1", adapter))
+    engine.cancel(endless)
+    assert len(after) >= 4 and len(set(after)) == len(after)
+    assert await tokens(engine, adapter="run_parts@v1") == in_one != await tokens(engine)
 
 
 async def test_a_cancelled_job_frees_rows_and_slot(engine: Engine, folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prime_rl.lora.adapter_state import export_adapter, load_adapter, load_peft, reset_adapter, save_peft
+from prime_rl.lora.adapter_state import (
+    ADAPTER_FILE,
+    export_adapter,
+    load_adapter,
+    load_peft,
+    reset_adapter,
+    save_peft,
+    served_parts,
+)
 from prime_rl.lora.grouped import GroupedPlan, LoopedPlan, Plan, TokenGroup, grouped_lora, make_plan
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
@@ -202,6 +211,17 @@ def test_a_damaged_adapter_is_a_value_error(tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text('{"r": 4}')
     with pytest.raises(ValueError, match=r"target_modules must be a list"):
         load_peft(folder)
+
+
+def test_a_file_that_is_cut_between_two_parts_is_a_value_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, layers, _ = adapted()
+    folder = export_to(tmp_path, layers)
+    monkeypatch.setattr("prime_rl.lora.adapter_state.PART_SIZE", 100)
+    parts = served_parts(layers, folder)
+    next(parts).put(2)
+    os.truncate(folder / ADAPTER_FILE, (folder / ADAPTER_FILE).stat().st_size // 2)
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors: Could not read tensor"):
+        list(parts)
 
 
 def test_start_values_depend_on_seed_and_rank_not_on_the_slot() -> None:

@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 
 from prime_rl.configs.shared import DEFAULT_TARGET_MODULES, LoRAConfig
-from prime_rl.lora.adapter_state import load_adapter, load_peft, load_served_adapter
+from prime_rl.lora.adapter_state import load_adapter, load_peft, served_parts
 from prime_rl.trainer.model import PolicyModel, adapt_model
 from tests.adapter_sets import ATTENTION, MLP, SLOT, TrainedAdapter
 from tests.numeric import check_same, num_terms
@@ -51,9 +51,9 @@ def test_every_set_of_target_modules_says_in_peft_and_in_the_engine_what_the_tra
 @torch.no_grad()
 def served(engine: PolicyModel, folder: Path) -> torch.Tensor:
     """As the embedded engine loads and serves it."""
-    tensors, config = load_peft(folder)
-    load_served_adapter(engine.layers, 0, tensors, config)
-    engine.routing.scaling[0] = config.scaling
+    for part in served_parts(engine.layers, folder):
+        part.put(0)
+        engine.routing.scaling[0] = part.config.scaling
     return engine.logits(torch.tensor([TOKENS]), torch.arange(len(TOKENS)), [0])[0]
 
 
@@ -61,10 +61,9 @@ def test_an_adapter_on_what_inference_was_not_started_with_is_refused(tmp_path: 
     base = tiny_model()
     engine = adapt_model(copy.deepcopy(base), LoRAConfig(rank=8, target_modules=ATTENTION), n_adapters=1)
     for number, targets in enumerate((DEFAULT_TARGET_MODULES, MLP, ("q_proj", "up_proj"))):
-        tensors, config = load_peft(TrainedAdapter.on(base, targets, seed=1).publish(tmp_path / str(number)))
+        folder = TrainedAdapter.on(base, targets, seed=1).publish(tmp_path / str(number))
         with pytest.raises(ValueError, match=r"its target_modules are \[.*'up_proj'.*adapters in \['k_proj', .* only"):
-            load_served_adapter(engine.layers, 0, tensors, config)
-    assert not any(parameter.any() for layer in engine.layers.values() for parameter in layer.parameters_of(0))
+            next(served_parts(engine.layers, folder))
 
 
 @pytest.mark.parametrize(
@@ -84,9 +83,9 @@ def test_an_adapter_that_does_not_hold_what_it_says_is_refused(
     base = tiny_model()
     engine = adapt_model(copy.deepcopy(base), LoRAConfig(rank=8), n_adapters=1)
     folder = TrainedAdapter.on(base, has or ("q_proj",), seed=1).publish(tmp_path / "a")
-    tensors, _ = load_peft(change(folder, target_modules=list(says)))
+    change(folder, target_modules=list(says))
     with pytest.raises(ValueError, match=reason):
-        load_served_adapter(engine.layers, 0, tensors, load_peft(folder)[1])
+        next(served_parts(engine.layers, folder))
 
 
 def change(folder: Path, **fields: Any) -> Path:

@@ -43,7 +43,7 @@ from prime_rl.contract.types import max_batch_bytes, read_batch
 from prime_rl.contract.usage import life_of
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import confined_adapter
-from prime_rl.lora.adapter_state import ADAPTER_FILE, load_peft
+from prime_rl.lora.adapter_state import ADAPTER_FILE, load_peft, served_parts
 from prime_rl.lora.tensor_files import load_tensors, read_shapes
 from prime_rl.orchestrator.batch import publish_batch
 from prime_rl.orchestrator.checkpoint import find_progress, save_state
@@ -181,6 +181,7 @@ def reads_of_one(run: RunDir) -> Iterator[tuple[str, Look]]:
     yield "a checkpoint's state", lambda: load_tensors(saved / STATE_FILE)
     yield "the shapes of a file", lambda: read_shapes(run.broadcast_dir(STEP) / ADAPTER_FILE)
     yield "inference's check", lambda: load_peft(confined_adapter(workspace, str(run.broadcast_dir(STEP))))
+    yield "inference's load", lambda: next(served_parts({}, confined_adapter(workspace, str(run.broadcast_dir(STEP)))))
     yield "the orchestrator's guard", lambda: (ends_again(OutputDir(workspace), run), check_run(run))
     yield "the orchestrator's config", lambda: parse_argv(OrchestratorConfig, ["@", str(run.orch_toml)])
     yield "the orchestrator's place", lambda: find_progress(run, 2, max_bytes=MAX_BATCH)

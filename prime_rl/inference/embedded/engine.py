@@ -12,6 +12,7 @@ name may be loaded is decided before (`front`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,7 @@ from prime_rl.inference.embedded.model import Served
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.reporting import Snapshot
-from prime_rl.lora.adapter_state import load_peft, load_served_adapter
+from prime_rl.lora.adapter_state import served_parts
 
 logger = logging.getLogger(__name__)
 
@@ -129,16 +130,16 @@ class Engine:
         return {name: path for name, (_, path) in self._adapters.items()}
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """Read and check it, load it between rounds; one at a time. Raises ApiError 400 with one clear line."""
+        """Check it, then read a part beside a round and copy it after that round, until it is in its slot.
+
+        One adapter at a time. Raises ApiError 400 with one clear line.
+        """
         slot = self._free_slot()
-
-        def apply() -> None:
-            load_served_adapter(self.served.layers, slot, tensors, config)
-            self.served.routing.scaling[slot] = config.scaling
-
         try:
-            tensors, config = await asyncio.to_thread(load_peft, folder)
-            await self.change(apply)
+            with contextlib.closing(served_parts(self.served.layers, folder)) as parts:
+                while (part := await asyncio.to_thread(next, parts, None)) is not None:
+                    await self.change(partial(part.put, slot))
+                    self.served.routing.scaling[slot] = part.config.scaling
         except (ValueError, OSError) as error:
             raise ApiError(400, f"adapter {name!r} is refused: {error}", param="lora_path") from error
         self._adapters[name] = slot, str(folder)

@@ -18,9 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError
-from prime_rl.lora.adapter_state import AdapterConfig, load_peft, load_served_adapter
+from prime_rl.lora.adapter_state import AdapterConfig, check_served_adapter, load_peft
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
+from prime_rl.lora.misfit import shapes_of
 
 # Sum of squares of all A and of all scaled B.
 AdapterSize = tuple[float, float]
@@ -60,7 +61,7 @@ class AdapterGate:
     def __call__(self, name: str, folder: Path) -> str:
         try:
             tensors, config = load_peft(folder)
-            load_served_adapter(self._layers, 0, {key: t.to("meta") for key, t in tensors.items()}, config)
+            check_served_adapter(self._layers, shapes_of(tensors), config)
         except (ValueError, OSError) as error:
             raise ApiError(400, f"adapter {name!r} is refused: {error}", param="lora_path") from error
         self._sizes[name] = _size(tensors, config)
