@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class PrometheusPage(Collector):
-    """Every figure as a gauge `prl_<name>{run_id="..."}`; `prl_orchestrator_step` and `prl_trainer_step` beside them.
+    """Every figure as a gauge `prl_<name>{run="..."}`; `prl_orchestrator_step` and `prl_trainer_step` beside them.
 
     It is also the collector that the library asks for the gauges at each scrape, in another thread.
     """
@@ -62,7 +62,7 @@ class PrometheusPage(Collector):
         for run_id, figures in list(self._runs.items()):
             for name, value in figures.items():
                 if name not in gauges:
-                    gauges[name] = GaugeMetricFamily(name, "See docs/metrics.md.", labels=["run_id"])
+                    gauges[name] = GaugeMetricFamily(name, "See docs/metrics.md.", labels=["run"])
                 gauges[name].add_metric([run_id], value)
         yield from gauges.values()
 

@@ -291,13 +291,13 @@ def test_prometheus_scrapes_the_newest_figures_of_all_runs_on_loopback(
     others.start(PrometheusMonitor(page))
     until(lambda: len(values_on(page)) == 6, "the figures of both runs")
     assert page.url.startswith("http://127.0.0.1:")
-    of_other = ['prl_trainer_loss{run_id="run_b"} 2.0', 'prl_trainer_step{run_id="run_b"} 7.0']
+    of_other = ['prl_trainer_loss{run="run_b"} 2.0', 'prl_trainer_step{run="run_b"} 7.0']
     assert values_on(page) == sorted(
         [
-            'prl_orchestrator_reward_reverse_text{run_id="run_a"} 0.5',
-            'prl_orchestrator_step{run_id="run_a"} 2.0',
-            'prl_trainer_loss{run_id="run_a"} -1.5',
-            'prl_trainer_step{run_id="run_a"} 1.0',
+            'prl_orchestrator_reward_reverse_text{run="run_a"} 0.5',
+            'prl_orchestrator_step{run="run_a"} 2.0',
+            'prl_trainer_loss{run="run_a"} -1.5',
+            'prl_trainer_step{run="run_a"} 1.0',
             *of_other,
         ]
     )
@@ -358,7 +358,7 @@ def test_names_that_attack_reach_no_monitor_as_they_are(tmp_path: Path, page: Pr
     check_clean("tensorboard", iter(events.Reload().Tags()["scalars"]))
     families = list(text_string_to_metric_families(shown))
     samples = [sample for family in families for sample in family.samples]
-    assert {sample.labels["run_id"] for sample in samples} == {recorder.calls[0][0]}
+    assert {sample.labels["run"] for sample in samples} == {recorder.calls[0][0]}
     assert 1_900 < len(samples) <= 2 * (MAX_FIGURES + 1) and max(len(sample.name) for sample in samples) < 200
     assert all(name.startswith("prl_") for name in (family.name for family in families))
     assert len({name for _, metrics in recorder.calls[1:-1] for name in metrics}) == 2 * MAX_FIGURES

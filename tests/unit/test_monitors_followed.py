@@ -102,7 +102,7 @@ def test_one_page_has_all_runs_as_they_come_and_go(workspace: Workspace) -> None
     run_a, run_b = workspace.run("run_a"), workspace.run("run_b", step=2)
     workspace.hold("run_a", "run_b")
     workspace.start(prometheus={})
-    a, b, c = '{run_id="run_a"} 1.0', '{run_id="run_b"} 2.0', '{run_id="run_c"} 3.0'
+    a, b, c = '{run="run_a"} 1.0', '{run="run_b"} 2.0', '{run="run_c"} 3.0'
     wait_for(lambda: workspace.shown() == [a, b], "both runs", timeout_s=PATIENCE_S)
     workspace.run("run_c", step=3)
     workspace.hold("run_a", "run_c")
@@ -110,13 +110,13 @@ def test_one_page_has_all_runs_as_they_come_and_go(workspace: Workspace) -> None
     run_a.path.rename(workspace.output.path / "deleted")
     wait_for(lambda: workspace.shown() == [b, c], "the deleted one to be gone", timeout_s=PATIENCE_S)
     workspace.run("run_a", step=7)
-    wait_for(lambda: workspace.shown() == ['{run_id="run_a"} 7.0', b, c], "its successor", timeout_s=PATIENCE_S)
+    wait_for(lambda: workspace.shown() == ['{run="run_a"} 7.0', b, c], "its successor", timeout_s=PATIENCE_S)
     workspace.hold("run_a", "run_c")
     workspace.ahead_s = QUIET_S
-    a = '{run_id="run_a"} 7.0'
+    a = '{run="run_a"} 7.0'
     wait_for(lambda: workspace.shown() == [a, c], "the one without a slot to end", timeout_s=PATIENCE_S)
     write(run_b, 8)
-    wait_for(lambda: workspace.shown() == [a, '{run_id="run_b"} 8.0', c], "its new line", timeout_s=PATIENCE_S)
+    wait_for(lambda: workspace.shown() == [a, '{run="run_b"} 8.0', c], "its new line", timeout_s=PATIENCE_S)
 
 
 def test_a_finished_run_gets_what_it_missed_and_no_other_old_run_is_passed_on(workspace: Workspace) -> None:
@@ -152,7 +152,7 @@ def test_a_library_that_hangs_is_named_and_given_up_and_all_else_goes_on(
     workspace.run("run_b")
     workspace.hold("run_a", "run_b")
     monitors = workspace.start(prometheus={})
-    both = ['{run_id="run_a"} 1.0', '{run_id="run_b"} 1.0']
+    both = ['{run="run_a"} 1.0', '{run="run_b"} 1.0']
     wait_for(lambda: workspace.shown() == both, "the page", timeout_s=PATIENCE_S)
     wait_for(called.is_set, "W&B to be called", timeout_s=PATIENCE_S)
     assert feeds() == ["prometheus of run_a", "prometheus of run_b", "wandb of run_a"]
@@ -192,7 +192,7 @@ def test_a_hostile_run_holds_up_no_other(workspace: Workspace, tmp_path: Path, k
     (worse.path / "monitors").symlink_to(decoy)
     workspace.hold("run_bad", "run_worse", "run_good")
     workspace.start(prometheus={}, tensorboard={})
-    expected = ['{run_id="run_good"} 1.0', '{run_id="run_worse"} 1.0']
+    expected = ['{run="run_good"} 1.0', '{run="run_worse"} 1.0']
     wait_for(lambda: workspace.shown() == expected, "the others", timeout_s=PATIENCE_S)
     workspace.look_until(lambda: "tensorboard of run_worse" not in feeds(), "the link to be refused")
     assert outside.touched() == [] and list(decoy.iterdir()) == []
