@@ -127,10 +127,10 @@ def _machine_seconds() -> tuple[float, float]:
 def _children(daemons: Container[int]) -> dict[int, list[int]]:
     """pid -> pids of its children, those of `daemons` left out."""
     found: dict[int, list[int]] = {}
-    for process in psutil.process_iter():
-        if process.pid not in daemons:
+    for pid in psutil.pids():  # not `process_iter`, which keeps what it knew of a pid that another process has now
+        if pid not in daemons:
             with contextlib.suppress(psutil.Error):
-                found.setdefault(process.ppid(), []).append(process.pid)
+                found.setdefault(psutil.Process(pid).ppid(), []).append(pid)
     return found
 
 

@@ -165,9 +165,10 @@ def wait_until_ready(
 
 
 def is_ready(workspace: Workspace) -> bool:
-    """Whether the supervisor watches, the trainer waits or trains, and inference really answers."""
+    """Whether the supervisor watches and has recorded both, the trainer waits or trains, inference really answers."""
     return (
         workspace.supervisor_alive
+        and all(workspace.daemon(name) is not None for name in (INFERENCE, TRAINER))
         and workspace.trainer is not None
         and workspace.trainer.state in ("waiting", "training")
         and workspace.inference is not None

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 _QUIET = "TORCH_CPP_LOG_LEVEL=ERROR"
 # torchrun's name for its option `--node-rank` in the environment.
 NODE_VARIABLE = "PET_NODE_RANK"
+# Of node 0, where ranks on several nodes meet: below the ports that the kernel gives to connections meanwhile, clear
+# of those of Ray.
+MEETING_PORTS = range(20_000, 30_000)
 
 
 def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> list[str]:

@@ -132,8 +132,10 @@ def lives() -> Iterator[Lives]:
 
 def _child(toml: str, point: str | None) -> None:
     """Never returns."""
+    from prime_rl.orchestrator import policy
     from prime_rl.orchestrator.orchestrator import main
 
+    policy.CLOSE_TIMEOUT_S = PATIENCE_S  # the server is in the test's process, which may stand still
     signal.alarm(int(PATIENCE_S))
     os.dup2(2, 1)  # the parent's answers go to the other
     code = 1

@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir, list_steps
+from prime_rl.trainer import loop as loop  # here and not in each rank: they have ten seconds to join
 from prime_rl.trainer import train as trainer
 from prime_rl.trainer.runs import get_multi_run_manager
 from prime_rl.trainer.sharding import part_here
@@ -319,7 +320,9 @@ def start_again(workspace: Path, name: str, dead: Ranks, run: RunDir) -> list[in
     """As torchrun does, which keeps its store: the same ranks once more, until they trained one more batch."""
     before = published(run)
     put_batch(run, make_batch(run.run_id, before + 1))
-    ranks = Ranks(len(dead.pids), workspace / "again", lambda: run_entry(workspace, name), dead.store)
+    config = tight_config(workspace, workspace.parent / "model", dist_timeout_s=PATIENCE_S)  # none is lost here
+    (workspace / "again.toml").write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    ranks = Ranks(len(dead.pids), workspace / "again", lambda: run_entry(workspace, "again"), dead.store)
     wait_for(lambda: published(run) == before + 1, f"{name}: the next version", timeout_s=PATIENCE_S)
     for pid in ranks.pids:
         os.kill(pid, signal.SIGTERM)

@@ -205,9 +205,10 @@ def test_health_costs_next_to_nothing_and_needs_no_key(server: RunningServer) ->
         names = ("vllm:generation_tokens_total", "prl_generated_tokens_total")
         return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
 
+    url = f"{server.root_url}/health"
     before, start_s = num_tokens(), time.monotonic()
     with ThreadPoolExecutor(8) as pool:
-        codes = set(pool.map(lambda _: httpx.get(f"{server.root_url}/health").status_code, range(NUM_POLLS)))
+        codes = set(pool.map(lambda url: httpx.get(url, timeout=PATIENCE_S).status_code, [url] * NUM_POLLS))
     assert codes == {200}
     assert 1 <= num_tokens() - before <= 2 + (time.monotonic() - start_s) / FRESH_S
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from daemons.launchers.agent import read_starts
-from daemons.torchrun import on_nodes
+from daemons.torchrun import MEETING_PORTS, on_nodes
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.text import one_line
 
@@ -49,9 +50,11 @@ class NodeActor:
         """HOST:PORT of this node where ranks can meet."""
         import ray
 
-        with socket.socket() as found:
-            found.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{found.getsockname()[1]}"
+        for port in random.sample(MEETING_PORTS, len(MEETING_PORTS)):
+            with contextlib.suppress(OSError), socket.socket() as found:
+                found.bind(("", port))
+                return f"{ray.util.get_node_ip_address()}:{port}"
+        raise OSError(f"no port of {MEETING_PORTS.start} to {MEETING_PORTS.stop - 1} is free")
 
     def run(self, argv: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, str], folder: str) -> int:
         """Start the agent and wait for its end; returns its exit code. Ray has set which GPUs are this actor's.

@@ -39,7 +39,7 @@ from daemons.launchers.placement import Place, find_place
 from daemons.logs import SRUN_LOG
 from daemons.process import daemon_environment
 from daemons.specs import DaemonSpec, trainer_spec
-from daemons.torchrun import on_nodes
+from daemons.torchrun import MEETING_PORTS, on_nodes
 from prime_rl.contract.files import make_folder, open_append
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus
@@ -61,7 +61,6 @@ AVOID_S = 60.0
 NODES_KNOWN_S = 5.0
 # States (as sinfo shows them) of nodes that still run steps of our own job.
 _USABLE = frozenset({"alloc", "mix", "idle", "comp", "drng", "plnd", "resv"})
-_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 
 
 class Step(Protocol):
@@ -281,7 +280,7 @@ def step_command(
     """
     argv = spec.argv
     if len(place.nodes) > 1:
-        endpoint = f"{address}:{_FIRST_PORT + int(start_id, 16) % _NUM_PORTS}"
+        endpoint = f"{address}:{MEETING_PORTS[int(start_id, 16) % len(MEETING_PORTS)]}"
         argv = on_nodes(argv, len(place.nodes), endpoint, start_id)
     num_nodes = str(len(place.nodes))
     devices = ["--devices", ",".join(map(str, place.devices))] if place.devices else []

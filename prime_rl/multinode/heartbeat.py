@@ -53,8 +53,8 @@ class Heartbeat:
 
     def look(self) -> None:
         """The loop came round."""
-        self._looks += 1
         self._looked_at = self._clock()
+        self._looks += 1  # last: who sees the new number sees the new time
 
     def say(self, node: NodeRecord) -> None:
         """This node's record from now on. What only grows (`progress`) is written with the next beat."""
@@ -77,15 +77,17 @@ class Heartbeat:
 
     def beat(self) -> None:
         with self._lock:
-            if self._given_up_at == self._looks:
+            looks = self._looks
+            if self._given_up_at == looks:
                 return
+            # Judged before this record is written, for a write takes time: the other nodes give the reason from it.
+            is_over = self._clock() - self._looked_at > self._silent_after_s
             if self._node is not None:
                 self._write_node(self._node)
             if self._group is not None:
                 self._write_group(self._group)
-            # Only after this record is written: the other nodes give the reason from it.
-            if self._clock() - self._looked_at > self._silent_after_s:
-                self._given_up_at = self._looks
+            if is_over:
+                self._given_up_at = looks
 
     def _write_node(self, node: NodeRecord) -> None:
         self._seq += 1

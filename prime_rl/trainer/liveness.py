@@ -8,6 +8,7 @@ torchrun or the supervisor starts the trainer again, and every run goes on from 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -83,7 +84,7 @@ class Liveness:
         self._beat_s = min(BEAT_S, timeout_s / 8)
         self._stop = stop
         self._end = end or _end_process
-        self._number = 0
+        self._number = self._num_looks = 0
         self._pulse = Pulse(size)
         self._closing = threading.Event()
         self._suspects = False
@@ -101,7 +102,10 @@ class Liveness:
         """After a failed collective: which rank is lost, or None when all live. Takes a few beats to find out."""
         if self._thread.is_alive():
             self._suspects = True
-            self._settled.wait(self._suspicious_s + 5 * self._beat_s)
+            # In looks and not in seconds: the watching thread may get less time than this one.
+            num_looks = self._num_looks + math.ceil(self._suspicious_s / self._beat_s) + 5
+            while self._thread.is_alive() and self._num_looks < num_looks and not self._settled.wait(self._beat_s):
+                pass
         return self._verdict
 
     def leave(self) -> str | None:
@@ -129,6 +133,7 @@ class Liveness:
                     return self._conclude(self._agree_on(lost, limit_s))
                 if self._suspects and self._pulse.all_left:
                     self._settled.set()
+                self._num_looks += 1
             self._store.set(self._keys[self._rank], LEFT)
         except RuntimeError as error:
             logger.debug("the store of the ranks failed", exc_info=True)

@@ -231,6 +231,7 @@ def test_a_terminal_is_answered_until_quit(server: RunningServer, tmp_path: Path
         terminal.type("a" * 600)  # more than the model's longest sequence
         terminal.press("Enter")
         terminal.wait("prl: inference refuses this: The prompt has [0-9]+ tokens")
+        wait_for(lambda: lines()[-1] == ">", "the prompt", timeout_s=PATIENCE_S)
         answered("and", second)
         assert loaded(server) == ["chat/run_a@v1"]
         terminal.type("/quit")

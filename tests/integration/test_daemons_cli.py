@@ -335,18 +335,18 @@ def demo_configs(prl: Prl, max_steps: int = 6) -> str:
 
 @pytest.mark.slow
 def test_demo_trains_three_runs_on_two_slots_and_leaves_nothing(prl: Prl) -> None:
-    configs = demo_configs(prl, max_steps=4)
+    configs = demo_configs(prl, max_steps=20)  # so long that each state meets a look
     for _ in range(2):  # the second removes what the first left
         done = prl("demo", "--configs", configs)
     assert "run_upper: waiting" in done.stdout and "run_upper: active in slot" in done.stdout
     for name in ("reverse", "sort", "upper"):
         steps = [line for line in done.stdout.splitlines() if line.startswith(f"run_{name}: step ")]
-        assert len(steps) == 4, done.stdout
+        assert len(steps) == 20, done.stdout
     report = json.loads((prl.output_dir / "report.json").read_text())
     assert report["version"] == 1 and report["wall_s"] > 0
     for story in report["runs"].values():
-        assert (story["steps"], story["state"]) == (4, "finished")
-        assert (story["reward_first"], story["reward_last"]) == (0.625, 0.625), "fewer than five: all of them"
+        assert (story["steps"], story["state"]) == (20, "finished")
+        assert (story["reward_first"], story["reward_last"]) == pytest.approx((0.15, 0.9)), "the mean of five"
     assert prl.members() == []
 
 

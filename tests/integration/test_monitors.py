@@ -274,7 +274,7 @@ def test_wandb_without_a_network_holds_up_neither_other_runs_nor_the_end(daemon:
         until(lambda: "wandb-core" in children_of(process), "W&B to start")
         for run in (hangs, works):
             write(run, 1)
-        until(lambda: "wandb" in read(works), "the other run")
+        until(lambda: passed_on(works, "wandb"), "the other run's line")
         until(lambda: daemon.page().count("prl_trainer_loss{") == 2, "both on the page")
         before = turns(daemon)
         until(lambda: turns(daemon) > before, "the loop")
@@ -301,7 +301,7 @@ def passed_on(run: RunDir, monitor: str) -> bool:
 
 def test_the_daemon_lives_while_a_run_asks_for_it_and_has_the_key_alone(prl: Prl) -> None:
     prl.env["WANDB_API_KEY"] = CANARY
-    prl.up()
+    prl.up("--supervisor.drain_s", "60")
     assert "monitors" not in {each["name"] for each in prl.json("status")["daemons"]}
     (prl.output_dir / "pause_run_plain").touch()
     (prl.output_dir / "pause_run_asks").touch()

@@ -133,7 +133,10 @@ async def metrics_of(run: RunDir, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-async def test_servers_that_die_come_and_leave_cost_no_rollout(servers: Servers, tmp_path: Path) -> None:
+async def test_servers_that_die_come_and_leave_cost_no_rollout(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_rl.orchestrator.policy.CLOSE_TIMEOUT_S", PATIENCE_S)
     run = make_run(servers.output.path)
     trainer = Trainer(run, make_adapter(tmp_path / "adapter", Path(servers.base), seed=1))
     config = run_config(

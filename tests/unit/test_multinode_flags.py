@@ -229,8 +229,10 @@ def test_the_status_tells_what_stands_still_and_for_how_long(tmp_path: Path, cap
 
     def beat() -> None:
         for seq in itertools.count():
-            write_node(output, 0, state="waiting", arrived=True, waiting_on="node 1", seq=seq, heartbeat_s=5.0)
-            write_node(output, 1, seq=seq, heartbeat_s=5.0, loop=7, loop_limit_s=30.0, loop_still_s=41.0 + seq / 1e6)
+            write_node(output, 0, state="waiting", arrived=True, waiting_on="node 1", seq=seq, heartbeat_s=PATIENCE_S)
+            write_node(
+                output, 1, seq=seq, heartbeat_s=PATIENCE_S, loop=7, loop_limit_s=30.0, loop_still_s=41.0 + seq / 1e6
+            )
             if ended.wait(0.02):
                 return
 

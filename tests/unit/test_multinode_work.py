@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ class Records:
     def __init__(self) -> None:
         self.nodes: list[NodeRecord] = []
         self.groups: list[GroupRecord] = []
-        self.write_node, self.write_group = self.nodes.append, self.groups.append
+        self.write_node: Callable[[NodeRecord], None] = self.nodes.append
+        self.write_group: Callable[[GroupRecord], None] = self.groups.append
 
 
 def test_a_loop_that_stands_still_beats_until_it_is_given_up() -> None:
@@ -148,6 +150,23 @@ def test_a_loop_that_stands_still_beats_until_it_is_given_up() -> None:
     heartbeat.silence()
     heartbeat.beat()
     assert records.nodes[-1] is last
+
+
+def test_the_last_record_of_a_loop_that_stands_still_says_so_however_long_a_write_takes() -> None:
+    now, records = [0.0], Records()
+    heartbeat = Heartbeat(records, clock=lambda: now[0], every_s=1.0, silent_after_s=10.0)
+    heartbeat.look()
+    heartbeat.say(NodeRecord(0, "a", 0))
+
+    def slow(record: NodeRecord) -> None:
+        records.nodes.append(record)
+        now[0] += 0.3
+
+    records.write_node = slow
+    for _ in range(20):
+        now[0] += 0.9
+        heartbeat.beat()
+    assert 10.0 < records.nodes[-1].still_s < 12.0
 
 
 def test_beats_come_from_a_thread_of_their_own() -> None:

@@ -28,8 +28,11 @@ from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
-async def life(tmp_path: Path) -> AsyncIterator[tuple[RunDir, FakeInference, asyncio.Task[int]]]:
+async def life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[RunDir, FakeInference, asyncio.Task[int]]]:
     """An orchestrator of a run of two steps that starts from an adapter, with nothing published yet."""
+    monkeypatch.setattr("prime_rl.orchestrator.policy.CLOSE_TIMEOUT_S", PATIENCE_S)
     model, run = make_model(tmp_path / "model"), make_run(tmp_path)
     fake = FakeInference(model)
     async with serving(fake) as url:

@@ -152,7 +152,7 @@ async def test_a_request_without_answer_is_given_up_at_its_deadline_and_tried_ag
         assert await sample(client, str(model))
         await client.close()
     assert troubles[0] is not None and "no answer in 2 s" in troubles[0] and troubles[-1] is None
-    assert client.places.control.limit == START_LIMIT // 2
+    assert client.places.control.limit <= START_LIMIT // 2
 
 
 async def test_the_key_is_sent(model: Path, tmp_path: Path) -> None:
