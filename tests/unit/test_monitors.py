@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from daemons.monitors.base import Monitor, importing
+from daemons.monitors.base import Monitor
 from daemons.monitors.feed import MAX_FIGURES, Feed, Positions
 from daemons.monitors.prometheus import PrometheusMonitor, PrometheusPage
 from daemons.monitors.tensorboard import TensorBoardMonitor
@@ -363,21 +363,6 @@ def test_names_that_attack_reach_no_monitor_as_they_are(tmp_path: Path, page: Pr
     assert all(name.startswith("prl_") for name in (family.name for family in families))
     assert len({name for _, metrics in recorder.calls[1:-1] for name in metrics}) == 2 * MAX_FIGURES
     assert "shown" in handed or attack in ("title", "title, other end"), "nothing was attacked"
-
-
-def test_libraries_are_imported_one_after_another() -> None:
-    entered = threading.Event()
-
-    def import_another() -> None:
-        with importing("b"):
-            entered.set()
-
-    with importing("a"):
-        thread = threading.Thread(target=import_another)
-        thread.start()
-        assert not entered.wait(0.1)
-    assert entered.wait(PATIENCE_S)
-    thread.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize(

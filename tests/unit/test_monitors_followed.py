@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from daemons.monitors.__main__ import Monitors
+from daemons.monitors.base import importing
 from daemons.monitors.followed import CLOSE_LIMIT_S, SLOW_S
 from prime_rl.configs.base import build
 from prime_rl.configs.monitors import MonitorsConfig
@@ -251,3 +252,18 @@ def test_a_port_that_is_taken_is_tried_again(workspace: Workspace, caplog: pytes
     first.close()
     second.look()
     assert httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S).status_code == 200
+
+
+def test_libraries_are_imported_one_after_another() -> None:
+    entered = threading.Event()
+
+    def import_another() -> None:
+        with importing("b"):
+            entered.set()
+
+    with importing("a"):
+        thread = threading.Thread(target=import_another)
+        thread.start()
+        assert not entered.wait(0.1)
+    assert entered.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
