@@ -1,4 +1,4 @@
-"""The container's files: linted, and consistent with the rest of the project. Docker itself is not used."""
+"""The files of the container: linted, and consistent with the project; integration/test_container.py runs them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,13 @@ def test_each_service_has_its_stage_and_files_that_exist() -> None:
                 assert (ROOT / word.lstrip("/")).is_file(), word
 
 
-def test_torch_is_the_version_of_the_constraints() -> None:
-    (version,) = re.findall(r'"torch==([\d.]+)\+cpu"', DOCKERFILE.read_text())
-    assert f"\ntorch=={version}\n" in (ROOT / "constraints.txt").read_text()
+def test_versions_come_from_the_locks() -> None:
+    """No version stands in the file, and each package but those that build is installed with its lock's hashes."""
+    text = DOCKERFILE.read_text()
+    assert "==" not in text
+    locks = re.findall(r"uv pip install .*?-c /dist/(\S+)", text)
+    assert locks == ["cpu.lock", "cpu.lock", "gpu.lock"] and len(re.findall("uv pip install", text)) == 3
+    assert all((ROOT / "requirements" / name).is_file() for name in locks)
 
 
 def test_what_the_image_copies_is_not_ignored() -> None:
