@@ -20,6 +20,8 @@ DOCS = "docs/"
 DOCUMENTS = ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 # The first page of the repository is not that of the site.
 SAME = {"README.md": "docs/index.md"}
+# Their pictures are up to 120 characters wide: they get the column of the table of contents.
+WIDE = "explanation/"
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)")
 
 
@@ -41,6 +43,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Links of a page, from where it is in the repository to where it is on the site."""
     path = page.file.src_uri if page.file.generated_by else DOCS + page.file.src_uri
     here = posixpath.dirname(page.file.src_uri)
+    if page.file.src_uri.startswith(WIDE):
+        page.meta["hide"] = ["toc"]
 
     def on_site(match: re.Match[str]) -> str:
         target = to_file(path, match[2])
