@@ -83,6 +83,7 @@ class RunFact:
     paused: str | None = None
 
     def has_reached(self, step: int) -> bool:
+        """Whether the run has published the version `step`, or is over and counts as if it had."""
         return self.is_over or self.step >= step
 
 

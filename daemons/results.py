@@ -39,6 +39,7 @@ class RunResult:
 
     @property
     def steps(self) -> int:
+        """The newest step that has a reward; 0 without one."""
         return max(self.rewards, default=0)
 
     @property
@@ -49,6 +50,7 @@ class RunResult:
 
     @property
     def last_evaluation(self) -> Mapping[CleanText, float]:
+        """The figures of the newest version that was evaluated; {} without one."""
         return self.evaluations[max(self.evaluations)] if self.evaluations else {}
 
 

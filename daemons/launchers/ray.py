@@ -59,6 +59,7 @@ class RayLauncher:
         self._beats = Beats()
 
     def start(self, spec: DaemonSpec) -> Handle:
+        """`Launcher.start`. It returns before Ray has placed the daemon, which counts as alive while it waits for room."""
         start_id = new_start_id()
         make_folder(self.output.starts)
         forget_starts(self.output, spec.name, but=self._starts)
@@ -77,6 +78,10 @@ class RayLauncher:
         return Handle(engine=ENGINE, name=spec.name, start_id=start_id, ref=start.ref)
 
     def look(self, handle: Handle) -> Alive | Ended:
+        """`Launcher.look`: by the records of the agents, and by what Ray's thread reports.
+
+        Adds a start of an earlier supervisor to those that the thread looks after.
+        """
         self._cluster.keep_signals()
         start = self._starts.get(handle.start_id)
         if start is None:  # of an earlier supervisor
@@ -95,29 +100,36 @@ class RayLauncher:
         return seen
 
     def has_news(self) -> bool:
+        """`Launcher.has_news`: whether Ray's thread reports the end of a start, which `look` has not settled yet."""
         return any(start.trouble is not None or start.returned_at is not None for start in self._starts.values())
 
     def stop(self, handle: Handle, grace_s: float) -> None:
+        """`Launcher.stop`: asks the agents, whose end or delay frees the placement group. Raises OSError."""
         ask_to_stop(self.output, handle.name, handle.start_id, grace_s)
         if start := self._starts.get(handle.start_id):
             start.release_by(grace_s)
 
     def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
+        """`Launcher.end`, by `stop` and `look`."""
         return end_starts(self, handles, grace_s, drain_s, tick)
 
     def adopt(self, record: DaemonStatus) -> Handle | None:
+        """`Launcher.adopt`; None for a start of another engine. A living one is looked after from here on."""
         handle = record.handle
         if handle is None or handle.engine != ENGINE or not isinstance(self.look(handle), Alive):
             return None
         return handle
 
     def logs(self, handle: Handle) -> Path:
+        """`Launcher.logs`: that of the daemon's first node."""
         return log_of(self.output, handle.name)
 
     def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
+        """`Launcher.strays`, by the agents' records."""
         return strays_of(self.output, but)
 
     def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
+        """`Launcher.kill`, by the agents of these processes."""
         return kill_strays(self.output, strays, tick)
 
     def _watch(self, start: Start) -> None:

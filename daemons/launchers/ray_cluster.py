@@ -117,9 +117,11 @@ class Start:
 
     @property
     def num_placed(self) -> int:
+        """On how many nodes it is; 0 until Ray has placed it."""
         return len(self.node_ids)
 
     def node_name(self, node: int) -> str:
+        """The name that Ray has for one of its nodes; before that is known, the number."""
         return self.names[node] if node < len(self.names) else str(node)
 
     def release_by(self, grace_s: float) -> None:

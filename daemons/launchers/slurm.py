@@ -68,7 +68,9 @@ class Step(Protocol):
 
     returncode: int | Any
 
-    def poll(self) -> int | None: ...
+    def poll(self) -> int | None:
+        """The exit code of srun, or None while it runs."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Start:
 
     @classmethod
     def parse(cls, ref: str) -> Start | None:
+        """The start that `str` has written; None for any other text."""
         match = re.fullmatch(r"(\d+) (\d+) ([\w.,-]+) ([\d,]*)", ref)
         if match is None:
             return None
@@ -151,6 +154,7 @@ class Slurm:
         self._beats = Beats()
 
     def start(self, spec: DaemonSpec) -> Handle:
+        """`Launcher.start`. Raises LaunchError outside a job, without room on the nodes, and when Slurm is silent."""
         here, place = self._place(spec)
         start_id = new_start_id()
         forget_starts(self.output, spec.name, but=self._started)
@@ -165,6 +169,10 @@ class Slurm:
         return Handle(engine=ENGINE, name=spec.name, start_id=start_id, ref=str(Start(here.job, here.restart, place)))
 
     def look(self, handle: Handle) -> Alive | Ended:
+        """`Launcher.look`: by the records of the agents and by srun.
+
+        A start of another job, or from before this one was requeued, has ended.
+        """
         start = Start.parse(handle.ref)
         here = self._allocation
         if start is None or here is None or (start.job, start.restart) != (here.job, here.restart):
@@ -182,9 +190,11 @@ class Slurm:
         return seen
 
     def has_news(self) -> bool:
+        """`Launcher.has_news`: whether an srun has ended whose start `look` has not settled yet."""
         return any(srun.poll() is not None for start, srun in self._sruns.items() if start in self._started)
 
     def stop(self, handle: Handle, grace_s: float) -> None:
+        """`Launcher.stop`: asks the agents. With 0 a thread cancels the step if it still runs after LAST_RESORT_S."""
         ask_to_stop(self.output, handle.name, handle.start_id, grace_s)
         running = self._last_resorts.get(handle.start_id)
         if grace_s <= 0 and (running is None or not running.is_alive()):
@@ -193,21 +203,26 @@ class Slurm:
             thread.start()
 
     def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
+        """`Launcher.end`, by `stop` and `look`."""
         return end_starts(self, handles, grace_s, drain_s, tick)
 
     def adopt(self, record: DaemonStatus) -> Handle | None:
+        """`Launcher.adopt`; None for a start of another engine. The place of a living one is taken from here on."""
         handle = record.handle
         if handle is None or handle.engine != ENGINE or not isinstance(self.look(handle), Alive):
             return None
         return handle
 
     def logs(self, handle: Handle) -> Path:
+        """`Launcher.logs`: that of the daemon's first node."""
         return log_of(self.output, handle.name)
 
     def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
+        """`Launcher.strays`, by the agents' records."""
         return strays_of(self.output, but)
 
     def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
+        """`Launcher.kill`, by the agents of these processes."""
         return kill_strays(self.output, strays, tick)
 
     def _judge(self, handle: Handle, place: Place, records: Mapping[int, AgentRecord]) -> Alive | Ended:
