@@ -66,7 +66,7 @@ class Local:
         return any_ended([child for each, child in self._children.items() if each not in self._killed], own)
 
     def stop(self, handle: Handle, grace_s: float) -> None:
-        """`Launcher.stop`. The first process gets SIGTERM; later `look` sends SIGKILL to all of the daemon."""
+        """`Launcher.stop`. The first process gets SIGTERM; a later `look` sends SIGKILL to all of the daemon."""
         if grace_s > 0:
             deadline = time.monotonic() + grace_s
             self._deadlines[handle] = min(deadline, self._deadlines.get(handle, deadline))

@@ -21,7 +21,7 @@ class Child(Protocol):
 
     @property
     def exit_code(self) -> int | None:
-        """Negative for a signal."""
+        """The exit code, negative for a signal."""
         ...
 
     def lives(self) -> bool:

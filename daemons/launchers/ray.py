@@ -59,7 +59,7 @@ class RayLauncher:
         self._beats = Beats()
 
     def start(self, spec: DaemonSpec) -> Handle:
-        """`Launcher.start`. It returns before Ray has placed the daemon, which counts as alive while it waits for room."""
+        """`Launcher.start`. Returns before Ray has placed the daemon, which counts as alive while it waits for room."""
         start_id = new_start_id()
         make_folder(self.output.starts)
         forget_starts(self.output, spec.name, but=self._starts)
@@ -104,7 +104,7 @@ class RayLauncher:
         return any(start.trouble is not None or start.returned_at is not None for start in self._starts.values())
 
     def stop(self, handle: Handle, grace_s: float) -> None:
-        """`Launcher.stop`: asks the agents, whose end or delay frees the placement group. Raises OSError."""
+        """`Launcher.stop`: asks the agents. The placement group is removed when they have ended or are late."""
         ask_to_stop(self.output, handle.name, handle.start_id, grace_s)
         if start := self._starts.get(handle.start_id):
             start.release_by(grace_s)

@@ -154,7 +154,7 @@ class Slurm:
         self._beats = Beats()
 
     def start(self, spec: DaemonSpec) -> Handle:
-        """`Launcher.start`. Raises LaunchError outside a job, without room on the nodes, and when Slurm is silent."""
+        """`Launcher.start`. Raises LaunchError outside a job, for want of nodes or GPUs, and when Slurm fails."""
         here, place = self._place(spec)
         start_id = new_start_id()
         forget_starts(self.output, spec.name, but=self._started)
