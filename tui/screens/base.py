@@ -348,7 +348,10 @@ class PlaceScreen(WorkspaceScreen):
         raise NotImplementedError
 
     def on_mount(self) -> None:
-        """Show the snapshot and the action that came before the widgets were there."""
+        """Show the snapshot and the action that came before the widgets were there.
+
+        Textual itself calls it, after the `on_mount` of a subclass.
+        """
         self._is_ready = True
         self.command_line.entry = self.entry
         if self.snapshot is not None:

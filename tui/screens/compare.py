@@ -79,10 +79,10 @@ class CompareScreen(PlaceScreen):
             self.filter_bar.open()
             self.filter_bar.input.value = text
             self.filter_bar.take(text)
-        super().on_mount()
         self.list.focus()
         self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
-        self.run_worker(self._watcher.run, thread=True, name="read the compared runs")
+        # When `PlaceScreen.on_mount` has asked for the runs: Textual calls it after this one.
+        self.call_next(self.run_worker, self._watcher.run, thread=True, name="read the compared runs")
 
     def on_unmount(self) -> None:
         """Stop the thread that reads the compared runs."""

@@ -58,7 +58,6 @@ class NodesScreen(PlaceScreen):
 
     def on_mount(self) -> None:
         """Redraw at each change of the theme from here on, and let the app look more often."""
-        super().on_mount()
         self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
         self.guide.look_closely(True)
 

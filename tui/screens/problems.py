@@ -76,7 +76,6 @@ class ProblemsScreen(PlaceScreen):
 
     def on_mount(self) -> None:
         """Redraw at each change of the theme from here on."""
-        super().on_mount()
         self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
 
     def on_resize(self) -> None:

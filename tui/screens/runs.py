@@ -82,7 +82,6 @@ class RunsScreen(PlaceScreen):
             self.filter_bar.input.value = self.memory.workspace.filter
             self.filter_bar.take(self.memory.workspace.filter)
             self.table.focus()
-        super().on_mount()
         self.app.theme_changed_signal.subscribe(self, lambda _: self.call_after_refresh(self._recolour))
         self.run_worker(self._watcher.run, thread=True, name="read the selected run")
 

@@ -70,7 +70,6 @@ class SystemScreen(PlaceScreen):
 
     def on_mount(self) -> None:
         """Redraw at each change of the theme from here on, and start the thread that measures the machine."""
-        super().on_mount()
         self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
         self.run_worker(self._watcher.run, thread=True, name="measure the machine")
 
