@@ -271,7 +271,7 @@ class WorkspaceScreen(Screen[None]):
         run_ids = self.run_ids()
         fits = [words] if words in run_ids else [run_id for run_id in run_ids if words and words in run_id]
         if not fits:
-            raise CommandError(f"run {words!r} not found")
+            raise CommandError(f"run {words!r} not found in this workspace; :runs lists them")
         if len(fits) > 1:
             raise CommandError(f"{words!r} is ambiguous: {', '.join(fits[:4])}{' ...' if len(fits) > 4 else ''}")
         self.guide.open_run(fits[0])

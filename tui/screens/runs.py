@@ -221,7 +221,7 @@ class RunsScreen(PlaceScreen):
     def _command_sort(self, words: str) -> None:
         column, _, way = words.partition(" ")
         if column not in SORTS or way.strip() not in ("", "asc", "desc"):
-            raise CommandError(f"sort COLUMN [asc|desc]; columns: {', '.join(SORTS)}")
+            raise CommandError(f"invalid order {words!r}: give COLUMN [asc|desc]; columns: {', '.join(SORTS)}")
         self.sort_by(column, {"asc": False, "desc": True}.get(way.strip()))
 
     @on(Input.Changed, "#filter")

@@ -110,10 +110,10 @@ class SteersRuns(Performs):
         return [row for row in self.target_rows() if row.state not in _NO_PAUSE]
 
     def _some(self) -> list[RunRow]:
-        """Raises CommandError when no run is chosen here."""
+        """The target runs. Raises CommandError without one."""
         if rows := self.target_rows():
             return rows
-        raise CommandError("no run is chosen here")
+        raise CommandError("this command needs a run: move the cursor to one; :runs lists them")
 
     def _only(self, what: str) -> RunRow | None:
         """The one run that `what` starts from. None of several, and why is shown."""
@@ -175,7 +175,7 @@ class SteersRuns(Performs):
     def _command_diff(self, words: str) -> None:
         self._some()
         if words not in self.run_ids():
-            raise CommandError(f"run {words!r} not found")
+            raise CommandError(f"run {words!r} not found in this workspace; :runs lists them")
         if (row := self._only("a comparison")) is None:
             return
         run_id = row.run_id
