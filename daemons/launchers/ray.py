@@ -149,7 +149,8 @@ class RayLauncher:
         if start.trouble is not None:
             return Ended(None, start.trouble)
         if start.returned_at is not None and time.monotonic() - start.returned_at > SETTLE_S:
-            return Ended(None, f"{start.name} ended without a last word of its agent")
+            log = log_of(self.output, start.name)
+            return Ended(None, f"it ended, and its agent left no final record: see {log}")
         num_launched = start.num_placed if start.is_launched else 0
         lost = lost_node(start.start_id, num_launched, records, self._beats)
         if lost is not None:
