@@ -37,7 +37,7 @@ class PrometheusPage(Collector):
 
     @property
     def is_open(self) -> bool:
-        """Whether `open` has succeeded; stays true after `close`."""
+        """Whether the page is served: from `open` until `close`."""
         return self._server is not None
 
     def open(self) -> None:
@@ -53,6 +53,7 @@ class PrometheusPage(Collector):
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
+            self._server = None
 
     def show(self, run_id: str, figures: dict[str, float]) -> None:
         """Put a run's figures on the page, by gauge; those that `figures` lacks keep their values."""
