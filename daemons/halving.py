@@ -138,7 +138,7 @@ def decide_rung(plan: SweepPlan, rung: Rung, values: Mapping[str, float | None])
 
 
 def to_pause(rung: Rung, runs: Sequence[RunFact]) -> list[RunFact]:
-    """Who waits at the rung for the others, and is not paused yet."""
+    """The runs that wait at the rung for the others and are not paused yet."""
     return [run for run in runs if run.step >= rung.step and not run.is_over and run.paused is None]
 
 

@@ -140,7 +140,7 @@ class SupervisorLock:
         self.claim()
 
     def claim(self) -> None:
-        """Remove the pid file: it is ours, no other supervisor has this workspace."""
+        """Have `release` remove the pid file: it is ours, no other supervisor has this workspace."""
         self._is_claimed = True
 
     def is_in_place(self) -> bool:

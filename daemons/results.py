@@ -55,7 +55,7 @@ class RunResult:
 
 
 def read_result(run: RunDir, *, until: int | None = None) -> RunResult:
-    """What the run has reached by step `until` (null: by now). Raises nothing for what is in its files."""
+    """What the run has reached by step `until` (None: by now). Raises nothing for what is in its files."""
     rewards: dict[int, float] = {}
     evaluations: dict[int, dict[CleanText, float]] = {}
     times: dict[int, float] = {}

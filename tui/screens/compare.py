@@ -235,7 +235,7 @@ class CompareScreen(PlaceScreen):
 
 
 def _known(words: str, names: Sequence[str], what: str) -> str:
-    """The name that `words` begins, or is. Raises CommandError."""
+    """The name that `words` is, or the only one that contains it. Raises CommandError."""
     fits = [words] if words in names else [name for name in names if words and words in name]
     if len(fits) != 1:
         raise CommandError(f"{what} {words!r} {'is ambiguous' if fits else 'not found'}: {', '.join(fits or names)}")
