@@ -61,7 +61,7 @@ class Job(Allocation):
     nodes: tuple[str, ...] = ()
     commands: list[Sequence[str]] = field(default_factory=list)
 
-    def usable_nodes(self) -> list[str]:
+    def usable_nodes(self, timeout_s: float = 0.0) -> list[str]:
         return list(self.nodes)
 
     def address(self, node: str) -> str:

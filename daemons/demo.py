@@ -62,9 +62,11 @@ class Recipe:
 
     @property
     def system_file(self) -> Path:
+        """The path of the system file in `configs`."""
         return self.configs / SYSTEM_FILE
 
     def run_files(self) -> list[Path]:
+        """The other TOML files of `configs`, one for each run, sorted by name."""
         return sorted(path for path in self.configs.glob("*.toml") if path.name != SYSTEM_FILE)
 
 
@@ -120,6 +122,7 @@ class RunStory:
             self.metrics = [old for old in self.metrics if old["step"] < record["step"]] + [record]
 
     def mean_reward(self, records: Sequence[Mapping[str, float]]) -> float | None:
+        """The mean of the batches' mean rewards; None without `records`."""
         return sum(record["reward/mean"] for record in records) / len(records) if records else None
 
     def tokens_per_s(self) -> float | None:
@@ -131,6 +134,7 @@ class RunStory:
         return num_tokens / sum(times_s) if sum(times_s) else None
 
     def summary(self) -> dict[str, Any]:
+        """What the report has of this run. `wall_s` is from its first time in a slot to its end, None before that."""
         wall_s = self.finished_s - self.active_s if self.finished_s and self.active_s else None
         return {
             "steps": max([self.step, *(int(record["step"]) for record in self.metrics[-1:])]),

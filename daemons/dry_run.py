@@ -39,6 +39,7 @@ class Planned:
 
     @property
     def where(self) -> str:
+        """The nodes as Slurm writes them, such as `node[1-4]`; `any` or `any 3` where the engine chooses them."""
         return compact(self.nodes) if self.nodes else f"any {self.num_nodes}" if self.num_nodes > 1 else "any"
 
 
@@ -53,6 +54,7 @@ class Plan:
     daemons: tuple[Planned, ...]
 
     def as_json(self) -> dict[str, Any]:
+        """All fields as plain data, for `prl up --dry-run --json`."""
         return asdict(self)
 
     def lines(self) -> list[str]:

@@ -83,6 +83,7 @@ class RunFact:
     paused: str | None = None
 
     def has_reached(self, step: int) -> bool:
+        """Whether the run has published the version `step`, or is over and counts as if it had."""
         return self.is_over or self.step >= step
 
 
@@ -137,7 +138,7 @@ def decide_rung(plan: SweepPlan, rung: Rung, values: Mapping[str, float | None])
 
 
 def to_pause(rung: Rung, runs: Sequence[RunFact]) -> list[RunFact]:
-    """Who waits at the rung for the others, and is not paused yet."""
+    """The runs that wait at the rung for the others and are not paused yet."""
     return [run for run in runs if run.step >= rung.step and not run.is_over and run.paused is None]
 
 

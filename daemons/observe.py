@@ -86,6 +86,10 @@ class Observer:
         return {run_id: run for run_id, run in found.items() if run is not None}
 
     def see(self, daemon: Daemon, look: Alive | Ended, run: RunNow | None, now: float) -> Seen:
+        """What the supervisor sees of `daemon`: from its launcher, its run, and the status that its own process wrote.
+
+        `now` is in seconds that never jump: how long something stands still is counted from the call that first saw it.
+        """
         own = self._own_status(daemon, run)
         status = run.status if run and run.status and daemon.process and _wrote(daemon.process, run.status) else None
         last = status.state if status and status.state in _FINAL_STATES else None

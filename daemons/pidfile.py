@@ -42,9 +42,11 @@ class SupervisorInfo(msgspec.Struct, kw_only=True):
 
     @property
     def process(self) -> ProcessId:
+        """The process that wrote the file, for signals; on another machine it means nothing."""
         return ProcessId(self.pid, self.create_time, self.start)
 
     def lives_here(self) -> bool:
+        """Whether the holder still runs; false for one of another machine or an earlier boot."""
         return is_this_boot(self.host, self.boot_id) and self.process.is_running()
 
     def __str__(self) -> str:
@@ -138,7 +140,7 @@ class SupervisorLock:
         self.claim()
 
     def claim(self) -> None:
-        """Remove the pid file: it is ours, no other supervisor has this workspace."""
+        """Have `release` remove the pid file: it is ours, no other supervisor has this workspace."""
         self._is_claimed = True
 
     def is_in_place(self) -> bool:
@@ -171,6 +173,7 @@ class SupervisorLock:
         os.close(self.fd)
 
     def release(self) -> None:
+        """Unlock the workspace; removes the pid file first where it was claimed and is still ours."""
         if self._is_claimed and self.is_in_place():
             self.output.supervisor_pidfile.unlink(missing_ok=True)
         fcntl.flock(self.fd, fcntl.LOCK_UN)

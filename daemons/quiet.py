@@ -34,10 +34,14 @@ class Named(Protocol):
     """An incident, open or just found."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """One of `ALERT_KINDS`."""
+        ...
 
     @property
-    def subject(self) -> str: ...
+    def subject(self) -> str:
+        """What the incident is about: a run, a daemon, `node RANK` or `disk`."""
+        ...
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,9 +61,11 @@ class Silence(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
+        """KIND:SUBJECT, or only the one that is set; `unmute` takes it."""
         return ":".join(filter(None, (self.kind, self.subject)))
 
     def covers(self, incident: Named) -> bool:
+        """Whether `incident` is one that this stands for. Does not look at `until`."""
         return self.kind in ("", incident.kind) and self.subject in ("", incident.subject)
 
 

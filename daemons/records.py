@@ -40,6 +40,7 @@ class Records:
         self._tails[name] = lines
 
     def forget(self, name: str) -> None:
+        """Remove the record of a daemon, with its file if there is one."""
         self._tails.pop(name, None)
         self._written.pop(name, None)
         self._output.daemon_status(name).unlink(missing_ok=True)

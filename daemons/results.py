@@ -39,6 +39,7 @@ class RunResult:
 
     @property
     def steps(self) -> int:
+        """The newest step that has a reward; 0 without one."""
         return max(self.rewards, default=0)
 
     @property
@@ -49,11 +50,12 @@ class RunResult:
 
     @property
     def last_evaluation(self) -> Mapping[CleanText, float]:
+        """The figures of the newest version that was evaluated; {} without one."""
         return self.evaluations[max(self.evaluations)] if self.evaluations else {}
 
 
 def read_result(run: RunDir, *, until: int | None = None) -> RunResult:
-    """What the run has reached by step `until` (null: by now). Raises nothing for what is in its files."""
+    """What the run has reached by step `until` (None: by now). Raises nothing for what is in its files."""
     rewards: dict[int, float] = {}
     evaluations: dict[int, dict[CleanText, float]] = {}
     times: dict[int, float] = {}

@@ -45,6 +45,7 @@ class Stamp(NamedTuple):
 
     @property
     def readable(self) -> bool:
+        """Whether the file is a regular one of at most MAX_FILE_BYTES."""
         return self.is_file and self.size <= MAX_FILE_BYTES
 
 

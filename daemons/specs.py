@@ -79,6 +79,7 @@ class DaemonSpec:
 
     @property
     def kind(self) -> str:
+        """Trainer, inference, orchestrator, alerts or monitors: the same for all replicas and for all runs."""
         return ORCHESTRATOR if self.run_id else kind_of(self.name)
 
 

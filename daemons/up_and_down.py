@@ -106,10 +106,8 @@ def make_ready(
     Raises LaunchError, and ActionError without what the daemons need.
     """
     need_daemons(wanted.system)
-    if wanted.is_small and not _is_held(output):
-        from daemons.base_model import make_base_model
-
-        make_base_model(wanted.system.model.name, stop, say, is_quiet=is_quiet)
+    if wanted.is_small:
+        _make_model(wanted.system.model.name, output, stop, say, is_quiet)
         if stop():
             return None
     system = settle_slots(wanted.system, output, stop=stop, say=say)
@@ -196,14 +194,22 @@ def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _is_held(output: OutputDir) -> bool:
-    """Whether a supervisor holds this workspace: nothing is made for it, and `starting.prepare` names the holder."""
-    if not output.supervisor_lock.exists():
-        return False
-    lock = SupervisorLock.acquire(output)
-    if lock is not None:
-        os.close(lock.fd)
-    return lock is None
+def _make_model(name: str, output: OutputDir, stop: Callable[[], bool], say: Say, is_quiet: bool) -> None:
+    """Under the workspace's lock, so that `prl status` and `prl down` find who is at work here.
+
+    Where another process has the lock nothing is made, and `starting.prepare` names it. Raises LaunchError.
+    """
+    from daemons.base_model import make_base_model
+
+    starting.check_writable(output)
+    if (lock := SupervisorLock.acquire(output)) is None:
+        return
+    try:
+        stopping.refuse_rival(output)
+        lock.write_info(time.time())
+        make_base_model(name, stop, say, is_quiet=is_quiet)
+    finally:
+        lock.release()
 
 
 def _reap(child: subprocess.Popen[bytes]) -> None:

@@ -39,6 +39,7 @@ class Use:
     hours: float = 0.0
 
     def plus(self, line: UsageLine) -> Use:
+        """This row with the numbers of `line` added; its seconds at work are added as hours."""
         return replace(
             self,
             trainer_s=self.trainer_s + line.trainer_s,

@@ -31,6 +31,7 @@ class Version:
 
     @property
     def name(self) -> str:
+        """The name under which inference serves it: `run_id@vN`."""
         return adapter_name(self.run.run_id, self.step)
 
     @property

@@ -87,6 +87,7 @@ class DaemonView:
 
     @property
     def process(self) -> ProcessId | None:
+        """Its pid and start time, which together name one process for good; None without a pid."""
         return ProcessId(self.pid, self.pid_create_time or 0.0, self.pid_start) if self.pid else None
 
 
@@ -121,9 +122,11 @@ class Workspace:
     replicas: tuple[tuple[int, InferenceStatus], ...] = ()
 
     def run(self, run_id: str) -> RunView | None:
+        """The view of a run; None for one that this look does not have."""
         return next((run for run in self.runs if run.run_id == run_id), None)
 
     def daemon(self, name: str) -> DaemonView | None:
+        """The view of a daemon, the supervisor among them; None without a record of it."""
         return next((daemon for daemon in self.daemons if daemon.name == name), None)
 
 

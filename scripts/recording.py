@@ -48,11 +48,13 @@ class Recorder:
         self.frames: list[Frame] = []
 
     async def press(self, caption: str, *keys: str, watch_s: float = 1.5) -> None:
+        """Press `keys` under a caption, then take frames for `watch_s` seconds."""
         self._caption = caption
         await self._pilot.press(*keys)
         await self.watch(watch_s)
 
     async def do(self, caption: str, work: Callable[[], Awaitable[None]], watch_s: float = 1.5) -> None:
+        """Await `work` under a caption, then take frames for `watch_s` seconds."""
         self._caption = caption
         await work()
         await self.watch(watch_s)

@@ -35,6 +35,7 @@ class Variant:
 
     @property
     def environment(self) -> dict[str, str]:
+        """The variables that keep torch, oneDNN and MKL to this instruction set."""
         return {
             "ATEN_CPU_CAPABILITY": self.name,
             "ONEDNN_MAX_CPU_ISA": self.onednn,
@@ -59,6 +60,7 @@ class Counts:
 
     @classmethod
     def read(cls, path: Path) -> Counts:
+        """Count the tests in the XML file; zero without it. Skipped ones count neither as passed nor as failed."""
         if not path.exists():
             return cls(0, [])
         cases = list(ElementTree.parse(path).iter("testcase"))

@@ -80,6 +80,10 @@ class Alerts:
         self._beat_at = -config.dead_man_s
 
     def look(self) -> None:
+        """Read the workspace once, write down and send what opened or ended since the last look.
+
+        While the workspace is well, also send a message to the dead man's switch every `dead_man_s`.
+        """
         now = self._clock()
         workspace = self._reader.read(now=now)
         judged = [each for each in self._judge(workspace) if each.kind in self.config.kinds]

@@ -23,6 +23,7 @@ class OpenIncident(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
+        """The kind and the subject: the same as `Incident.key`, by which both are matched."""
         return f"{self.kind} {self.subject}"
 
 

@@ -42,6 +42,7 @@ class Incident:
 
     @property
     def key(self) -> str:
+        """The kind and the subject, which name one incident over all looks."""
         return f"{self.kind} {self.subject}"
 
 

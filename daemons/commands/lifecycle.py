@@ -31,6 +31,7 @@ from daemons.commands.common import (
 from daemons.commands.views import workspace_json, workspace_view
 from daemons.disk import DiskReader
 from daemons.logs import JOB_LOG, SRUN_LOG, end_of_lines, last_lines
+from daemons.pidfile import read_info
 from daemons.specs import INFERENCE, OPTIONAL, TRAINER, kind_of
 from daemons.workspace import SUPERVISOR
 from daemons.workspace_reader import WorkspaceReader
@@ -75,7 +76,9 @@ def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watc
     reader, disk = WorkspaceReader(path), DiskReader(path)
 
     def view() -> RenderableType:
-        return Text(none) if (none := no_workspace(path)) else workspace_view(reader.read(), disk.read())
+        if none := no_workspace(path):
+            return Text(none)
+        return workspace_view(reader.read(), disk.read(), read_info(reader.output))
 
     if as_json:
         print_json(workspace_json(reader.read(), disk.read()))

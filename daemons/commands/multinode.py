@@ -42,6 +42,7 @@ class OrStart(TyperGroup):
     """`prl multinode --flags` is `prl multinode start --flags`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put `start` in front unless the first word is a command; so `--help` alone shows the help of `start`."""
         return super().parse_args(ctx, args if args and args[0] in self.commands else [DEFAULT, *args])
 
 
@@ -109,9 +110,11 @@ class GroupLook:
             self.look()
 
     def look(self) -> None:
+        """Read the status of all nodes once, into `nodes`, by rank."""
         self.nodes = sorted(self._reader.read(), key=lambda seen: seen.status.rank)
 
     def table(self) -> Any:
+        """Look once more, and return a table with a row a node; without nodes it has one line of text."""
         self.look()
         awaited = set(self._awaited())
         columns = ("NODE", "HOST", "HEALTH", "ITERATION", "PHASE", "IN IT", "BEAT", "EPOCH", "WAITS FOR")
@@ -129,6 +132,10 @@ class GroupLook:
         return waited_for(seen.status for seen in self.nodes)
 
     def as_json(self) -> dict[str, Any]:
+        """The nodes of the last look, and the ranks that the others wait for, as plain data.
+
+        `group` is read now; it is None while its status file does not exist.
+        """
         group = read_status(self.output.group_status, GroupStatus)
         nodes = [
             {

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from daemons.commands.common import FittingTable, cell, number, short_time
 from daemons.disk import DiskView
+from daemons.pidfile import SupervisorInfo
 from daemons.workspace import DaemonView, RunView, Workspace
 from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge
 from prime_rl.configs.validate import key_of
@@ -167,11 +168,14 @@ def disk_text(disk: DiskView) -> str:
     return words + (f", full in {short_time(disk.full_in_s)} at this rate" if disk.full_in_s else "")
 
 
-def workspace_view(workspace: Workspace, disk: DiskView | None) -> RenderableType:
-    """What `prl status` prints."""
+def workspace_view(workspace: Workspace, disk: DiskView | None, holder: SupervisorInfo | None = None) -> RenderableType:
+    """What `prl status` prints. `holder`: who has the workspace's lock, by the pid file."""
     parts: list[RenderableType] = []
     if workspace.daemons:
         parts += [daemons_table(workspace.daemons), Text("")]
+    elif holder is not None and holder.lives_here():
+        words = f"prl up is preparing ({holder}): it builds a missing base model, then it starts the daemons"
+        parts.append(cell(words, 1_000))
     else:
         parts.append(Text("nothing is running: start the workspace with prl up"))
     used = (

@@ -82,6 +82,7 @@ class AgentRecord(msgspec.Struct, kw_only=True):
 
     @property
     def process(self) -> ProcessId | None:
+        """The daemon's first process; None when it could not be started."""
         return ProcessId(self.pid, self.create_time, self.start) if self.pid else None
 
 
@@ -158,6 +159,7 @@ class Beats:
         return now - last[1]
 
     def forget(self, start_id: str) -> None:
+        """Drop what is kept about the nodes of one start."""
         self._last = {key: value for key, value in self._last.items() if key[0] != start_id}
 
 
@@ -388,8 +390,7 @@ def main(args: list[str]) -> int:
     output = OutputDir(options.output_dir)
     make_folder(output.starts)
     agent = Agent(output, options.name, options.start_id, options.node)
-    devices = [int(number) for number in options.devices.split(",") if number]
-    if not agent.start(argv, _read_keys(), devices):
+    if not agent.start(argv, _read_keys(), [int(number) for number in options.devices.split(",") if number]):
         return 1
     code = agent.watch(stop, sys.stdin.fileno() if options.death_pipe else None)
     return code if code >= 0 else 128 - code

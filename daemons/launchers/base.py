@@ -85,7 +85,7 @@ class Launcher(Protocol):
         ...
 
     def adopt(self, record: DaemonStatus) -> Handle | None:
-        """The recorded start, also of an earlier supervisor, if it still lives. Keeps nothing."""
+        """The recorded start, also of an earlier supervisor, if it still lives; a launcher may watch it then."""
         ...
 
     def strays(self, but: Collection[str] = ()) -> set[ProcessId]:

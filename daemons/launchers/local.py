@@ -44,6 +44,7 @@ class Local:
         return handle
 
     def look(self, handle: Handle) -> Alive | Ended:
+        """`Launcher.look`. It also sends the SIGKILL for which `stop` has set the time."""
         child = self._children.get(handle)
         if handle in self._killed:
             left = self._killed[handle] = {each for each in self._killed[handle] if each.is_running()}
@@ -60,10 +61,12 @@ class Local:
         return Alive(process)
 
     def has_news(self) -> bool:
+        """`Launcher.has_news`. Orphans of daemons that have ended are reaped on the way."""
         own = frozenset(each.pid for each, child in self._children.items() if isinstance(child, OwnChild))
         return any_ended([child for each, child in self._children.items() if each not in self._killed], own)
 
     def stop(self, handle: Handle, grace_s: float) -> None:
+        """`Launcher.stop`. The first process gets SIGTERM; a later `look` sends SIGKILL to all of the daemon."""
         if grace_s > 0:
             deadline = time.monotonic() + grace_s
             self._deadlines[handle] = min(deadline, self._deadlines.get(handle, deadline))
@@ -74,6 +77,7 @@ class Local:
             self._kill_rest(handle)
 
     def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
+        """`Launcher.end`. Our own children are reaped at every turn of the wait."""
         return end_daemons(
             self.output.path,
             [(handle.name, _process(handle)) for handle in handles],
@@ -97,12 +101,15 @@ class Local:
         return _handle(record.name, ProcessId.of(process.pid), handle.start_id if handle else new_start_id())
 
     def logs(self, handle: Handle) -> Path:
+        """`Launcher.logs`: all starts of the daemon append to it."""
         return log_of(self.output, handle.name)
 
     def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
+        """`Launcher.strays`: the processes of this machine with marks of the workspace, and what they started."""
         return find_members(self.output.path, [], None, but=but)
 
     def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
+        """`Launcher.kill`. Our own children are reaped at every turn of the wait."""
         return kill_all(strays, reap=self._reaping(tick))
 
     def _kill_living(self, handle: Handle) -> None:

@@ -20,11 +20,17 @@ class Child(Protocol):
     """The process of a daemon. `exit_code` is None while it runs, and always for an adopted one."""
 
     @property
-    def exit_code(self) -> int | None: ...
+    def exit_code(self) -> int | None:
+        """The exit code, negative for a signal."""
+        ...
 
-    def lives(self) -> bool: ...
+    def lives(self) -> bool:
+        """Whether the process still runs; returns at once."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what watches the process; the process itself goes on."""
+        ...
 
 
 class OwnChild:
@@ -35,12 +41,15 @@ class OwnChild:
 
     @property
     def exit_code(self) -> int | None:
+        """What the last call of `lives` found, negative for a signal; None while the process ran."""
         return self._process.returncode
 
     def lives(self) -> bool:
+        """Whether the process runs; one that has ended is reaped, which sets `exit_code`."""
         return self._process.poll() is None
 
     def close(self) -> None:
+        """Do nothing: a child of our own needs no file to be watched."""
         pass
 
 
@@ -60,9 +69,11 @@ class AdoptedChild:
             self.close()
 
     def lives(self) -> bool:
+        """Whether the process runs: by its pidfd, else by its pid and start time."""
         return not self._poll.poll(0) if self._fd is not None else self._process.is_running()
 
     def close(self) -> None:
+        """Close the pidfd, if it is open; `lives` goes on without it."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -59,6 +59,7 @@ class RayLauncher:
         self._beats = Beats()
 
     def start(self, spec: DaemonSpec) -> Handle:
+        """`Launcher.start`. Returns before Ray has placed the daemon, which counts as alive while it waits for room."""
         start_id = new_start_id()
         make_folder(self.output.starts)
         forget_starts(self.output, spec.name, but=self._starts)
@@ -77,6 +78,10 @@ class RayLauncher:
         return Handle(engine=ENGINE, name=spec.name, start_id=start_id, ref=start.ref)
 
     def look(self, handle: Handle) -> Alive | Ended:
+        """`Launcher.look`: by the records of the agents, and by what Ray's thread reports.
+
+        Adds a start of an earlier supervisor to those that the thread looks after.
+        """
         self._cluster.keep_signals()
         start = self._starts.get(handle.start_id)
         if start is None:  # of an earlier supervisor
@@ -95,29 +100,36 @@ class RayLauncher:
         return seen
 
     def has_news(self) -> bool:
+        """`Launcher.has_news`: whether Ray's thread reports the end of a start, which `look` has not settled yet."""
         return any(start.trouble is not None or start.returned_at is not None for start in self._starts.values())
 
     def stop(self, handle: Handle, grace_s: float) -> None:
+        """`Launcher.stop`: asks the agents. The placement group is removed when they have ended or are late."""
         ask_to_stop(self.output, handle.name, handle.start_id, grace_s)
         if start := self._starts.get(handle.start_id):
             start.release_by(grace_s)
 
     def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
+        """`Launcher.end`, by `stop` and `look`."""
         return end_starts(self, handles, grace_s, drain_s, tick)
 
     def adopt(self, record: DaemonStatus) -> Handle | None:
+        """`Launcher.adopt`; None for a start of another engine. A living one is looked after from here on."""
         handle = record.handle
         if handle is None or handle.engine != ENGINE or not isinstance(self.look(handle), Alive):
             return None
         return handle
 
     def logs(self, handle: Handle) -> Path:
+        """`Launcher.logs`: that of the daemon's first node."""
         return log_of(self.output, handle.name)
 
     def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
+        """`Launcher.strays`, by the agents' records."""
         return strays_of(self.output, but)
 
     def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
+        """`Launcher.kill`, by the agents of these processes."""
         return kill_strays(self.output, strays, tick)
 
     def _watch(self, start: Start) -> None:
@@ -137,7 +149,8 @@ class RayLauncher:
         if start.trouble is not None:
             return Ended(None, start.trouble)
         if start.returned_at is not None and time.monotonic() - start.returned_at > SETTLE_S:
-            return Ended(None, f"{start.name} ended without a last word of its agent")
+            log = log_of(self.output, start.name)
+            return Ended(None, f"it ended, and its agent left no final record: see {log}")
         num_launched = start.num_placed if start.is_launched else 0
         lost = lost_node(start.start_id, num_launched, records, self._beats)
         if lost is not None:

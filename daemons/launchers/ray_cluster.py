@@ -23,8 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from daemons.launchers.agent import read_starts
+from daemons.launchers.base import LaunchError
 from daemons.torchrun import MEETING_PORTS, on_nodes
 from prime_rl.contract.layout import OutputDir
+from prime_rl.utils.extras import install_command
 from prime_rl.utils.text import one_line
 
 logger = logging.getLogger("supervisor")
@@ -117,9 +119,11 @@ class Start:
 
     @property
     def num_placed(self) -> int:
+        """On how many nodes it is; 0 until Ray has placed it."""
         return len(self.node_ids)
 
     def node_name(self, node: int) -> str:
+        """The name that Ray has for one of its nodes; before that is known, the number."""
         return self.names[node] if node < len(self.names) else str(node)
 
     def release_by(self, grace_s: float) -> None:
@@ -163,6 +167,8 @@ class RayCluster:
                 try:
                     self._ray = self._ray or self._connect()
                     self._turn(start)
+                except LaunchError as error:
+                    self._report(start, str(error))
                 except Exception as error:  # the boundary to another system, which may be away
                     self._report(start, f"no answer from the Ray cluster at {self._address}: {one_line(str(error))}")
             time.sleep(LOOK_S)
@@ -179,7 +185,10 @@ class RayCluster:
 
     def _connect(self) -> Any:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        import ray
+        try:
+            import ray
+        except ImportError as error:
+            raise LaunchError(f"the package ray is not installed: {install_command('ray')}") from error
 
         host, _, port = self._address.rpartition(":")
         if port.isdecimal():  # Ray itself tries for minutes
@@ -199,7 +208,7 @@ class RayCluster:
     def _turn(self, start: Start) -> None:
         if start.release_at is not None and self._is_over(start):
             if not start.num_placed:
-                start.trouble = start.trouble or "it was asked to end before it had its places"
+                start.trouble = start.trouble or "stopped before Ray had placed it"
             self._remove(start)
         elif start.trouble is not None or start.returned_at is not None:
             pass  # until the launcher has seen it
@@ -291,7 +300,7 @@ class RayCluster:
         except ValueError:  # no such name
             start.actors = []
         if not start.actors:
-            start.trouble = "it was not left whole in the Ray cluster by an earlier supervisor"
+            start.trouble = "its placement group or one of its actors is missing from the Ray cluster"
             return
         start.calls = {actor.wait.remote(): node for node, actor in enumerate(start.actors)}
         start.is_launched = True

@@ -49,7 +49,7 @@ from prime_rl.utils.secrets import handed_over, nameless_file, read_secret
 ENGINE = "slurm"
 # A controller that is busy answers within moments; one that is away must not stop the supervisor's loop for long.
 COMMAND_TIMEOUT_S = 5.0
-# A command of a person waits longer: a controller may be restarting, and the job waits in its queue meanwhile.
+# What a person or a first start asks waits longer: a controller may be restarting, and no daemon waits meanwhile.
 PATIENT_TIMEOUT_S = 60.0
 # After srun has ended, what its agents wrote last may still be on its way through a shared folder.
 SETTLE_S = 4.0
@@ -68,7 +68,9 @@ class Step(Protocol):
 
     returncode: int | Any
 
-    def poll(self) -> int | None: ...
+    def poll(self) -> int | None:
+        """The exit code of srun, or None while it runs."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,14 @@ class Allocation:
         job = environ.get("SLURM_JOB_ID")
         return cls(job, environ.get("SLURM_RESTART_COUNT", "0")) if job else None
 
-    def usable_nodes(self) -> list[str]:
+    def usable_nodes(self, timeout_s: float = PATIENT_TIMEOUT_S) -> list[str]:
         """The nodes that the job has now and that can run a step, in its order. Raises LaunchError.
 
-        A node that was lost is not the job's any more, also when it is back.
+        A node that was lost is not the job's any more, also when it is back. `timeout_s`: for each question to Slurm.
         """
-        nodelist = run_slurm("squeue", "-h", "-j", self.job, "-o", "%N").strip()
-        names = run_slurm("scontrol", "show", "hostnames", nodelist).split()
-        lines = run_slurm("sinfo", "-h", "-N", "-n", nodelist, "-o", "%N %t").splitlines()
+        nodelist = run_slurm("squeue", "-h", "-j", self.job, "-o", "%N", timeout_s=timeout_s).strip()
+        names = run_slurm("scontrol", "show", "hostnames", nodelist, timeout_s=timeout_s).split()
+        lines = run_slurm("sinfo", "-h", "-N", "-n", nodelist, "-o", "%N %t", timeout_s=timeout_s).splitlines()
         states = dict(line.split()[:2] for line in lines if " " in line)
         return [name for name in names if states.get(name) in _USABLE]
 
@@ -123,6 +125,7 @@ class Start:
 
     @classmethod
     def parse(cls, ref: str) -> Start | None:
+        """The start that `str` has written; None for any other text."""
         match = re.fullmatch(r"(\d+) (\d+) ([\w.,-]+) ([\d,]*)", ref)
         if match is None:
             return None
@@ -151,6 +154,7 @@ class Slurm:
         self._beats = Beats()
 
     def start(self, spec: DaemonSpec) -> Handle:
+        """`Launcher.start`. Raises LaunchError outside a job, for want of nodes or GPUs, and when Slurm fails."""
         here, place = self._place(spec)
         start_id = new_start_id()
         forget_starts(self.output, spec.name, but=self._started)
@@ -165,6 +169,10 @@ class Slurm:
         return Handle(engine=ENGINE, name=spec.name, start_id=start_id, ref=str(Start(here.job, here.restart, place)))
 
     def look(self, handle: Handle) -> Alive | Ended:
+        """`Launcher.look`: by the records of the agents and by srun.
+
+        A start of another job, or from before this one was requeued, has ended.
+        """
         start = Start.parse(handle.ref)
         here = self._allocation
         if start is None or here is None or (start.job, start.restart) != (here.job, here.restart):
@@ -182,9 +190,11 @@ class Slurm:
         return seen
 
     def has_news(self) -> bool:
+        """`Launcher.has_news`: whether an srun has ended whose start `look` has not settled yet."""
         return any(srun.poll() is not None for start, srun in self._sruns.items() if start in self._started)
 
     def stop(self, handle: Handle, grace_s: float) -> None:
+        """`Launcher.stop`: asks the agents. With 0 a thread cancels the step if it still runs after LAST_RESORT_S."""
         ask_to_stop(self.output, handle.name, handle.start_id, grace_s)
         running = self._last_resorts.get(handle.start_id)
         if grace_s <= 0 and (running is None or not running.is_alive()):
@@ -193,21 +203,26 @@ class Slurm:
             thread.start()
 
     def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
+        """`Launcher.end`, by `stop` and `look`."""
         return end_starts(self, handles, grace_s, drain_s, tick)
 
     def adopt(self, record: DaemonStatus) -> Handle | None:
+        """`Launcher.adopt`; None for a start of another engine. The place of a living one is taken from here on."""
         handle = record.handle
         if handle is None or handle.engine != ENGINE or not isinstance(self.look(handle), Alive):
             return None
         return handle
 
     def logs(self, handle: Handle) -> Path:
+        """`Launcher.logs`: that of the daemon's first node."""
         return log_of(self.output, handle.name)
 
     def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
+        """`Launcher.strays`, by the agents' records."""
         return strays_of(self.output, but)
 
     def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
+        """`Launcher.kill`, by the agents of these processes."""
         return kill_strays(self.output, strays, tick)
 
     def _judge(self, handle: Handle, place: Place, records: Mapping[int, AgentRecord]) -> Alive | Ended:
@@ -225,7 +240,8 @@ class Slurm:
                 silent = [number for number in range(len(place.nodes)) if records.get(number) not in ended]
                 names = ", ".join(place.nodes[number] for number in silent)
                 code = f"srun exit code {srun.returncode}, see {self.output.log(SRUN_LOG)}"
-                return Ended(None, f"its step on {names} is over without a last word ({code})", node=silent[0])
+                reason = f"its step on {names} ended, and its agent left no final record: {code}"
+                return Ended(None, reason, node=silent[0])
         elif (lost := lost_node(handle.start_id, len(place.nodes), records, self._beats)) is not None:
             self._avoid([place.nodes[lost]])
             return Ended(None, f"node {place.nodes[lost]} is lost: its agent is silent", node=lost)
@@ -242,7 +258,7 @@ class Slurm:
         now = time.monotonic()
         self._lost = {node: at for node, at in self._lost.items() if now - at < AVOID_S}
         if self._usable is None or now - self._usable[0] > NODES_KNOWN_S:
-            self._usable = (now, here.usable_nodes())
+            self._usable = (now, here.usable_nodes(COMMAND_TIMEOUT_S if self._started else PATIENT_TIMEOUT_S))
         usable = self._usable[1]
         up = [node for node in usable if node not in self._lost] or usable
         taken, trainer = dict(self._started.values()), trainer_spec(self.output)
@@ -318,8 +334,11 @@ def run_slurm(*command: str, timeout_s: float | None = None) -> str:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL, check=False
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{command[0]} did not answer: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"{command[0]} did not answer within {limit_s:g} s: see whether slurmctld runs") from error
+    except OSError as error:
+        raise LaunchError(f"cannot run {command[0]}: {error}") from error
     if done.returncode:
-        raise LaunchError(f"{' '.join(command)} failed: {(done.stderr or done.stdout).strip().splitlines()[:1]}")
+        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        raise LaunchError(f"{' '.join(command)} failed: {said.splitlines()[0]}")
     return done.stdout

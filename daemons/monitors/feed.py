@@ -80,6 +80,7 @@ class Positions:
         return {name for name, kept in self._kept.items() if any(kept.get(w, 0) < size for w, size in sizes.items())}
 
     def keep(self, monitor: str, positions: Mapping[str, int]) -> None:
+        """Write how far a monitor has come, if that has changed; that the file cannot be written is logged once."""
         with self._lock:
             if self.of(monitor) == positions:
                 return
@@ -118,6 +119,7 @@ class Feed:
 
     @property
     def is_over(self) -> bool:
+        """Whether its thread has ended: it was stopped, the monitor failed, or the run's folder is gone."""
         return not self._thread.is_alive()
 
     def stop(self) -> None:

@@ -32,10 +32,12 @@ class PrometheusPage(Collector):
 
     @property
     def url(self) -> str:
+        """The address of the page; the port of the config until the page is open."""
         return f"http://{LOOPBACK}:{self._server.server_port if self._server else self.config.port}/metrics"
 
     @property
     def is_open(self) -> bool:
+        """Whether the page is served: from `open` until `close`."""
         return self._server is not None
 
     def open(self) -> None:
@@ -46,18 +48,23 @@ class PrometheusPage(Collector):
         logger.info("prometheus: %s", self.url)
 
     def close(self) -> None:
+        """Stop the server and wait for its thread; does nothing without a server."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
+            self._server = None
 
     def show(self, run_id: str, figures: dict[str, float]) -> None:
+        """Put a run's figures on the page, by gauge; those that `figures` lacks keep their values."""
         self._runs[run_id] = self._runs.get(run_id, {}) | figures
 
     def remove(self, run_id: str) -> None:
+        """Take all figures of a run off the page."""
         self._runs.pop(run_id, None)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield a gauge for each figure, with the values of all runs. The library calls it at each scrape."""
         gauges: dict[str, GaugeMetricFamily] = {}
         for run_id, figures in list(self._runs.items()):
             for name, value in figures.items():
@@ -78,16 +85,19 @@ class PrometheusMonitor:
         self._run_id = ""
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
+        """Open the page if it is the run's own. Raises OSError when its port is taken."""
         self._run_id = run_id
         if self._is_own:
             self._page.open()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the figures of one line, and its step as that of the writer."""
         writers = {name.partition("/")[0] for name in metrics}
         news = {gauge_name(name): value for name, value in metrics.items()}
         self._page.show(self._run_id, news | {f"prl_{writer}_step": float(step) for writer in writers})
 
     def close(self) -> None:
+        """Take the run off the page; a page of its own is closed."""
         self._page.remove(self._run_id)
         if self._is_own:
             self._page.close()

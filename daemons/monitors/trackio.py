@@ -37,6 +37,10 @@ class TrackioMonitor:
         self._project, self._folder, self._data = config.project, folder, data
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
+        """Prepare what every record of the run has in common, with the id that is kept in its folder.
+
+        Raises MonitorError without the package, ValueError for a project name that trackio reserves.
+        """
         with importing("trackio"):
             os.environ |= {"TRACKIO_DIR": str(self._data), "HF_HUB_OFFLINE": "1"}  # both are read at the import
             from trackio import SQLiteStorage, fragments, utils
@@ -52,6 +56,7 @@ class TrackioMonitor:
         }
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one record, to the database or to the files; only one run writes to the database at a time."""
         line = {"step": step, "metrics": dict(metrics)}
         # A line that is repeated after a kill has the same id, and trackio takes each id once.
         log_id = hashlib.sha256(json.dumps([self._run["run_id"], line]).encode()).hexdigest()[:32]

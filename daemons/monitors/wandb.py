@@ -28,6 +28,7 @@ class WandbMonitor:
         self._run: Any = None
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
+        """Begin the W&B run, or resume it when online. Raises MonitorError without the package, and what W&B raises."""
         with importing("wandb"):
             import wandb
         make_folder(self._folder / "wandb")  # else W&B takes the system's temporary folder
@@ -55,8 +56,10 @@ class WandbMonitor:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand the figures of one line to W&B, with their step beside them."""
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
+        """Finish the W&B run; does nothing when `start` failed."""
         if self._run is not None:
             self._run.finish()

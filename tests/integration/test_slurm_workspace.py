@@ -135,7 +135,7 @@ def test_a_cancelled_step_starts_again(
     began = time.time()
     training.restart("trainer", lambda: cluster.call("scancel", step))
     reasons = [crash.reason for crash in training.record("trainer").crashes if crash.at >= began]
-    assert "is over without a last word (srun exit code" in reasons[0] or reasons[0].startswith("exit code"), reasons
+    assert "its agent left no final record: srun exit code" in reasons[0] or reasons[0].startswith("exit code"), reasons
     assert set(training.ranks()) == set(range(len(nodes_of(training, "trainer"))))
 
 

@@ -183,6 +183,30 @@ async def test_the_command_line(workspace: OutputDir) -> None:
         await until(pilot, lambda: not app.is_running, "the end")
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("sort colour asc", "invalid order 'colour asc': give COLUMN [asc|desc]; columns: "),
+        ("sort reward down", "invalid order 'reward down': give COLUMN [asc|desc]; columns: "),
+        ("open nix", "run 'nix' not found in this workspace; :runs lists them"),
+        ("diff nix", "run 'nix' not found in this workspace; :runs lists them"),
+    ],
+)
+async def test_a_wrong_command_tells_what_is_wrong_and_what_to_do(workspace: OutputDir, line: str, words: str) -> None:
+    async with opened(workspace.path) as (home, _, pilot):
+        await command(pilot, line)
+        await until(pilot, lambda: any(note.message.startswith(words) for note in home.app._notifications), words)
+
+
+async def test_a_command_for_a_run_tells_that_there_is_none_under_the_cursor(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (home, table, pilot):
+        await command(pilot, "filter no-such-run")
+        await until(pilot, lambda: not table.run_ids, "the filter")
+        await command(pilot, "pause for now")
+        words = "this command needs a run: move the cursor to one; :runs lists them"
+        await until(pilot, lambda: any(note.message == words for note in home.app._notifications), words)
+
+
 @pytest.mark.parametrize("read_only", [False, True])
 async def test_it_remembers_order_filter_pins_and_theme_and_the_workspace_stays_untouched(
     workspace: OutputDir, tmp_path: Path, read_only: bool

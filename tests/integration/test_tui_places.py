@@ -26,13 +26,16 @@ from tests.tui_support import (
     write_status,
 )
 from tui.app import PrlApp
+from tui.model.snapshot import Snapshot
 from tui.screens.command import CommandScreen
+from tui.screens.compare import CompareScreen
 from tui.screens.help import HelpScreen
 from tui.screens.nodes import NodesScreen
 from tui.screens.problems import ProblemsScreen
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
 from tui.screens.system import SystemScreen
+from tui.widgets.header import WorkspaceHeader
 
 
 @pytest.fixture
@@ -109,6 +112,21 @@ async def test_command_line_help_and_palette_work_everywhere(workspace: OutputDi
         await pilot.press("enter")
         await comes(NodesScreen, "the palette")
         assert len(app.screen_stack) == 3
+
+
+async def test_a_place_draws_each_look_once(workspace: OutputDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[WorkspaceHeader, Snapshot]] = []  # keeps them, so that each has an id of its own
+    show = WorkspaceHeader.show
+
+    def record(header: WorkspaceHeader, snapshot: Snapshot) -> None:
+        drawn.append((header, snapshot))
+        show(header, snapshot)
+
+    monkeypatch.setattr(WorkspaceHeader, "show", record)
+    async with opened(workspace, *"3456") as (app, _):
+        assert isinstance(app.screen, CompareScreen)
+    assert len({header for header, _ in drawn}) == 5
+    assert len({(header, id(snapshot)) for header, snapshot in drawn}) == len(drawn)
 
 
 @pytest.mark.slow

@@ -1,14 +1,19 @@
-"""Which workspace `prl up` means."""
+"""Which workspace `prl up` means, and what others see while it makes the base model."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import tomli_w
 
+from daemons.cli import run as prl
 from daemons.commands.up import choose_system
+from daemons.launchers.base import LaunchError
 from daemons.specs import UP
+from daemons.starting import prepare
+from daemons.up_and_down import make_ready
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir
 
@@ -62,3 +67,29 @@ def test_the_place_comes_from_the_option_else_the_environment_else_the_file(
     monkeypatch.delenv("PRL_OUTPUT_DIR")
     assert choose_system(["@s.toml"], None).system.output_dir == Path("file")
     assert choose_system(["--output_dir", "argument"], None).system.output_dir == Path("argument")
+
+
+def test_while_the_base_model_is_made_status_tells_of_it_and_a_second_up_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = choose_system([], tmp_path / "h")
+    output = OutputDir(wanted.system.output_dir)
+    seen: list[str] = []
+
+    def look() -> None:
+        capsys.readouterr()
+        assert prl(["status", "--output-dir", str(output.path)]) == 0
+        seen.append(capsys.readouterr().out.partition("\n")[0])
+
+    def make(*args: object, **options: object) -> None:
+        look()
+        with pytest.raises(LaunchError, match=f"^already running: pid {os.getpid()} since "):
+            prepare(wanted.system, output, print)
+        raise LaunchError("no base model")
+
+    monkeypatch.setattr("daemons.base_model.make_base_model", make)
+    with pytest.raises(LaunchError, match="no base model"):
+        make_ready(wanted, output, stop=lambda: False, say=print, is_quiet=True)
+    look()
+    assert seen[0].startswith(f"prl up is preparing (pid {os.getpid()} since ")
+    assert seen[1:] == ["nothing is running: start the workspace with prl up"]

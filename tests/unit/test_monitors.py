@@ -320,6 +320,7 @@ def test_a_page_of_a_run_alone_ends_with_it(run: RunDir, feeds: Feeds, caplog: p
         feeds.start(PrometheusMonitor(own, is_own=True))
         feeds.end()
     assert caplog.messages == ["run_a: prometheus is disabled: OSError: [Errno 98] Address already in use"]
+    assert not page.is_open
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
 

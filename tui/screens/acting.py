@@ -53,12 +53,14 @@ class ActsOnRuns(SteersRuns):
         return super().check_action(action, parameters)
 
     def commands(self) -> dict[str, Command]:
+        """The commands of the keys; `restart` takes the name of a daemon too."""
         found = super().commands()
         daemons = dict.fromkeys(map(str, self._daemon_names()), "")
         take_words(found, "restart", "restart a daemon", "[DAEMON]", self._command_restart, lambda: daemons)
         return found
 
     def action_evict(self) -> None:
+        """Ask for a reason and evict the target runs, except those that are evicted already."""
         from tui.dialogs.evict import EvictDialog, suggest
 
         rows = [row for row in self.target_rows() if row.state != RunState.EVICTED]
@@ -67,6 +69,7 @@ class ActsOnRuns(SteersRuns):
             self.app.push_screen(EvictDialog(self.output_dir, ids_of(rows), reasons, self.perform))
 
     def action_readmit(self) -> None:
+        """Readmit those of the target runs that can be readmitted; asks first when they are several."""
         from daemons import actions
 
         run_ids = ids_of([row for row in self.target_rows() if _can_readmit(row)])
@@ -86,6 +89,7 @@ class ActsOnRuns(SteersRuns):
             self._ask_for_many(f"readmit {name_runs(run_ids)}", run_ids, words, "Readmit", job)
 
     def action_delete(self) -> None:
+        """Open the dialog that deletes the target runs."""
         from tui.dialogs.delete import DeleteDialog
 
         rows = self.target_rows()
@@ -115,6 +119,7 @@ class ActsOnRuns(SteersRuns):
         self.perform(Job(prl_command(output_dir, "runs", "undelete", *run_ids), each(run_ids, "restored", act)))
 
     def action_clone(self) -> None:
+        """Open the dialog that adds a run like the target, under the next free id; several targets are refused."""
         from tui.actions.draft import free_id
 
         row = self._only("a clone")
@@ -128,11 +133,13 @@ class ActsOnRuns(SteersRuns):
         self._after_look(lambda: output.run(run_id).orch_toml, show, needs_screen=True)
 
     def open_add(self, source: Path | None = None, run_id: str = "") -> None:
+        """Open the dialog that adds a run; `source` and `run_id` are filled in."""
         from tui.dialogs.add import AddDialog
 
         self.app.push_screen(AddDialog(self.output_dir, self.run_ids(), self.perform, source=source, run_id=run_id))
 
     def action_restart(self) -> None:
+        """Open the choice of the daemon to restart; the cursor begins at the target daemon."""
         names = self._daemon_names()
         if not names:
             self.notify("no daemons are running: nothing to restart", markup=False)
@@ -148,6 +155,7 @@ class ActsOnRuns(SteersRuns):
 
     @on(CommandLine.Asked)
     def action_action_log(self) -> None:
+        """Open the list of this session's actions; a click on the line of the last action does it too."""
         from tui.screens.action_log import ActionLogScreen
 
         self.app.push_screen(ActionLogScreen(self.guide.entries))
@@ -178,20 +186,24 @@ class ActsOnWorkspace(ActsOnRuns):
     ]
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Grey out the start of the workspace while its supervisor lives."""
         lives = self.snapshot is not None and self.snapshot.workspace.supervisor_alive
         if action == "up":
             return None if lives else True
         return super().check_action(action, parameters)
 
     def commands(self) -> dict[str, Command]:
+        """The commands of the keys; `add` takes the path of a config too."""
         found = super().commands()
         take_words(found, "add", "add a run", "[FILE]", lambda words: self.open_add(Path(words).expanduser()))
         return found
 
     def action_add(self) -> None:
+        """Open the dialog that adds a run, with nothing filled in."""
         self.open_add()
 
     def action_up(self) -> None:
+        """Open the choice of how to start the workspace: with its last settings, or by a file in `configs`."""
         from tui.actions.workspace_jobs import up_choices
         from tui.dialogs.job import Choice, ChooseDialog
 
@@ -204,6 +216,7 @@ class ActsOnWorkspace(ActsOnRuns):
         self._after_look(lambda: up_choices(self.output_dir), show, needs_screen=True)
 
     def action_down(self) -> None:
+        """List the daemons that live, and stop the workspace once this is confirmed."""
         from tui.actions.workspace_jobs import down_job
         from tui.dialogs.job import ConfirmDialog
 

@@ -39,12 +39,14 @@ class ActingProblemsScreen(ProblemsScreen, ActsOnWorkspace):
         self._alerts: tuple[CleanText, ...] = ()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Hide acknowledge and mute unless an alert reports the selected problem."""
         if action not in ("acknowledge", "mute"):
             return super().check_action(action, parameters)
         problem = self.selected_problem()
         return problem is not None and bool(problem.alerts)
 
     def show_keys(self) -> None:
+        """As the base does, and also when other alerts are selected."""
         problem = self.selected_problem()
         alerts = problem.alerts if problem else ()
         if alerts != self._alerts:
@@ -53,6 +55,7 @@ class ActingProblemsScreen(ProblemsScreen, ActsOnWorkspace):
         super().show_keys()
 
     def commands(self) -> dict[str, Command]:
+        """The commands of the keys; `ack` and `mute` take words too, and `unmute` needs some."""
         found = super().commands()
         problems = self.snapshot.problems if self.snapshot else ()
         names: dict[str, str] = {name: problem.text for problem in problems for name in problem.alerts}
@@ -63,6 +66,7 @@ class ActingProblemsScreen(ProblemsScreen, ActsOnWorkspace):
         return found
 
     def action_acknowledge(self) -> None:
+        """Acknowledge all alerts of the selected problem, without a question."""
         from tui.actions.quiet_jobs import ack_job
 
         problem = self.selected_problem()
@@ -70,6 +74,7 @@ class ActingProblemsScreen(ProblemsScreen, ActsOnWorkspace):
             self.perform(ack_job(self.output_dir, problem.alerts))
 
     def action_mute(self) -> None:
+        """Open the choice of what of the selected problem to mute and for how long, or which mute to end."""
         from tui.actions.quiet_jobs import mute_choices
         from tui.dialogs.job import Choice, ChooseDialog
 

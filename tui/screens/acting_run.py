@@ -37,10 +37,12 @@ class ActingRunScreen(RunScreen, ActsOnRuns):
 
     @property
     def tab_names(self) -> tuple[str, ...]:
+        """The tabs of the run, and the chat as the last one."""
         return (*super().tab_names, CHAT)
 
     @property
     def views(self) -> tuple[Widget, ...]:
+        """The views of the run, and the chat as the last one."""
         return (*super().views, self.chat)
 
     def _open_tab(self) -> None:
@@ -67,6 +69,7 @@ class ActingRunScreen(RunScreen, ActsOnRuns):
         self._after_look(look, show, needs_screen=True)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Hide the rollback outside the tab of checkpoints; grey it out on a checkpoint that is not complete."""
         if action != "rollback":
             return super().check_action(action, parameters)
         if self.tab != CHECKPOINTS:
@@ -74,6 +77,7 @@ class ActingRunScreen(RunScreen, ActsOnRuns):
         return True if self._chosen_checkpoint() else None
 
     def action_rollback(self) -> None:
+        """Ask, then roll the run back to the chosen checkpoint; do nothing without a complete one."""
         from tui.dialogs.job import Choice, ChooseDialog
 
         chosen = self._chosen_checkpoint()
@@ -96,6 +100,7 @@ class ActingRunScreen(RunScreen, ActsOnRuns):
         return Job(prl_command(output_dir, "runs", "rollback", run_id, "--step", str(step)), work)
 
     def target_version(self) -> str:
+        """The step of the chosen checkpoint; "" outside that tab, and without a complete one."""
         chosen = self._chosen_checkpoint() if self.tab == CHECKPOINTS else None
         return str(chosen.step) if chosen else ""
 

@@ -60,6 +60,7 @@ class ActionLogScreen(ModalScreen[None]):
         self._detail = Static(markup=False)
 
     def compose(self) -> ComposeResult:
+        """Yield the list of actions, and below it all about the one under the cursor."""
         with Vertical() as box:
             box.border_title = "actions of this session"
             box.border_subtitle = "y copies the command · esc closes"
@@ -68,10 +69,12 @@ class ActionLogScreen(ModalScreen[None]):
                 yield self._detail
 
     def on_mount(self) -> None:
+        """Fill the list; the cursor stands on the newest action."""
         self._refill()
         self._options.focus()
 
     def show_action(self, entry: ActionEntry) -> None:
+        """Fill the list again when the app reports an action; the cursor keeps its line."""
         if self.is_mounted:
             self._refill()
 
@@ -94,6 +97,7 @@ class ActionLogScreen(ModalScreen[None]):
 
     @on(OptionList.OptionSelected)
     def action_copy(self) -> None:
+        """Copy the command under the cursor to the clipboard; enter and a click do it too."""
         place = self._options.highlighted
         if place is not None and place < len(self._shown):
             command = self._shown[place].command
@@ -101,6 +105,7 @@ class ActionLogScreen(ModalScreen[None]):
             self.notify(f"copied: {command}", timeout=3, markup=False)
 
     def action_move(self, by: int) -> None:
+        """Move the cursor one line: down for a positive `by`, else up."""
         if by > 0:
             self._options.action_cursor_down()
         else:

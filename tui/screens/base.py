@@ -67,6 +67,7 @@ class Place:
     acts: str
 
     def make(self, setting: Setting) -> WorkspaceScreen:
+        """Import and make the screen: the one that acts, or for a person who may only look the one that reads."""
         module, _, name = (self.reads if setting.read_only else self.acts).partition(":")
         screen: type[WorkspaceScreen] = getattr(importlib.import_module(f"tui.screens.{module}"), name)
         return screen(setting)
@@ -113,33 +114,42 @@ class Setting:
 class ShowsWorkspace(Protocol):
     """A screen that gets each new snapshot."""
 
-    def show_workspace(self, snapshot: Snapshot) -> None: ...
+    def show_workspace(self, snapshot: Snapshot) -> None:
+        """Called by the app at each new look at the workspace, for every screen of the stack."""
 
 
 @runtime_checkable
 class ShowsAction(Protocol):
     """A screen that gets the progress of actions."""
 
-    def show_action(self, entry: ActionEntry) -> None: ...
+    def show_action(self, entry: ActionEntry) -> None:
+        """Called by the app when an action begins, makes progress or ends."""
 
 
 @runtime_checkable
 class Guide(Protocol):
     """The part of the app that screens use: it opens one from another."""
 
-    def go(self, name: str) -> None: ...
+    def go(self, name: str) -> None:
+        """Close all screens above home, then open the place of that name."""
 
-    def go_number(self, number: int) -> None: ...
+    def go_number(self, number: int) -> None:
+        """Go to the place that has this key; do nothing for other numbers."""
 
-    def open_run(self, run_id: str, compare: tuple[str, ...] = ()) -> None: ...
+    def open_run(self, run_id: str, compare: tuple[str, ...] = ()) -> None:
+        """Open the screen of a run on top of the others, with the curves of `compare` beside its own."""
 
-    def shown_theme(self, chosen: str) -> str: ...
+    def shown_theme(self, chosen: str) -> str:
+        """The name of the variant of the theme `chosen` that fits the colours of this terminal."""
 
-    def save_memory(self) -> None: ...
+    def save_memory(self) -> None:
+        """Write order, filter, pins and theme to disk, in a thread."""
 
-    def entries(self) -> Sequence[ActionEntry]: ...
+    def entries(self) -> Sequence[ActionEntry]:
+        """The actions of this session, each as it was last reported, the oldest first."""
 
-    def look_closely(self, closely: bool) -> None: ...
+    def look_closely(self, closely: bool) -> None:
+        """Look at the workspace more often (true), or as usual (false)."""
 
 
 class WorkspaceScreen(Screen[None]):
@@ -180,6 +190,8 @@ class WorkspaceScreen(Screen[None]):
 
     @property
     def active_bindings(self) -> dict[str, ActiveBinding]:
+        """The keys that Textual finds active, in the order of `key_order`, all others after them."""
+
         def place(item: tuple[str, ActiveBinding]) -> int:
             action = item[1].binding.action
             order = self.key_order
@@ -210,12 +222,15 @@ class WorkspaceScreen(Screen[None]):
         return row.run_id if row else None
 
     def show_workspace(self, snapshot: Snapshot) -> None:
+        """Keep the snapshot; subclasses draw it too."""
         self.snapshot = snapshot
 
     def show_action(self, entry: ActionEntry) -> None:
+        """Keep the action; subclasses show it too."""
         self.entry = entry
 
     def run_ids(self) -> list[str]:
+        """The ids of all runs of the snapshot, whatever the filter; [] before the first snapshot."""
         return [row.run_id for row in self.snapshot.rows] if self.snapshot else []
 
     def commands(self) -> dict[str, Command]:
@@ -256,7 +271,7 @@ class WorkspaceScreen(Screen[None]):
         run_ids = self.run_ids()
         fits = [words] if words in run_ids else [run_id for run_id in run_ids if words and words in run_id]
         if not fits:
-            raise CommandError(f"run {words!r} not found")
+            raise CommandError(f"run {words!r} not found in this workspace; :runs lists them")
         if len(fits) > 1:
             raise CommandError(f"{words!r} is ambiguous: {', '.join(fits[:4])}{' ...' if len(fits) > 4 else ''}")
         self.guide.open_run(fits[0])
@@ -267,11 +282,13 @@ class WorkspaceScreen(Screen[None]):
         self.app.theme = self.guide.shown_theme(words)
 
     def action_command(self) -> None:
+        """`:` opens the command line with the commands of this screen."""
         from tui.screens.command import CommandScreen
 
         self.app.push_screen(CommandScreen(self.commands()))
 
     def action_help(self) -> None:
+        """`?` opens the page of keys, filter terms and states."""
         from tui.screens.help import HelpScreen
 
         self.app.push_screen(HelpScreen(self.setting.read_only))
@@ -316,30 +333,39 @@ class PlaceScreen(WorkspaceScreen):
         self.command_line = CommandLine()
 
     def compose(self) -> ComposeResult:
+        """Yield the header, the body, the line of the last action and the keys, from top to bottom."""
         yield self.header
         yield from self.compose_body()
         yield self.command_line
         yield KeyFooter()
 
     def compose_body(self) -> ComposeResult:
+        """A subclass yields the widgets between the header and the line of the last action."""
         raise NotImplementedError
 
     def refill(self, snapshot: Snapshot) -> None:
+        """A subclass draws `snapshot` in the body."""
         raise NotImplementedError
 
     def on_mount(self) -> None:
+        """Show the snapshot and the action that came before the widgets were there.
+
+        Textual itself calls it, after the `on_mount` of a subclass.
+        """
         self._is_ready = True
         self.command_line.entry = self.entry
         if self.snapshot is not None:
             self.show_workspace(self.snapshot)
 
     def show_workspace(self, snapshot: Snapshot) -> None:
+        """Keep the snapshot; once the widgets are there, draw it in header and body."""
         super().show_workspace(snapshot)
         if self.can_show:
             self.header.show(snapshot)
             self.refill(snapshot)
 
     def show_action(self, entry: ActionEntry) -> None:
+        """Keep the action; once the widgets are there, show it in the line above the keys."""
         super().show_action(entry)
         if self.can_show:
             self.command_line.entry = entry

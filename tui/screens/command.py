@@ -49,6 +49,7 @@ class CommandScreen(LineScreen):
         self._commands = commands
 
     def compose(self) -> ComposeResult:
+        """Yield the input, and beside it what the command does or what is wrong."""
         with Horizontal():
             yield Static(":", id="colon", markup=False)
             yield FilterInput(
@@ -60,6 +61,7 @@ class CommandScreen(LineScreen):
             yield Static(id="said", markup=False)
 
     def on_mount(self) -> None:
+        """Give the input the focus."""
         self.query_one(Input).focus()
 
     @on(Input.Changed)

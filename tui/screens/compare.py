@@ -66,39 +66,46 @@ class CompareScreen(PlaceScreen):
         self._watcher = RunWatcher(CompareReader(setting.output_dir), self.request, self.post_message)
 
     def compose_body(self) -> ComposeResult:
+        """Yield the filter, what is compared, the chart and the list of groups and runs."""
         yield self.filter_bar
         yield self.about
         yield self.chart
         yield self.list
 
     def on_mount(self) -> None:
+        """Begin with the filter of home, and start the thread that reads the compared runs."""
         text = self.setting.memory.workspace.filter
         if text:  # what is compared at first is what the home screen shows
             self.filter_bar.open()
             self.filter_bar.input.value = text
             self.filter_bar.take(text)
-        super().on_mount()
         self.list.focus()
         self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
-        self.run_worker(self._watcher.run, thread=True, name="read the compared runs")
+        # When `PlaceScreen.on_mount` has asked for the runs: Textual calls it after this one.
+        self.call_next(self.run_worker, self._watcher.run, thread=True, name="read the compared runs")
 
     def on_unmount(self) -> None:
+        """Stop the thread that reads the compared runs."""
         self._watcher.stop()
 
     def on_resize(self) -> None:
+        """Ask for curves of the new width, and redraw."""
         self._ask()
         self._redraw()
 
     def refill(self, snapshot: Snapshot) -> None:
+        """Ask for the runs that match the filter now, and redraw."""
         self._ask()
         self._redraw()
 
     def on_run_changed(self, message: RunChanged) -> None:
+        """Keep and draw what the thread has read."""
         if self.can_show and isinstance(message.data, CompareData):
             self.data = message.data
             self._redraw()
 
     def target_row(self) -> RunRow | None:
+        """The run under the cursor; None on the line of a group."""
         key = self.list.selected
         return self.snapshot.row(key) if key and self.snapshot and not key.startswith(GROUP) else None
 
@@ -110,6 +117,8 @@ class CompareScreen(PlaceScreen):
         return [row for run in group.runs if (row := self.snapshot.row(run.run_id)) is not None]
 
     def commands(self) -> dict[str, Command]:
+        """The commands of the keys; `group`, `metric` and `filter` take words too."""
+
         def names(kind: str) -> Callable[[], Mapping[str, str]]:
             return lambda: dict.fromkeys(getattr(self.data, kind, ()), "")
 
@@ -129,15 +138,19 @@ class CompareScreen(PlaceScreen):
             self.app.pop_screen()
 
     def action_filter(self) -> None:
+        """Open the filter line, which gets the focus."""
         self.filter_bar.open()
 
     def action_group_by(self) -> None:
+        """Open the choice of what the runs are grouped by: run, tag, or a config key that differs."""
         self._pick("group by", self.data.groupings if self.data else (RUN,), self._group_by)
 
     def action_metric(self) -> None:
+        """Open the choice of the metric that is compared."""
         self._pick("compare by", self.data.metrics if self.data else (), self._take_metric)
 
     def action_smooth(self) -> None:
+        """Take the next of `SMOOTHINGS`; after the last comes the first."""
         view = self.request.view
         after = SMOOTHINGS[(SMOOTHINGS.index(view.smoothing) + 1) % len(SMOOTHINGS)]
         self._ask(view=replace(view, smoothing=after))
@@ -222,7 +235,7 @@ class CompareScreen(PlaceScreen):
 
 
 def _known(words: str, names: Sequence[str], what: str) -> str:
-    """The name that `words` begins, or is. Raises CommandError."""
+    """The name that `words` is, or the only one that contains it. Raises CommandError."""
     fits = [words] if words in names else [name for name in names if words and words in name]
     if len(fits) != 1:
         raise CommandError(f"{what} {words!r} {'is ambiguous' if fits else 'not found'}: {', '.join(fits or names)}")
@@ -283,6 +296,7 @@ class Table:
                 self._lines.setdefault(run.run_id, (group, run))
 
     def heading(self) -> Text:
+        """The heads of the columns: the last part of each config key stands for it."""
         values = "".join(f"  {fmt.shorten_middle(_short(key).upper(), width):<{width}}" for key, width in self._keys)
         spread = f" {'±':>7}" if self._has_groups else ""
         return Text(f"     {'RUN':<{self._name}} {'STEP':>6} {'RESULT':>7}{spread}{values}")
@@ -293,6 +307,7 @@ class Table:
         return list(self._lines)
 
     def line(self, index: int) -> Text:
+        """The line of `keys[index]`: a group, or a run with its values."""
         group, run = self._lines[self.keys[index]]
         return self._group_line(group) if run is None else self._run_line(group, run)
 

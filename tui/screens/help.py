@@ -69,10 +69,12 @@ class HelpScreen(ModalScreen[None]):
         self._read_only = read_only
 
     def compose(self) -> ComposeResult:
+        """Yield the whole text in a box that scrolls."""
         with VerticalScroll() as box:
             box.border_title = "help"
             box.border_subtitle = "esc closes"
             yield Static(describe(self._read_only), markup=False)
 
     def action_scroll(self, direction: int) -> None:
+        """Scroll by so many lines, up for a negative number."""
         self.query_one(VerticalScroll).scroll_relative(y=direction, animate=False)

@@ -49,6 +49,7 @@ class NodesScreen(PlaceScreen):
         self.nothing = Static(id="none", markup=False)
 
     def compose_body(self) -> ComposeResult:
+        """Yield the group, its nodes, their phases and the selected node; and what stands there without a group."""
         yield self.group
         yield self.nodes
         yield self.phases
@@ -56,17 +57,20 @@ class NodesScreen(PlaceScreen):
         yield self.nothing
 
     def on_mount(self) -> None:
-        super().on_mount()
+        """Redraw at each change of the theme from here on, and let the app look more often."""
         self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
         self.guide.look_closely(True)
 
     def on_unmount(self) -> None:
+        """Let the app look as often as before."""
         self.guide.look_closely(False)
 
     def on_resize(self) -> None:
+        """Redraw: lines and phases are made for the width and the height."""
         self._redraw()
 
     def refill(self, snapshot: Snapshot) -> None:
+        """Redraw all; the cursor stays on its node."""
         self._redraw()
 
     @on(LineList.Moved)

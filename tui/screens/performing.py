@@ -27,6 +27,7 @@ class Performs(WorkspaceScreen):
 
     @property
     def output_dir(self) -> Path:
+        """The folder of the workspace."""
         return self.setting.output_dir
 
     def perform(self, job: Job) -> int:

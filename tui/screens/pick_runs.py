@@ -52,6 +52,7 @@ class PickRuns(ModalScreen[tuple[str, ...] | None]):
         self.list.can_focus = False
 
     def compose(self) -> ComposeResult:
+        """Yield the input and, below it, the runs that contain what is typed."""
         with Vertical() as box:
             several = self._limit > 1
             box.border_title = f"compare with up to {self._limit} runs" if several else self._title
@@ -60,13 +61,19 @@ class PickRuns(ModalScreen[tuple[str, ...] | None]):
             yield self.list
 
     def on_mount(self) -> None:
+        """Give the input the focus, and list all runs."""
         self.input.focus()
         self._fill("")
 
     def action_move(self, num: int) -> None:
+        """Move the cursor of the list by `num` lines; the input keeps the focus."""
         self.list.action_move(num)
 
     def action_mark(self) -> None:
+        """Mark the run under the cursor, or take its mark away, and go one line down.
+
+        Does nothing where only one run can be chosen; at the limit no mark is added.
+        """
         run_id = self.list.selected
         if self._limit == 1 or run_id is None:
             return

@@ -69,25 +69,30 @@ class ProblemsScreen(PlaceScreen):
         self.detail = Static(id="detail", markup=False)
 
     def compose_body(self) -> ComposeResult:
+        """Yield the list, what stands there without problems, and all about the selected one."""
         yield self.problems
         yield self.nothing
         yield self.detail
 
     def on_mount(self) -> None:
-        super().on_mount()
+        """Redraw at each change of the theme from here on."""
         self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
 
     def on_resize(self) -> None:
+        """Redraw: the lines are made for the width."""
         self._redraw()
 
     def refill(self, snapshot: Snapshot) -> None:
+        """Redraw all; the cursor stays on its problem."""
         self._redraw()
 
     def target_row(self) -> RunRow | None:
+        """The run that has the selected problem; None for other problems."""
         problem = self.selected_problem()
         return self.snapshot.row(problem.name) if problem and self.snapshot and problem.target == "run" else None
 
     def target_daemon(self) -> str | None:
+        """The daemon that has the selected problem, or the orchestrator of the run that has it; else None."""
         problem = self.selected_problem()
         return problem.name if problem and problem.target in ("daemon", "run") else None
 
@@ -128,5 +133,6 @@ class ProblemsScreen(PlaceScreen):
         self.show_keys()
 
     def selected_problem(self) -> Problem | None:
+        """The problem under the cursor; None when there are no problems."""
         problems = self.snapshot.problems if self.snapshot else ()
         return next((problem for problem in problems if key_of(problem) == self.problems.selected), None)

@@ -121,6 +121,7 @@ class RunScreen(WorkspaceScreen):
 
     @property
     def tab_names(self) -> tuple[str, ...]:
+        """The tabs from left to right."""
         return TABS
 
     @property
@@ -129,6 +130,7 @@ class RunScreen(WorkspaceScreen):
         return (self.charts, self.rollouts, self.config, self.log_view, self.checkpoints, self.events)
 
     def compose(self) -> ComposeResult:
+        """Yield header, banner, tabs, the line of the last action and the keys, from top to bottom."""
         yield self.header
         yield self.banner
         with self.tabs:
@@ -139,6 +141,7 @@ class RunScreen(WorkspaceScreen):
         yield KeyFooter()
 
     def on_mount(self) -> None:
+        """Once the panes are there, open a tab and start the thread that reads."""
         # The panes of the tabs are made after the screen itself.
         self.call_after_refresh(self._start)
 
@@ -150,24 +153,29 @@ class RunScreen(WorkspaceScreen):
         self.run_worker(self._watcher.run, thread=True, name=f"read {self.run_id}")
 
     def on_unmount(self) -> None:
+        """Stop the thread that reads, and a search in the log."""
         self._watcher.stop()
         if self._search is not None:
             self._search.stop()
 
     def target_row(self) -> RunRow | None:
+        """This run; None once it was removed from the workspace."""
         return self.snapshot.row(self.run_id) if self.snapshot else None
 
     def show_workspace(self, snapshot: Snapshot) -> None:
+        """Keep the snapshot; once the widgets are there, show what it has of this run."""
         super().show_workspace(snapshot)
         if self.can_show:
             self._show()
 
     def show_action(self, entry: ActionEntry) -> None:
+        """Keep the action; once the widgets are there, show it in the line above the keys."""
         super().show_action(entry)
         if self.can_show:
             self.command_line.entry = entry
 
     def on_run_changed(self, message: RunChanged) -> None:
+        """Show what the thread has read, in the view of its tab."""
         if self.can_show:
             self._shows[type(message.data)](message.data)
             self.shown.add(message.data.tab)
@@ -235,6 +243,7 @@ class RunScreen(WorkspaceScreen):
             self.run_worker(self._search.run, thread=True, name="search the log")
 
     def on_log_found(self, message: LogFound) -> None:
+        """Show how far the search in the log has come."""
         if self.can_show:
             self.log_view.show_found(message.found)
 
@@ -253,11 +262,13 @@ class RunScreen(WorkspaceScreen):
             self._show()
 
     def action_tab(self, index: int) -> None:
+        """Open the tab of this index, counted from 0; before the tabs are there, note it for then."""
         self._asked = index
         if self._has_opened:
             self.tabs.active = f"tab-{self.tab_names[index]}"
 
     def action_next_tab(self, direction: int) -> None:
+        """Open the next tab (1) or the one before (-1); after the last comes the first."""
         self.action_tab((self.tab_names.index(self.tab) + direction) % len(self.tab_names))
 
     @property

@@ -67,12 +67,14 @@ class RunsScreen(PlaceScreen):
             self.memory.workspace = msgspec.structs.replace(self.memory.workspace, sort=DEFAULT_SORT, descending=False)
 
     def compose_body(self) -> ComposeResult:
+        """Yield the filter, the table, what takes its place when no run is shown, and the selected run."""
         yield self.filter_bar
         yield self.table
         yield self.empty
         yield self.preview
 
     def on_mount(self) -> None:
+        """Set the remembered filter, show the runs, and start the thread that reads the selected run's curves."""
         self.preview.display = False
         self.table.focus()
         if self.memory.workspace.filter:
@@ -80,18 +82,20 @@ class RunsScreen(PlaceScreen):
             self.filter_bar.input.value = self.memory.workspace.filter
             self.filter_bar.take(self.memory.workspace.filter)
             self.table.focus()
-        super().on_mount()
         self.app.theme_changed_signal.subscribe(self, lambda _: self.call_after_refresh(self._recolour))
         self.run_worker(self._watcher.run, thread=True, name="read the selected run")
 
     def on_unmount(self) -> None:
+        """Stop the thread that reads the curves."""
         self._watcher.stop()
 
     def on_run_changed(self, message: RunChanged) -> None:
+        """Show the curves that the thread has read."""
         if isinstance(message.data, CurvesData):
             self.preview.show_curves(message.data)
 
     def on_resize(self, event: Resize) -> None:
+        """Show or hide the curves by the new height."""
         self._fit_preview(event.size.height)
         self._show_selected()
 
@@ -101,6 +105,7 @@ class RunsScreen(PlaceScreen):
             self.preview.set_class(is_tall, "-tall")
 
     def target_row(self) -> RunRow | None:
+        """The run under the cursor; None in an empty table."""
         run_id = self.table.selected_id
         return self.snapshot.row(run_id) if self.snapshot and run_id else None
 
@@ -114,6 +119,7 @@ class RunsScreen(PlaceScreen):
         return [*shown, *marked.values()]
 
     def commands(self) -> dict[str, Command]:
+        """The commands of the keys; `sort` and `filter` take words too."""
         found = super().commands()
         columns = {name: sort.title for name, sort in SORTS.items()}
         take_words(found, "sort", "sort the runs", "[COLUMN [asc|desc]]", self._command_sort, lambda: columns)
@@ -121,6 +127,7 @@ class RunsScreen(PlaceScreen):
         return found
 
     def refill(self, snapshot: Snapshot) -> None:
+        """Filter and sort the runs and show them; marks of runs that are gone are removed."""
         workspace, now = self.memory.workspace, self.setting.clock()
         self.table.forget_marks({row.run_id for row in snapshot.rows})
         pins = frozenset(workspace.pins)
@@ -160,9 +167,11 @@ class RunsScreen(PlaceScreen):
         self._refill()
 
     def action_filter(self) -> None:
+        """Open the filter line, which gets the focus."""
         self.filter_bar.open()
 
     def action_clear(self) -> None:
+        """Remove the marks; without marks, or from the filter line, the filter."""
         if self.table.marks and not self.filter_bar.input.has_focus:
             self.table.clear_marks()
             return
@@ -170,6 +179,7 @@ class RunsScreen(PlaceScreen):
         self.table.focus()
 
     def set_filter(self, text: str) -> None:
+        """Show the runs that match and remember the filter; an empty one closes the filter line."""
         if self.filter_bar.input.value != text:
             self.filter_bar.input.value = text
         if text:
@@ -179,10 +189,12 @@ class RunsScreen(PlaceScreen):
         self._take_filter(text)
 
     def action_next_sort(self, step: int) -> None:
+        """Order by the column `step` places on in `SORTS`, in that column's own direction."""
         names = list(SORTS)
         self.sort_by(names[(names.index(self.memory.workspace.sort) + step) % len(names)])
 
     def action_reverse_sort(self) -> None:
+        """Keep the column and turn the direction round."""
         self.sort_by(self.memory.workspace.sort, not self.memory.workspace.descending)
 
     def sort_by(self, column: str, descending: bool | None = None) -> None:
@@ -198,6 +210,7 @@ class RunsScreen(PlaceScreen):
         self._remember(pins=others if set(chosen) <= set(pins) else [*others, *chosen])
 
     def action_daemons(self) -> None:
+        """Go to the screen System."""
         self.guide.go("system")
 
     def _remember(self, **changes: object) -> None:
@@ -208,7 +221,7 @@ class RunsScreen(PlaceScreen):
     def _command_sort(self, words: str) -> None:
         column, _, way = words.partition(" ")
         if column not in SORTS or way.strip() not in ("", "asc", "desc"):
-            raise CommandError(f"sort COLUMN [asc|desc]; columns: {', '.join(SORTS)}")
+            raise CommandError(f"invalid order {words!r}: give COLUMN [asc|desc]; columns: {', '.join(SORTS)}")
         self.sort_by(column, {"asc": False, "desc": True}.get(way.strip()))
 
     @on(Input.Changed, "#filter")

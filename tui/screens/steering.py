@@ -37,6 +37,7 @@ class SteersRuns(Performs):
     ]
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Hide the keys that need a target run; grey out pause when no target can be paused or continued."""
         rows = self.target_rows()
         if action in ("pause", "weight", "budget", "fork", "export") and not rows:
             return False
@@ -45,6 +46,7 @@ class SteersRuns(Performs):
         return super().check_action(action, parameters)
 
     def commands(self) -> dict[str, Command]:
+        """The commands of the keys, most of which take words too; and `continue`, `set` and `diff`."""
         found = super().commands()
         paused = [row for row in self.target_rows() if row.state == RunState.PAUSED]
         go_on = (lambda: self._continue(paused)) if paused else None
@@ -64,6 +66,7 @@ class SteersRuns(Performs):
         return ""
 
     def action_pause(self) -> None:
+        """Ask for a reason and pause the target runs; when all of them are paused already, continue them."""
         rows = self._steerable()
         if running := [row for row in rows if row.state != RunState.PAUSED]:
             from tui.dialogs.steer import PauseDialog
@@ -73,22 +76,30 @@ class SteersRuns(Performs):
             self._continue(rows)
 
     def action_weight(self) -> None:
+        """Open the dialog that sets one weight for the target runs."""
         from tui.dialogs.steer import WeightDialog
 
         self.app.push_screen(WeightDialog(self.output_dir, self.target_rows(), self.perform))
 
     def action_budget(self) -> None:
+        """Open the dialog that sets the budget of the target runs, the same for each."""
         from tui.dialogs.steer import BudgetDialog
 
         self.app.push_screen(BudgetDialog(self.output_dir, self.target_rows(), self.perform))
 
     def action_fork(self) -> None:
+        """Open the dialog that forks the target runs, at the version that is chosen here."""
         self._open_fork(self.target_version())
 
     def action_export(self) -> None:
+        """Open the dialog that exports a version of the target runs."""
         self._open_export("")
 
     def action_sweep(self) -> None:
+        """Open the dialog of a sweep, with the config of the target run if there is one.
+
+        Several target runs are refused with a message.
+        """
         if not self.target_rows():
             self._open_sweep("", "")
         elif (row := self._only("a sweep")) is not None:
@@ -99,10 +110,10 @@ class SteersRuns(Performs):
         return [row for row in self.target_rows() if row.state not in _NO_PAUSE]
 
     def _some(self) -> list[RunRow]:
-        """Raises CommandError when no run is chosen here."""
+        """The target runs. Raises CommandError without one."""
         if rows := self.target_rows():
             return rows
-        raise CommandError("no run is chosen here")
+        raise CommandError("this command needs a run: move the cursor to one; :runs lists them")
 
     def _only(self, what: str) -> RunRow | None:
         """The one run that `what` starts from. None of several, and why is shown."""
@@ -164,7 +175,7 @@ class SteersRuns(Performs):
     def _command_diff(self, words: str) -> None:
         self._some()
         if words not in self.run_ids():
-            raise CommandError(f"run {words!r} not found")
+            raise CommandError(f"run {words!r} not found in this workspace; :runs lists them")
         if (row := self._only("a comparison")) is None:
             return
         run_id = row.run_id

@@ -61,6 +61,7 @@ class SystemScreen(PlaceScreen):
         self._watcher = SystemWatcher(probe, self.post_message)
 
     def compose_body(self) -> ComposeResult:
+        """Yield the machine, the trainer, inference, the daemons and the selected daemon."""
         yield self.machine
         yield self.trainer
         yield self.inference
@@ -68,14 +69,16 @@ class SystemScreen(PlaceScreen):
         yield self.detail
 
     def on_mount(self) -> None:
-        super().on_mount()
+        """Redraw at each change of the theme from here on, and start the thread that measures the machine."""
         self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
         self.run_worker(self._watcher.run, thread=True, name="measure the machine")
 
     def on_unmount(self) -> None:
+        """Stop the thread that measures the machine."""
         self._watcher.stop()
 
     def on_resize(self) -> None:
+        """Redraw; below 34 lines the blank lines between the parts are left out."""
         self.set_class(self.size.height < 34, "-small")
         self._redraw()
 
@@ -85,13 +88,16 @@ class SystemScreen(PlaceScreen):
         return self.snapshot.row(name) if self.snapshot and name else None
 
     def target_daemon(self) -> str | None:
+        """The name of the daemon under the cursor; None when there are no daemons."""
         return self.daemons.selected
 
     def refill(self, snapshot: Snapshot) -> None:
+        """Redraw all, and let the thread measure the daemons of this look from here on."""
         self._watcher.take(snapshot.workspace)
         self._redraw()
 
     def on_system_changed(self, message: SystemChanged) -> None:
+        """Keep what was measured, and redraw."""
         self.look = message.look
         self._redraw()
 
