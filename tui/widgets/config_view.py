@@ -108,36 +108,44 @@ class ConfigView(VerticalScroll):
         self.request = ConfigRequest()
 
     def compose(self) -> ComposeResult:
+        """Yield what is wrong, hidden until something is, and the text."""
         yield self._error
         yield self._text
 
     def on_mount(self) -> None:
+        """Draw the text again whenever the theme changes."""
         self.app.theme_changed_signal.subscribe(self, lambda _: self._draw())
 
     def show(self, data: ConfigData) -> None:
+        """Show `data`: the file, its values or the differences, with what is wrong on top."""
         self.data = data
         self._draw()
 
     def on_resize(self) -> None:
+        """Draw differences again: their columns depend on the width."""
         if self.data is not None and self.data.other_id:
             self._draw()
 
     def action_values(self) -> None:
+        """Request all values with their defaults, or the file again."""
         self._want(ConfigRequest(wants_all=not self.request.wants_all))
 
     def action_compare(self) -> None:
+        """End a comparison; without one post `Compare`: the screen lets the user choose the run."""
         if self.request.other is not None:
             self._want(ConfigRequest())
         else:
             self.post_message(self.Compare())
 
     def action_leave(self) -> None:
+        """Go back to the file; from there leave the screen."""
         if self.request != ConfigRequest():
             self._want(ConfigRequest())
         else:
             self.app.pop_screen()
 
     def compare_with(self, other: str) -> None:
+        """Request the differences to the run `other`."""
         self._want(ConfigRequest(other=other))
 
     def _want(self, request: ConfigRequest) -> None:

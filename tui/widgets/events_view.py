@@ -67,15 +67,19 @@ class EventsView(VerticalScroll):
         self._data: EventsData | None = None
 
     def compose(self) -> ComposeResult:
+        """Yield the text."""
         yield self._text
 
     def on_mount(self) -> None:
+        """Draw the text again whenever the theme changes."""
         self.app.theme_changed_signal.subscribe(self, lambda _: self._draw())
 
     def on_resize(self) -> None:
+        """Wrap the text for the width."""
         self._draw()
 
     def show(self, data: EventsData) -> None:
+        """Show the events of `data`; scroll to the newest the first time, and later if the end was visible."""
         follows = self._data is None or self.is_vertical_scroll_end
         self._data = data
         self._draw()

@@ -221,6 +221,7 @@ class WorkspaceHeader(Widget):
         self._drawn: Text | None = None
 
     def show(self, snapshot: Snapshot) -> None:
+        """Take `snapshot`; draw again only when the lines differ from those drawn."""
         self._snapshot = snapshot
         if self._drawn is None or self._lines() != self._drawn:
             self.refresh()
@@ -229,10 +230,12 @@ class WorkspaceHeader(Widget):
         """The count of problems was clicked."""
 
     def on_click(self, event: Click) -> None:
+        """Post `ProblemsAsked` for a click on the right end of the second line."""
         if event.y == 1 and event.x >= self.size.width - PROBLEMS_WIDTH:
             self.post_message(self.ProblemsAsked())
 
     def render(self) -> RenderResult:
+        """Return the two lines; before the first snapshot, that the workspace is being read."""
         self._drawn = self._lines()
         return self._drawn
 
@@ -254,6 +257,7 @@ class RunHeader(Widget):
     num_problems: reactive[int] = reactive(0)
 
     def render(self) -> RenderResult:
+        """Return the two lines of `row`; without a row, that the run was removed."""
         if self.row is None:
             return Text.styled("this run was removed", "warning")
         return Text("\n").join(run_lines(self.row, self.size.width, self.now, self.num_problems))

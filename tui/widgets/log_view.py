@@ -74,19 +74,26 @@ class LogView(Vertical, can_focus=False):
         self._go_to: int | None = None
 
     def compose(self) -> ComposeResult:
+        """Yield the line above, the rows, and the input for the words, which is hidden before `action_ask`."""
         yield self._where
         yield self.rows
         yield self.input
 
     def on_mount(self) -> None:
+        """Keep the input from taking the focus before `action_ask`; draw again whenever the theme changes."""
         self.input.can_focus = False
         self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
 
     @property
     def follows(self) -> bool:
+        """Whether the end of the log is requested, also as it grows."""
         return self.request.anchor is None
 
     def show(self, data: LogData) -> None:
+        """Show the lines of `data`; drop the answer to an earlier request, unless it holds the line on top.
+
+        When another file took the place of the log, its lines are shown and its end is requested.
+        """
         is_other = self.data is not None and data.generation != self.data.generation
         if is_other and not self.follows:
             self._want(None)
@@ -119,31 +126,38 @@ class LogView(Vertical, can_focus=False):
         self._say()
 
     def action_rows(self, num: int) -> None:
+        """Scroll by `num` rows; near the edge of the lines it has, others are requested."""
         self.rows.scroll_rows(num)
 
     def action_page(self, direction: int) -> None:
+        """Scroll by the visible rows less one."""
         self.rows.scroll_rows(direction * max(self.rows.size.height - 1, 1))
 
     def action_start(self) -> None:
+        """Request the lines at the start of the log; `show` goes there with them."""
         self._go_to = 0
         self._want(0)
 
     def action_follow(self) -> None:
+        """Go to the last of the lines there are, and request the end of the log from here on."""
         self._want(None)
         self.rows.go_to_end()
         self._say()
 
     def action_level(self) -> None:
+        """Request lines of at least the next of LEVELS, after the last the first, around the same place."""
         anchor = None if self.follows else self._top_offset()
         self._want(anchor, (self.request.level + 1) % len(LEVELS))
         self._say()
 
     def action_ask(self) -> None:
+        """Show the input for the words and focus it."""
         self.add_class("-asking")
         self.input.can_focus = True
         self.input.focus()
 
     def action_again(self, direction: int) -> None:
+        """Search for the same words from the last match on, for -1 backwards; does nothing without words."""
         if self.rows.words:
             self._look(forwards=direction > 0)
 
