@@ -105,6 +105,16 @@ class LogRows(Widget, can_focus=True):
                 return False
         return True
 
+    @property
+    def bottom(self) -> int:
+        """The index of the last visible line, of which some rows may be below the screen; -1 without lines."""
+        left = self.size.height + self._row
+        for index in range(self.top, len(self.lines)):
+            left -= len(self._rows_of(index))
+            if left <= 0:
+                return index
+        return len(self.lines) - 1
+
     def scroll_rows(self, num: int) -> None:
         """Scroll by `num` rows, upwards below 0, as far as there are lines; then post `Moved`, even if no row moved."""
         self._sticks = False
@@ -173,8 +183,6 @@ class LogRows(Widget, can_focus=True):
 
     def _visible(self) -> list[list[Segment]]:
         rows: list[list[Segment]] = []
-        for index in range(self.top, len(self.lines)):
+        for index in range(self.top, self.bottom + 1):
             rows += self._rows_of(index)[self._row if index == self.top else 0 :]
-            if len(rows) >= self.size.height:
-                break
         return rows
