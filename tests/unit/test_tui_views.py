@@ -1,0 +1,42 @@
+"""What the views of a run write when there is little to show, or more than they show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prime_rl.contract.layout import OutputDir, RunDir
+from tests.tui_support import add_run
+from tui.readers.run_config import ConfigData, ConfigReader, ConfigRequest
+from tui.widgets.config_view import MAX_LINES, describe_file
+
+
+def read_config(workspace: Path, text: str | None, error: str = "") -> ConfigData:
+    run = RunDir(workspace / "run_a") if (workspace / "run_a").exists() else add_run(OutputDir(workspace), "run_a")
+    run.orch_toml.unlink(missing_ok=True)
+    if text is not None:
+        run.orch_toml.write_text(text)
+    run.config_error.write_text(error)
+    data, more = ConfigReader(workspace, "run_a").read(ConfigRequest())
+    assert data is not None and not more
+    return data
+
+
+def test_a_config_that_is_missing_or_empty_is_named_with_what_to_do(tmp_path: Path) -> None:
+    path = RunDir(tmp_path / "run_a").orch_toml
+    missing = describe_file(read_config(tmp_path, None)).plain
+    assert missing == f"no readable file {path}: a run needs it; copy one from another run or from configs/"
+    for text in ("", " \n\n"):
+        empty = describe_file(read_config(tmp_path, text)).plain
+        assert empty == f"{path} is empty: write the run's config into it; configs/ has examples"
+
+
+def test_a_long_config_says_how_many_lines_are_left_out_and_that_some_have_errors(tmp_path: Path) -> None:
+    lines = [f"a{number} = 1" for number in range(1, MAX_LINES + 1)]
+    path = RunDir(tmp_path / "run_a").orch_toml
+    whole = describe_file(read_config(tmp_path, "\n".join(lines))).plain.splitlines()
+    assert len(whole) == MAX_LINES and whole[-1].endswith(lines[-1])
+    more = "\n".join([*lines, "b = 1", "c = 1"])
+    *shown, last = describe_file(read_config(tmp_path, more)).plain.splitlines()
+    assert shown == whole and last == f"  … 2 more lines: {path}"
+    found = describe_file(read_config(tmp_path, more, "orch.toml: line 2002: wrong")).plain.splitlines()
+    assert found == [*whole, f"▶ … 2 more lines: {path}"]
