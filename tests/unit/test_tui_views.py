@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from prime_rl.contract.layout import OutputDir, RunDir
-from tests.tui_support import add_run
+from tests.tui_support import NOW, add_run
 from tui.readers.run_config import ConfigData, ConfigReader, ConfigRequest
+from tui.readers.run_events import Event
 from tui.widgets.config_view import MAX_LINES, describe_file
+from tui.widgets.events_view import MAX_LINES_EACH, describe
 
 
 def read_config(workspace: Path, text: str | None, error: str = "") -> ConfigData:
@@ -40,3 +42,14 @@ def test_a_long_config_says_how_many_lines_are_left_out_and_that_some_have_error
     assert shown == whole and last == f"  … 2 more lines: {path}"
     found = describe_file(read_config(tmp_path, more, "orch.toml: line 2002: wrong")).plain.splitlines()
     assert found == [*whole, f"▶ … 2 more lines: {path}"]
+
+
+def test_a_long_event_says_how_many_lines_are_left_out() -> None:
+    lines = [f"line {number}" for number in range(1, MAX_LINES_EACH + 1)]
+
+    def shown(*more: str) -> list[str]:
+        event = Event.of(NOW, "evicted", "\n".join([*lines, *more]), "mia@gpu1")
+        return [line.strip() for line in describe([event], 100).plain.splitlines()]
+
+    assert shown()[1:] == [*lines[1:-1], f"{lines[-1]}  by mia@gpu1"]
+    assert shown("x" * 60, "y" * 60)[1:] == [*lines[1:], "… 2 more lines  by mia@gpu1"]
