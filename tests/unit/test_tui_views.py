@@ -6,10 +6,12 @@ from pathlib import Path
 
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.tui_support import NOW, add_run
+from tui import fmt
 from tui.readers.run_config import ConfigData, ConfigReader, ConfigRequest
 from tui.readers.run_events import Event
 from tui.widgets.config_view import MAX_LINES, describe_file
 from tui.widgets.events_view import MAX_LINES_EACH, describe
+from tui.widgets.header import RunHeader
 
 
 def read_config(workspace: Path, text: str | None, error: str = "") -> ConfigData:
@@ -53,3 +55,14 @@ def test_a_long_event_says_how_many_lines_are_left_out() -> None:
 
     assert shown()[1:] == [*lines[1:-1], f"{lines[-1]}  by mia@gpu1"]
     assert shown("x" * 60, "y" * 60)[1:] == [*lines[1:], "… 2 more lines  by mia@gpu1"]
+
+
+def test_the_header_of_a_run_tells_of_its_removal_only_when_the_run_was_looked_for() -> None:
+    header = RunHeader()
+    assert str(header.render()) == ""
+    header.now = NOW
+    assert str(header.render()) == "this run was removed"
+
+
+def test_a_heartbeat_in_a_sentence() -> None:
+    assert [fmt.seen_ago(age_s) for age_s in (0.0, fmt.FRESH_S - 1, 61.0)] == ["now", "now", "1m ago"]

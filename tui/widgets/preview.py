@@ -56,7 +56,7 @@ def _figures(row: RunRow, now: float) -> str:
         pieces.append(f"lr {fmt.number(row.view.lr)}")
     pieces += [f"{name} {value}" for name, value in standing(row)]
     if row.updated_at is not None:
-        pieces.append(f"seen {fmt.seen(now - row.updated_at)} ago".replace("now ago", "now"))
+        pieces.append(f"seen {fmt.seen_ago(now - row.updated_at)}")
     return " · ".join(pieces)
 
 
