@@ -18,6 +18,8 @@ from prime_rl.utils.text import one_line
 from tui.actions.chat import ChatTalk
 from tui.messages import ChatChanged, ChatLook
 
+UNDER_WAY = "an answer is under way: esc stops it"
+
 
 def head(look: ChatLook) -> Text:
     """What answers, and whether it is loaded."""
@@ -85,6 +87,7 @@ class ChatView(Vertical, can_focus=False):
         self._problem = Static(id="chat-problem", markup=False)
         self._is_running = False
         self._may_refill = False
+        self._is_early = False
 
     def compose(self) -> ComposeResult:
         """Yield the head, the turns, the text of a problem and the line for a question."""
@@ -114,8 +117,10 @@ class ChatView(Vertical, can_focus=False):
         self.look = look
         self._head.update(head(look))
         self._text.update(describe(look))
-        self._problem.update(Content(look.problem or ""))
-        self._problem.set_class(look.problem is not None, "-shown")
+        self._is_early = self._is_early and look.state != "idle"
+        problem = UNDER_WAY if self._is_early else look.problem
+        self._problem.update(Content(problem or ""))
+        self._problem.set_class(problem is not None, "-shown")
         if look.question and self._may_refill and not self.line.value:
             self._may_refill = False
             self.line.value = look.question
@@ -129,7 +134,11 @@ class ChatView(Vertical, can_focus=False):
     @on(Input.Submitted)
     def _submitted(self, event: Input.Submitted) -> None:
         event.stop()
-        if not event.value.strip() or self.look.state != "idle":
+        if not event.value.strip():
+            return
+        if self.look.state != "idle":
+            self._is_early = True
+            self.show(self.look)
             return
         self.line.clear()
         self._may_refill = True
