@@ -245,7 +245,7 @@ class ChartsView(Vertical, can_focus=True):
         if view.span is not None and view.end is None:
             which += ", following"
         pieces = [which, "log" if view.is_log else "linear"]
-        pieces.append(f"smoothed, EMA {view.smoothing:g}" if view.smoothing else "as it is")
+        pieces.append(f"smoothed, EMA {view.smoothing:g}" if view.smoothing else "not smoothed")
         if self.cursor is not None:
             pieces.append(f"at step {self.cursor:.0f}")
         if data.is_reading:
