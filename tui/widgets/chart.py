@@ -57,7 +57,7 @@ class Chart(Widget):
     """
 
     class Pointed(Message):
-        """The mouse is over `step` (None: it left), or `is_click`ed there."""
+        """The mouse is over `step`, or clicked there `num_clicks` times in a row; None: it left, or is off the plot."""
 
         def __init__(self, chart: Chart, step: float | None, num_clicks: int = 0) -> None:
             super().__init__()
@@ -97,7 +97,6 @@ class Chart(Widget):
         """Draw `data`; nothing is drawn again when it equals what is shown."""
         if data != self._data:
             self._data = data
-            self.set_class(data.has_values, "-drawn")
             self._redraw()
 
     def point_at(self, step: float | None) -> None:

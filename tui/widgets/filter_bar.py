@@ -46,7 +46,7 @@ class FilterInput(Input):
 
 
 class FilterBar(Horizontal):
-    """Hidden while there is no filter. `query` is what the text means."""
+    """Hidden while there is no filter. `parsed` is what the text means."""
 
     DEFAULT_CSS = """
     FilterBar {

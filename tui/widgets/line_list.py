@@ -27,7 +27,7 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
 
     Args:
         empty: what stands there without lines.
-        opens: whether enter opens a line.
+        opens: whether enter posts `Opened`; a double click posts it in every list.
     """
 
     DEFAULT_CSS = """
