@@ -105,6 +105,12 @@ def seen(seconds: float | None) -> str:
     return "now" if seconds is not None and seconds < FRESH_S else age(seconds)
 
 
+def seen_ago(seconds: float) -> str:
+    """`seen` in a sentence: `now`, `12s ago`."""
+    text = seen(seconds)
+    return text if text == "now" else f"{text} ago"
+
+
 def bar(done: float, total: float | None, width: int) -> tuple[str, str]:
     """(filled, empty) parts of a bar of `width` cells, in half cells; the two differ in shape, not only in colour."""
     share = min(max(done / total, 0.0), 1.0) if total else 0.0

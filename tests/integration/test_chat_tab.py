@@ -13,13 +13,14 @@ import pytest
 from daemons.chat import Chat, ChatSettings
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
+from prime_rl.utils.text import one_line
 from tests.chat_support import GREEDY, answer_of, chat_server, loaded
 from tests.inference_support import KEY, RunningServer
 from tests.patience import PATIENCE_S
 from tests.tui_run_support import Opened, opened_run
 from tests.tui_support import add_run, screen_text
 from tui.actions.chat import ChatTalk
-from tui.messages import ChatChanged
+from tui.messages import ChatChanged, ChatTurn
 from tui.screens.acting_run import ActingRunScreen
 from tui.screens.pick_runs import PickRuns
 from tui.screens.runs import RunsScreen
@@ -150,6 +151,20 @@ async def test_what_cannot_be_is_one_line_and_the_question_is_given_back(tmp_pat
         assert o.screen.tab == "charts"
     async with opened_run(tmp_path, "run_a", read_only=True) as o:
         assert "Chat" not in screen_text(o.app) and "chat" not in o.screen.tab_names
+
+
+async def test_a_question_during_an_answer_stays_in_the_line_with_the_reason(tmp_path: Path) -> None:
+    add_run(OutputDir(tmp_path), "run_a", step=3)
+    async with opened_chat(tmp_path) as (o, view):
+        words = "an answer is under way: esc stops it"
+        view.show(replace(view.look, state="answering"))
+        await o.press(*"and", "enter")
+        assert words in screen_text(o.app) and view.line.value == "and"
+        view.show(replace(view.look, turns=(ChatTurn(None, one_line("hello")),)))
+        await o.sees("hello", words)
+        view.show(replace(view.look, state="idle"))
+        await o.pilot.pause()
+        assert words not in screen_text(o.app)
 
 
 def test_a_question_that_was_stopped_before_its_turn_is_not_asked(server: RunningServer) -> None:

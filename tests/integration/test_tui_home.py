@@ -20,6 +20,7 @@ from tests.tui_support import (
     until,
 )
 from tui.memory import Memory
+from tui.readers.charts import MAX_COMPARED
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
 from tui.widgets.chart import Chart
@@ -234,3 +235,16 @@ async def test_the_curves_below_the_table_are_those_of_the_selected_run(workspac
             ends = {last_step}
             await until(pilot, lambda c=charts, e=ends: {each.data.window[1] for each in c} == e, f"curves of {run_id}")
             await pilot.press("j")
+
+
+async def test_more_marked_runs_than_fit_into_the_charts_are_counted(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (home, table, pilot):
+        app, first = home.app, table.selected_id
+        await pilot.press("asterisk", "enter")
+        await until(pilot, lambda: isinstance(app.screen, RunScreen), "the run")
+        screen = app.screen
+        assert isinstance(screen, RunScreen) and screen.run_id == first
+        assert screen.charts.view.compare == tuple(table.run_ids[1 : MAX_COMPARED + 1])
+        assert f"7 of 8 marked runs are drawn beside {first}; w chooses others" in [
+            note.message for note in app._notifications
+        ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
+from textual.widgets import Static
 
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.tui_run_support import RUN, Opened, opened_run
@@ -117,6 +119,85 @@ async def test_levels_leave_out_what_is_below(workspace: OutputDir) -> None:
         assert "WARNING" not in screen_text(o.app)
         await o.press("v")
         await o.sees("· level all", "line 3999")
+
+
+def where(o: Opened) -> str:
+    """The line above the log."""
+    return str(o.screen.log_view.query_one("#where", Static).render())
+
+
+async def test_the_start_is_reached_again_from_a_few_lines_below(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path) as o:
+        await open_log(o)
+        view = o.screen.log_view
+        await o.press("g")
+        await o.sees("line 0000")
+        await o.press("j", "j", "j")
+        assert view.rows.top == 3
+        await o.press("g")
+        assert view.rows.top == 0
+        await o.press("j", "j", "j")
+        append(workspace, "newest\n")
+        size = RunDir(workspace.path / RUN).log.stat().st_size
+        await o.until(lambda: view.data is not None and view.data.size == size, "the log that has grown")
+        assert view.rows.top == 3, "what was reached already moves nothing later"
+
+
+async def test_following_forgets_the_start_that_was_not_there_yet(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path) as o:
+        await open_log(o)
+        view = o.screen.log_view
+        view.action_start()
+        view.action_follow()
+        assert view.follows and view._go_to is None
+        view.action_start()
+        view.action_rows(1)
+        await o.pilot.pause()
+        assert view._go_to is None, "the place that was asked for last counts"
+
+
+async def test_the_only_match_is_reached_again(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path) as o:
+        await open_log(o)
+        view = o.screen.log_view
+        await o.press("slash", *"broke", "enter")
+        await o.sees("line 0010 broke")
+        top = view.rows.top
+        await o.press("j", "j", "j")
+        assert view.rows.top == top + 3
+        await o.press("n")
+        await o.until(lambda: view.rows.top == top, "the place of the match")
+
+
+async def test_a_search_starts_at_the_last_line_on_the_screen_where_lines_are_long(workspace: OutputDir) -> None:
+    log = RunDir(workspace.path / RUN).log
+    log.write_text("".join(f"INFO data: x line {n:04} {'word ' * 60}\n" for n in range(200)))
+    async with opened_run(workspace.path) as o:
+        await o.tab("logs")
+        await o.sees("following", "line 0199")
+        view = o.screen.log_view
+        await o.press("g")
+        await o.sees("line 0000")
+        last = max(map(int, re.findall(r"line (\d{4})", screen_text(o.app))))
+        assert last < 10 and where(o).startswith(f"{(last + 1) / 2:.0f} %")
+        await o.press("slash", *"word", "enter")
+        await o.until(lambda: view.found.start is not None, "a match")
+        assert number(workspace, view.found.start) == last
+
+
+async def test_the_line_above_tells_what_is_read_and_which_log_is_not_there(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path) as o:
+        await open_log(o)
+        view = o.screen.log_view
+        for level in ("info", "warning", "error"):
+            view.action_level()
+            assert where(o) == f"searching for lines of level {level} and above …"
+            await o.sees(f"· level {level}")
+        view.action_level()
+        assert where(o) == "reading lines of all levels …"
+        await o.sees("· level all")
+        RunDir(workspace.path / RUN).log.unlink()
+        await o.sees(f"no log yet: {RUN}/logs/orchestrator.log")
 
 
 @pytest.mark.slow

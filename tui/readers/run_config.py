@@ -16,7 +16,7 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.readers.tabs import CONFIG, TabData, file_stamp, read_clean
 
-MAX_VALUE_CHARS = 200
+MAX_VALUE_CHARS, MAX_PATH_CHARS = 200, 1_000
 MISSING, NO_TEXT = one_line("-"), one_line("")
 _LINE = re.compile(r"\bline (\d+)\b")
 
@@ -51,11 +51,12 @@ class ConfigRequest:
 class ConfigData(TabData):
     """One look. `values` are all keys when they were asked for, `differences` to `other_id` when there is one.
 
-    `problem` is why values or differences are not available.
+    `text` is None when there is no readable file at `path`. `problem` is why values or differences are not available.
     """
 
     tab = CONFIG
-    text: CleanText = NO_TEXT
+    path: CleanText = NO_TEXT
+    text: CleanText | None = None
     error: CleanText | None = None
     error_lines: tuple[int, ...] = ()
     values: tuple[Value, ...] | None = None
@@ -84,9 +85,10 @@ class ConfigReader:
         return self._look(other, request.wants_all), False
 
     def _look(self, other: str | None, wants_all: bool) -> ConfigData:
-        text = read_clean(self._run.orch_toml) or NO_TEXT
-        error = read_clean(self._run.config_error)
-        data = ConfigData(self._run.run_id, text, error, find_error_lines(text, error or ""))
+        path, found = self._run.orch_toml, read_clean(self._run.orch_toml)
+        text, error = found or NO_TEXT, read_clean(self._run.config_error)
+        lines = find_error_lines(text, error or "")
+        data = ConfigData(self._run.run_id, one_line(str(path), MAX_PATH_CHARS), found, error, lines)
         try:
             if other is not None:
                 theirs = read_clean(RunDir(self._output_dir / other).orch_toml) or ""

@@ -36,6 +36,7 @@ class Canvas:
 
     @property
     def num_dots(self) -> tuple[int, int]:
+        """Dots across and down: two and four for each character."""
         return self.width * 2, self.height * 4
 
     def bar(self, x: int, top: int, bottom: int, colour: int) -> None:
@@ -60,6 +61,7 @@ class Canvas:
             last = y
 
     def fill(self, column: int, row: int, shade: str, colour: int) -> None:
+        """Fill the character at `column` and `row` with `shade`, which then hides the dots there."""
         self._filled[row, column] = shade
         self._colours[row][column] = colour
 

@@ -57,7 +57,7 @@ class Chart(Widget):
     """
 
     class Pointed(Message):
-        """The mouse is over `step` (None: it left), or `is_click`ed there."""
+        """The mouse is over `step`, or clicked there `num_clicks` times in a row; None: it left, or is off the plot."""
 
         def __init__(self, chart: Chart, step: float | None, num_clicks: int = 0) -> None:
             super().__init__()
@@ -80,20 +80,23 @@ class Chart(Widget):
 
     @property
     def data(self) -> ChartData:
+        """What `show` was called with last; without curves before that."""
         return self._data
 
     def on_mount(self) -> None:
+        """Have all drawn again whenever the theme changes: its colours are cached."""
         self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
 
     def rename(self, title: str) -> None:
+        """Set the title in the frame, without drawing the curves again."""
         if title != self._title:
             self._title = title
             self._head()
 
     def show(self, data: ChartData) -> None:
+        """Draw `data`; nothing is drawn again when it equals what is shown."""
         if data != self._data:
             self._data = data
-            self.set_class(data.has_values, "-drawn")
             self._redraw()
 
     def point_at(self, step: float | None) -> None:
@@ -104,19 +107,24 @@ class Chart(Widget):
             self.refresh()
 
     def on_resize(self) -> None:
+        """Draw the curves, the axis and the frame again for the size."""
         self._redraw()
 
     def on_mouse_move(self, event: MouseMove) -> None:
+        """Post `Pointed` with the step under the mouse; with None outside the plot or without values."""
         self.post_message(self.Pointed(self, self._step_at(event.get_content_offset_capture(self).x)))
 
     def on_leave(self, event: Leave) -> None:
+        """Post `Pointed` with None, because the mouse left the chart."""
         self.post_message(self.Pointed(self, None))
 
     def on_click(self, event: Click) -> None:
+        """Post `Pointed` with the clicked step and the number of clicks in a row."""
         step = self._step_at(event.get_content_offset_capture(self).x)
         self.post_message(self.Pointed(self, step, num_clicks=event.chain))
 
     def render_line(self, y: int) -> Strip:
+        """Return line `y` of the plot, or the axis below it; without values, "no values yet" in the middle line."""
         # A larger widget may be asked for its lines before it is told that it has grown.
         if self._rows is None or self._drawn_for != self.size:
             self._rows, self._drawn_for = self._draw(), self.size

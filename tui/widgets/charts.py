@@ -85,27 +85,33 @@ class ChartsView(Vertical, can_focus=True):
         self._data: ChartsData | None = None
 
     def compose(self) -> ComposeResult:
+        """Yield the line about steps and scale, and the grid with its charts."""
         yield self._looking
         with self.grid:
             yield from self.charts
 
     def on_mount(self) -> None:
+        """Mark the first chart as the chosen one, and write the line above again whenever the theme changes."""
         self.app.theme_changed_signal.subscribe(self, lambda _: self._say())
         self._mark()
 
     def show(self, data: ChartsData) -> None:
+        """Pass each chart its part of `data`, in order; ValueError when `data` has another number of charts."""
         self._data = data
         for chart, shown in zip(self.charts, data.charts, strict=True):
             chart.show(shown)
         self._say()
 
     def compare_with(self, run_ids: tuple[str, ...]) -> None:
+        """Request the curves of `run_ids` beside those of this run; () ends the comparison."""
         self._want(replace(self.view, compare=run_ids))
 
     def on_resize(self, event: Resize) -> None:
+        """Arrange the charts, and request two points of a curve for each cell of its width."""
         self._arrange()
 
     def action_choose(self, direction: int) -> None:
+        """Choose the chart `direction` places on, after the last the first; scroll to it, or maximise it instead."""
         self.chosen = (self.chosen + direction) % len(self.charts)
         self._mark()
         if self.is_maximised:
@@ -114,12 +120,14 @@ class ChartsView(Vertical, can_focus=True):
             self.charts[self.chosen].scroll_visible(animate=False)
 
     def action_page(self, direction: int) -> None:
+        """Scroll the grid by its height; while a chart is maximised, choose the next or previous one."""
         if self.is_maximised:
             self.action_choose(direction)
         else:
             self.grid.scroll_relative(y=direction * self.grid.size.height, animate=False)
 
     def action_maximise(self) -> None:
+        """Show the chosen chart alone, or all again, scrolled to the chosen one."""
         self.is_maximised = not self.is_maximised
         self._arrange()
         if not self.is_maximised:
@@ -145,28 +153,35 @@ class ChartsView(Vertical, can_focus=True):
         self._point(curve.steps[min(max(place, 0), len(curve.steps) - 1)])
 
     def action_zoom(self, direction: int) -> None:
+        """Request half as many steps around the cursor, or for -1 twice as many; does nothing before the first data."""
         if self._data is not None:
             factor = 1 / ZOOM if direction > 0 else ZOOM
             self._want(self.view.zoomed(factor, self._data.newest, self.cursor))
 
     def action_pan(self, direction: int) -> None:
+        """Request steps a quarter of the width later, or for -1 earlier; does nothing while all steps are shown."""
         if self._data is not None:
             self._want(self.view.panned(direction * PAN, self._data.newest))
 
     def action_all_steps(self) -> None:
+        """Undo zoom and pan: request all steps, up to the newest."""
         self._want(replace(self.view, span=None, end=None))
 
     def action_log(self) -> None:
+        """Request the other scale: logarithmic or linear."""
         self._want(replace(self.view, is_log=not self.view.is_log))
 
     def action_smooth(self) -> None:
+        """Request the next factor of SMOOTHINGS; 0, which does not smooth, follows the last one."""
         place = (SMOOTHINGS.index(self.view.smoothing) + 1) % len(SMOOTHINGS)
         self._want(replace(self.view, smoothing=SMOOTHINGS[place]))
 
     def action_stack(self) -> None:
+        """Request times as lines, or stacked again."""
         self._want(replace(self.view, is_stacked=not self.view.is_stacked))
 
     def action_compare(self) -> None:
+        """Post `Compare`: the screen lets the user choose the runs."""
         self.post_message(self.Compare())
 
     @on(Chart.Pointed)
@@ -180,11 +195,13 @@ class ChartsView(Vertical, can_focus=True):
         self._point(event.step)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        """Zoom in while a chart is maximised or ctrl is held; else the event bubbles on."""
         if self.is_maximised or event.ctrl:
             event.stop()
             self.action_zoom(1)
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        """Zoom out while a chart is maximised or ctrl is held; else the event bubbles on."""
         if self.is_maximised or event.ctrl:
             event.stop()
             self.action_zoom(-1)
@@ -228,7 +245,7 @@ class ChartsView(Vertical, can_focus=True):
         if view.span is not None and view.end is None:
             which += ", following"
         pieces = [which, "log" if view.is_log else "linear"]
-        pieces.append(f"smoothed, EMA {view.smoothing:g}" if view.smoothing else "as it is")
+        pieces.append(f"smoothed, EMA {view.smoothing:g}" if view.smoothing else "not smoothed")
         if self.cursor is not None:
             pieces.append(f"at step {self.cursor:.0f}")
         if data.is_reading:

@@ -18,6 +18,8 @@ from prime_rl.utils.text import one_line
 from tui.actions.chat import ChatTalk
 from tui.messages import ChatChanged, ChatLook
 
+UNDER_WAY = "an answer is under way: esc stops it"
+
 
 def head(look: ChatLook) -> Text:
     """What answers, and whether it is loaded."""
@@ -85,8 +87,10 @@ class ChatView(Vertical, can_focus=False):
         self._problem = Static(id="chat-problem", markup=False)
         self._is_running = False
         self._may_refill = False
+        self._is_early = False
 
     def compose(self) -> ComposeResult:
+        """Yield the head, the turns, the text of a problem and the line for a question."""
         yield self._head
         with self._turns:
             yield self._text
@@ -94,36 +98,47 @@ class ChatView(Vertical, can_focus=False):
         yield self.line
 
     def on_mount(self) -> None:
+        """Anchor the turns to their end; show the conversation, and again whenever the theme changes."""
         self._turns.anchor()
         self.app.theme_changed_signal.subscribe(self, lambda _: self.show(self.look))
         self.show(self.look)
 
     def on_unmount(self) -> None:
+        """Stop the answer and let the thread end, which unloads the version."""
         self.talk.end()
 
     def focus(self, scroll_visible: bool = True) -> Self:
+        """Focus the line for a question, and return the view."""
         self.line.focus(scroll_visible)
         return self
 
     def show(self, look: ChatLook) -> None:
+        """Show `look`; after a question or a choice its `question` fills the line once, if the line is empty."""
         self.look = look
         self._head.update(head(look))
         self._text.update(describe(look))
-        self._problem.update(Content(look.problem or ""))
-        self._problem.set_class(look.problem is not None, "-shown")
+        self._is_early = self._is_early and look.state != "idle"
+        problem = UNDER_WAY if self._is_early else look.problem
+        self._problem.update(Content(problem or ""))
+        self._problem.set_class(problem is not None, "-shown")
         if look.question and self._may_refill and not self.line.value:
             self._may_refill = False
             self.line.value = look.question
             self.line.cursor_position = len(look.question)
 
     def on_chat_changed(self, message: ChatChanged) -> None:
+        """Show what the conversation posts; dropped before the view is mounted."""
         if self.is_mounted:
             self.show(message.look)
 
     @on(Input.Submitted)
     def _submitted(self, event: Input.Submitted) -> None:
         event.stop()
-        if not event.value.strip() or self.look.state != "idle":
+        if not event.value.strip():
+            return
+        if self.look.state != "idle":
+            self._is_early = True
+            self.show(self.look)
             return
         self.line.clear()
         self._may_refill = True
@@ -132,6 +147,10 @@ class ChatView(Vertical, can_focus=False):
         self.talk.ask(event.value)
 
     def choose(self, target: str) -> None:
+        """Have `target` answer: a run (its newest version), `run_a@v3`, or "base".
+
+        The turns are dropped; the last question comes back into the line.
+        """
         self._may_refill = True
         self._start()
         self.talk.choose(target)
@@ -143,13 +162,16 @@ class ChatView(Vertical, can_focus=False):
             self.run_worker(self.talk.run, thread=True, name="chat")
 
     def action_version(self) -> None:
+        """Post `ChooseVersion`: the screen lets the user choose the version that answers."""
         self.post_message(self.ChooseVersion())
 
     def action_reset(self) -> None:
+        """Stop the answer and forget the conversation; the version stays loaded."""
         self._may_refill = False
         self.talk.reset()
 
     def action_leave(self) -> None:
+        """Stop the answer; without one go from the line to the turns, and from there leave the screen."""
         if self.look.state != "idle":
             self.talk.stop()
         elif self.line.has_focus:
@@ -158,10 +180,13 @@ class ChatView(Vertical, can_focus=False):
             self.app.pop_screen()
 
     def action_write(self) -> None:
+        """Focus the line for a question."""
         self.line.focus()
 
     def action_read(self, direction: int) -> None:
+        """Scroll the turns by `direction` rows."""
         self._turns.scroll_relative(y=direction, animate=False)
 
     def action_read_page(self, direction: int) -> None:
+        """Scroll the turns by their height less one row."""
         self._turns.scroll_relative(y=direction * max(self._turns.size.height - 1, 1), animate=False)

@@ -46,17 +46,21 @@ class CheckpointsView(Vertical, can_focus=False):
         self._data: CheckpointsData | None = None
 
     def compose(self) -> ComposeResult:
+        """Yield the list."""
         yield self.list
 
     def on_mount(self) -> None:
+        """Fill the list again whenever the theme changes."""
         self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
 
     @property
     def selected(self) -> Checkpoint | None:
+        """The checkpoint under the cursor; None while the list is empty."""
         rows = self._data.checkpoints if self._data else ()
         return next((row for row in rows if row.step == self.list.selected), None)
 
     def show(self, data: CheckpointsData) -> None:
+        """Fill the list with the checkpoints of `data`; above it their number and their size in all."""
         self._data = data
         self._fill()
 

@@ -1,11 +1,13 @@
-"""The columns of the runs table: which fit into a width, and what each shows of a run. Pure."""
+"""The columns of the runs table: which fit into a width, what each shows of a run, and a line made of them. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
+from rich.segment import Segment
+from rich.style import Style
 
 from prime_rl.contract.condition import LOST
 from prime_rl.contract.status import RunState
@@ -16,7 +18,9 @@ from tui.model.standing import standing_words
 
 _FIRST = ("state", "run", "progress", "reward", "change", "loss", "tokens", "lag", "version", "lr", "note")
 ORDER = (*_FIRST, "seen", "age")
+GUTTER = 2  # cells before the first column: whether the run is marked, whether it is pinned
 PADDING = 1  # cells on each side of a column
+MARK, PIN = "✓", "★"
 MIN_NOTE = 12
 MIN_ID = 10
 MAX_ID = 28
@@ -112,6 +116,52 @@ def make_cell(column: Column, row: RunRow, now: float) -> Cell:
     }
     text = figures[column.key]
     return _right(text, width, "faint" if text == fmt.DASH else "text")
+
+
+def make_gutter(is_marked: bool, is_pinned: bool) -> Cell:
+    """What stands before the first column, GUTTER cells wide."""
+    return (MARK if is_marked else " ", "bold accent"), (PIN if is_pinned else " ", "warning")
+
+
+def line_segments(
+    columns: Sequence[Column],
+    row: RunRow,
+    now: float,
+    gutter: Cell,
+    base: Style,
+    get_style: Callable[[str], Style],
+) -> list[Segment]:
+    """The line of one run. Plain segments: a line is drawn at each sign of life of its run."""
+    segments = [Segment(text, base + get_style(style)) for text, style in gutter]
+    segments.append(Segment(" " * PADDING, base))
+    between = Segment(" " * 2 * PADDING, base)
+    for column in columns:
+        segments += [Segment(text, base + get_style(style)) for text, style in make_cell(column, row, now)]
+        segments.append(between)
+    return segments
+
+
+def head_segments(columns: Sequence[Column], sort: tuple[str, bool], usual: Style, chosen: Style) -> list[Segment]:
+    """The labels of the columns; that of `sort`, (column, descending), has an arrow and the style `chosen`."""
+    segments = [Segment(" " * GUTTER, usual)]
+    pad = " " * PADDING
+    for column in columns:
+        is_sorted = column.key == sort[0]
+        arrow = ("▼" if sort[1] else "▲") if is_sorted else ""
+        label = column.label[: column.width - len(arrow)] + arrow
+        label = label.rjust(column.width) if column.is_figure else label.ljust(column.width)
+        segments.append(Segment(f"{pad}{label}{pad}", chosen if is_sorted else usual))
+    return segments
+
+
+def column_at(columns: Sequence[Column], x: int) -> Column | None:
+    """The column that is drawn at cell `x` of a line; None before the first and after the last."""
+    left = GUTTER
+    for column in columns:
+        if left <= x < left + column.width + 2 * PADDING:
+            return column
+        left += column.width + 2 * PADDING
+    return None
 
 
 def fit(text: str, width: int) -> str:

@@ -24,17 +24,30 @@ MAX_LINES = 2_000
 MAX_KEY_WIDTH = 36
 
 
-def numbered(config: str, error_lines: Sequence[int]) -> Content:
-    """Highlighted TOML with line numbers; `error_lines` (from 1) carry a mark that does not need colour."""
-    lines = highlight("\n".join(config.splitlines()[:MAX_LINES]), language="toml").split("\n", allow_blank=True)
+def describe_file(data: ConfigData) -> Content:
+    """Highlighted TOML with line numbers, MAX_LINES at most; lines with errors carry a mark that does not need colour.
+
+    Without text: what is wrong with the file, and what to do.
+    """
+    if data.text is None:
+        advice = "a run needs it; copy one from another run or from configs/"
+        return Content(f"no readable file {data.path}: {advice}")
+    if not data.text.strip():
+        return Content(f"{data.path} is empty: write the run's config into it; configs/ has examples")
+    texts = data.text.splitlines()
+    lines = highlight("\n".join(texts[:MAX_LINES]), language="toml").split("\n", allow_blank=True)
     width = len(str(len(lines)))
-    marked = set(error_lines)
+    marked = set(data.error_lines)
     built = []
     for number, line in enumerate(lines, start=1):
         if number in marked:
             built.append(Content.assemble((f"▶ {number:>{width}} ", "bold $text-error"), line.stylize("on $error 20%")))
         else:
             built.append(Content.assemble((f"  {number:>{width}} ", "$foreground 35%"), line))
+    if (num_more := len(texts) - MAX_LINES) > 0:
+        words = f"… {fmt.counted(num_more, 'more line')}: {data.path}"
+        has_errors = max(marked, default=0) > MAX_LINES
+        built.append(Content.styled(f"▶ {words}", "bold $text-error") if has_errors else Content(f"  {words}"))
     return Content("\n").join(built)
 
 
@@ -108,36 +121,44 @@ class ConfigView(VerticalScroll):
         self.request = ConfigRequest()
 
     def compose(self) -> ComposeResult:
+        """Yield what is wrong, hidden until something is, and the text."""
         yield self._error
         yield self._text
 
     def on_mount(self) -> None:
+        """Draw the text again whenever the theme changes."""
         self.app.theme_changed_signal.subscribe(self, lambda _: self._draw())
 
     def show(self, data: ConfigData) -> None:
+        """Show `data`: the file, its values or the differences, with what is wrong on top."""
         self.data = data
         self._draw()
 
     def on_resize(self) -> None:
+        """Draw differences again: their columns depend on the width."""
         if self.data is not None and self.data.other_id:
             self._draw()
 
     def action_values(self) -> None:
+        """Request all values with their defaults, or the file again."""
         self._want(ConfigRequest(wants_all=not self.request.wants_all))
 
     def action_compare(self) -> None:
+        """End a comparison; without one post `Compare`: the screen lets the user choose the run."""
         if self.request.other is not None:
             self._want(ConfigRequest())
         else:
             self.post_message(self.Compare())
 
     def action_leave(self) -> None:
+        """Go back to the file; from there leave the screen."""
         if self.request != ConfigRequest():
             self._want(ConfigRequest())
         else:
             self.app.pop_screen()
 
     def compare_with(self, other: str) -> None:
+        """Request the differences to the run `other`."""
         self._want(ConfigRequest(other=other))
 
     def _want(self, request: ConfigRequest) -> None:
@@ -160,6 +181,4 @@ class ConfigView(VerticalScroll):
             return describe_differences(data.run_id, data.other_id, data.differences, width)
         if data.values is not None:
             return describe_values(data.values)
-        if not data.text.strip():
-            return Content("orch.toml is empty or missing")
-        return numbered(data.text, data.error_lines)
+        return describe_file(data)

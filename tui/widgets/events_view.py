@@ -20,7 +20,7 @@ MAX_LINES_EACH = 40
 
 
 def describe(events: Sequence[Event], width: int) -> Text:
-    """One event a paragraph: time (UTC), kind, text, person; wrapped under the text."""
+    """One event a paragraph: time (UTC), kind, text, person; wrapped under the text, at most MAX_LINES_EACH lines."""
     if not events:
         return Text.styled("no events yet: actions, admission, restarts and evictions appear here", "muted")
     text = Text()
@@ -29,11 +29,13 @@ def describe(events: Sequence[Event], width: int) -> Text:
         text.append(f"{fmt.stamp(event.time)}Z ", "muted")
         text.append(f"{event.kind:<10} ", f"bold {_colour(event)}")
         pieces = [piece for line in event.text.splitlines() for piece in textwrap.wrap(line, room) or [""]]
+        if (num_more := len(pieces) - MAX_LINES_EACH) > 0:
+            pieces[MAX_LINES_EACH:] = [f"… {fmt.counted(num_more, 'more line')}"]
         by = f"by {event.who}" if event.who else ""
         if pieces and len(pieces[-1]) + len(by) + 2 <= room:
-            text.append(f"\n{' ' * _INDENT}".join(pieces[:MAX_LINES_EACH])).append(f"  {by}\n", "muted")
+            text.append(f"\n{' ' * _INDENT}".join(pieces)).append(f"  {by}\n", "muted")
         else:
-            text.append("".join(f"{piece}\n{' ' * _INDENT}" for piece in pieces[:MAX_LINES_EACH]))
+            text.append("".join(f"{piece}\n{' ' * _INDENT}" for piece in pieces))
             text.append(f"{by}\n", "muted")
     text.rstrip()
     return text
@@ -67,15 +69,19 @@ class EventsView(VerticalScroll):
         self._data: EventsData | None = None
 
     def compose(self) -> ComposeResult:
+        """Yield the text."""
         yield self._text
 
     def on_mount(self) -> None:
+        """Draw the text again whenever the theme changes."""
         self.app.theme_changed_signal.subscribe(self, lambda _: self._draw())
 
     def on_resize(self) -> None:
+        """Wrap the text for the width."""
         self._draw()
 
     def show(self, data: EventsData) -> None:
+        """Show the events of `data`; scroll to the newest the first time, and later if the end was visible."""
         follows = self._data is None or self.is_vertical_scroll_end
         self._data = data
         self._draw()

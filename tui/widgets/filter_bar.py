@@ -40,12 +40,13 @@ class FilterInput(Input):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("tab", "cursor_right_all", "Complete", show=False)]
 
     def action_cursor_right_all(self) -> None:
+        """Go to the end of the text and take the suggestion, if there is one."""
         self.cursor_position = len(self.value)
         self.action_cursor_right()
 
 
 class FilterBar(Horizontal):
-    """Hidden while there is no filter. `query` is what the text means."""
+    """Hidden while there is no filter. `parsed` is what the text means."""
 
     DEFAULT_CSS = """
     FilterBar {
@@ -73,11 +74,13 @@ class FilterBar(Horizontal):
         self._said_now = ""
 
     def compose(self) -> ComposeResult:
+        """Yield the slash, the input and the text of `say_count`."""
         yield Static("/", id="slash", markup=False)
         yield self.input
         yield self._said
 
     def on_mount(self) -> None:
+        """Keep the input from taking the focus before `open`."""
         self.input.can_focus = False  # or it takes the keys when the table of an empty workspace cannot
 
     def take(self, text: str) -> None:
@@ -94,10 +97,12 @@ class FilterBar(Horizontal):
             self._said.update(Content(said))
 
     def open(self) -> None:
+        """Show the bar and focus its input."""
         self.add_class("-open")
         self.input.can_focus = True
         self.input.focus()
 
     def close(self) -> None:
+        """Hide the bar; its text stays, its input cannot take the focus before `open`."""
         self.remove_class("-open")
         self.input.can_focus = False

@@ -27,15 +27,18 @@ class CommandLine(Widget):
     entry: reactive[ActionEntry | None] = reactive(None)
 
     def watch_entry(self, entry: ActionEntry | None) -> None:
+        """Show the line while there is an entry."""
         self.set_class(entry is not None, "-used")
 
     class Asked(Message):
         """The line was clicked."""
 
     def on_click(self) -> None:
+        """Post `Asked`: the screen opens the list of actions."""
         self.post_message(self.Asked())
 
     def render(self) -> RenderResult:
+        """Return the command and, at the right, its outcome, cut to two thirds of the width; empty without an entry."""
         entry = self.entry
         if entry is None:
             return Text()
@@ -52,10 +55,12 @@ class KeyFooter(Footer):
         super().__init__(compact=True, show_command_palette=False)
 
     async def recompose(self) -> None:
+        """Make the keys again, and forget their size, so that `watch_virtual_size` is called for an equal one too."""
         await super().recompose()
         self.set_reactive(Widget.virtual_size, Size(0, 0))  # so the size of what is new is one that has changed
 
     def on_resize(self, event: Resize) -> None:
+        """Hide the keys that do not fit into the width, and show those that do."""
         self._hide_what_is_cut()
 
     def watch_virtual_size(self) -> None:

@@ -151,10 +151,7 @@ def _problems(num: int) -> Text:
 
 
 def run_lines(row: RunRow, width: int, now: float, num_problems: int | None = None) -> tuple[Text, Text]:
-    """Which run, how it is, how far it is.
-
-    then its figures, as many as fit, and the problems of the whole workspace.
-    """
+    """Two lines: the run with its state and progress; then its figures, as many as fit, and the number of problems."""
     colour = row.level.style
     left = Text.assemble(
         (" prl ", "bold primary reverse"),
@@ -171,13 +168,12 @@ def run_lines(row: RunRow, width: int, now: float, num_problems: int | None = No
         (filled, "primary"), (empty, "faint"), f" {row.step}/{row.max_steps or '?'} ", no_wrap=True, end=""
     )
     view = row.view
-    seen = fmt.seen(now - row.updated_at) if row.updated_at is not None else None
     facts = [
         ("reward", fmt.reward(row.reward) if row.reward is not None else None),
         ("loss", fmt.number(row.loss) if row.loss is not None else None),
         ("tok/s", fmt.count(row.tokens_per_s) if row.tokens_per_s is not None else None),
         ("lag", str(row.lag) if row.lag is not None else None),
-        ("seen", None if seen is None else seen if seen == "now" else f"{seen} ago"),
+        ("seen", fmt.seen_ago(now - row.updated_at) if row.updated_at is not None else None),
         ("slot", str(view.run_idx) if view.run_idx is not None else None),
         ("queue", str(view.queue_position) if view.queue_position is not None else None),
         *standing(row),
@@ -221,6 +217,7 @@ class WorkspaceHeader(Widget):
         self._drawn: Text | None = None
 
     def show(self, snapshot: Snapshot) -> None:
+        """Take `snapshot`; draw again only when the lines differ from those drawn."""
         self._snapshot = snapshot
         if self._drawn is None or self._lines() != self._drawn:
             self.refresh()
@@ -229,22 +226,24 @@ class WorkspaceHeader(Widget):
         """The count of problems was clicked."""
 
     def on_click(self, event: Click) -> None:
+        """Post `ProblemsAsked` for a click on the right end of the second line."""
         if event.y == 1 and event.x >= self.size.width - PROBLEMS_WIDTH:
             self.post_message(self.ProblemsAsked())
 
     def render(self) -> RenderResult:
+        """Return the two lines; before the first snapshot, that the workspace is being read."""
         self._drawn = self._lines()
         return self._drawn
 
     def _lines(self) -> Text:
         if self._snapshot is None:
-            return Text.styled("reading the workspace ...", "muted")
+            return Text.styled("reading the workspace …", "muted")
         lines = workspace_lines(self._snapshot, self.size.width, self._read_only, self._is_demo)
         return Text("\n").join(lines)
 
 
 class RunHeader(Widget):
-    """Two lines about one run. `now` (Unix seconds) makes the age."""
+    """Two lines about one run. `now` (Unix seconds) makes the age; it is 0 until the run was looked for."""
 
     DEFAULT_CSS = """
     RunHeader { height: 2; background: $panel; }
@@ -254,6 +253,7 @@ class RunHeader(Widget):
     num_problems: reactive[int] = reactive(0)
 
     def render(self) -> RenderResult:
+        """Return the two lines of `row`; without a row, that the run was removed, or nothing before `now` is set."""
         if self.row is None:
-            return Text.styled("this run was removed", "warning")
+            return Text.styled("this run was removed" if self.now else "", "warning")
         return Text("\n").join(run_lines(self.row, self.size.width, self.now, self.num_problems))

@@ -27,7 +27,7 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
 
     Args:
         empty: what stands there without lines.
-        opens: whether enter opens a line.
+        opens: whether enter posts `Opened`; a double click posts it in every list.
     """
 
     DEFAULT_CSS = """
@@ -71,6 +71,7 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
 
     @property
     def keys(self) -> Sequence[KeyT]:
+        """The keys of all lines, as `show` got them."""
         return self._keys
 
     def show(
@@ -98,12 +99,15 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
         self.refresh(layout=before[:2] != after[:2])
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Return the number of lines, heading included; the text of an empty list does not count."""
         return len(self._keys) + len(self._heading)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Allow `open` only in a list with `opens`; elsewhere Textual hides its key."""
         return action != "open" or self._opens
 
     def action_move(self, num: int) -> None:
+        """Move the cursor by `num` lines, as far as there are lines; post `Moved` if it moved."""
         index = min(max(self.cursor + num, 0), max(len(self._keys) - 1, 0))
         if index != self.cursor:
             before, self.cursor = self.cursor, index
@@ -113,16 +117,20 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
             self.post_message(self.Moved())
 
     def action_page(self, direction: int) -> None:
+        """Move the cursor by the lines that are visible at one time, less one."""
         self.action_move(direction * max(self.size.height - len(self._heading) - 1, 1))
 
     def action_end(self, direction: int) -> None:
+        """Move the cursor to the last line, or for -1 to the first."""
         self.action_move(direction * len(self._keys))
 
     def action_open(self) -> None:
+        """Post `Opened`; an empty list posts nothing."""
         if self._keys:
             self.post_message(self.Opened())
 
     def on_click(self, event: Click) -> None:
+        """Move the cursor to the clicked line; a double click posts `Opened`, also where enter opens nothing."""
         index = event.y - len(self._heading) + self.scroll_offset.y
         if event.y >= len(self._heading) and 0 <= index < len(self._keys):
             self.action_move(index - self.cursor)
@@ -130,6 +138,7 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
                 self.action_open()
 
     def on_resize(self) -> None:
+        """Set the width of what scrolls, and keep the cursor visible."""
         self._fit()
         self._keep_in_sight()
 
@@ -140,6 +149,7 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
         self.scroll_to_region(Region(0, self.cursor, 1, len(self._heading) + 1), animate=False, force=True)
 
     def render_line(self, y: int) -> Strip:
+        """Return a line of the heading, a line of the list, which is made here, or the text of an empty list."""
         width, base = self.size.width, self.rich_style
         quiet = base + self.get_component_rich_style("lines--heading")
         if y < len(self._heading):

@@ -71,10 +71,12 @@ class LogRows(Widget, can_focus=True):
         self.redraw()
 
     def redraw(self) -> None:
+        """Wrap and paint the lines again: the lines, the width, the words or the theme changed."""
         self._rows.clear()
         self.refresh_rows()
 
     def refresh_rows(self) -> None:
+        """Draw the visible rows again, without wrapping lines a second time."""
         self._seen = None
         self.refresh()
 
@@ -103,7 +105,18 @@ class LogRows(Widget, can_focus=True):
                 return False
         return True
 
+    @property
+    def bottom(self) -> int:
+        """The index of the last visible line, of which some rows may be below the screen; -1 without lines."""
+        left = self.size.height + self._row
+        for index in range(self.top, len(self.lines)):
+            left -= len(self._rows_of(index))
+            if left <= 0:
+                return index
+        return len(self.lines) - 1
+
     def scroll_rows(self, num: int) -> None:
+        """Scroll by `num` rows, upwards below 0, as far as there are lines; then post `Moved`, even if no row moved."""
         self._sticks = False
         if num < 0:
             self._up(-num)
@@ -116,15 +129,18 @@ class LogRows(Widget, can_focus=True):
         self.post_message(self.Moved())
 
     def on_resize(self, event: Resize) -> None:
+        """Wrap for the width; the last row goes back to the bottom if `go_to_end` put it there."""
         self.redraw()
         if self._sticks:
             self.go_to_end()
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        """Scroll down by three rows."""
         event.stop()
         self.scroll_rows(3)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        """Scroll up by three rows."""
         event.stop()
         self.scroll_rows(-3)
 
@@ -157,6 +173,7 @@ class LogRows(Widget, can_focus=True):
         return [[*part.render(self.app.console, end="")] for part in text.divide(ends)]
 
     def render_line(self, y: int) -> Strip:
+        """Return row `y` of the visible rows, blank below the last one; the first call wraps their lines."""
         if self._seen is None:
             self._seen = self._visible()
         base = self.rich_style
@@ -166,8 +183,6 @@ class LogRows(Widget, can_focus=True):
 
     def _visible(self) -> list[list[Segment]]:
         rows: list[list[Segment]] = []
-        for index in range(self.top, len(self.lines)):
+        for index in range(self.top, self.bottom + 1):
             rows += self._rows_of(index)[self._row if index == self.top else 0 :]
-            if len(rows) >= self.size.height:
-                break
         return rows

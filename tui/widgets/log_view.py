@@ -6,6 +6,7 @@ search (`Search`). It reads nothing itself.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
@@ -16,6 +17,7 @@ from textual.containers import Vertical
 from textual.message import Message
 from textual.widgets import Input, Static
 
+from prime_rl.contract.layout import RunDir
 from prime_rl.utils.text import size_text
 from tui import fmt
 from tui.readers.log_file import LEVELS
@@ -74,19 +76,26 @@ class LogView(Vertical, can_focus=False):
         self._go_to: int | None = None
 
     def compose(self) -> ComposeResult:
+        """Yield the line above, the rows, and the input for the words, which is hidden before `action_ask`."""
         yield self._where
         yield self.rows
         yield self.input
 
     def on_mount(self) -> None:
+        """Keep the input from taking the focus before `action_ask`; draw again whenever the theme changes."""
         self.input.can_focus = False
         self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
 
     @property
     def follows(self) -> bool:
+        """Whether the end of the log is requested, also as it grows."""
         return self.request.anchor is None
 
     def show(self, data: LogData) -> None:
+        """Show the lines of `data`; drop the answer to an earlier request, unless it holds the line on top.
+
+        When another file took the place of the log, its lines are shown and its end is requested.
+        """
         is_other = self.data is not None and data.generation != self.data.generation
         if is_other and not self.follows:
             self._want(None)
@@ -114,36 +123,42 @@ class LogView(Vertical, can_focus=False):
             return
         self.found = found
         if found.start is not None:
-            self._go_to = found.start
-            self._want(found.start)
+            self._go(found.start)
         self._say()
 
     def action_rows(self, num: int) -> None:
+        """Scroll by `num` rows; near the edge of the lines it has, others are requested."""
         self.rows.scroll_rows(num)
 
     def action_page(self, direction: int) -> None:
+        """Scroll by the visible rows less one."""
         self.rows.scroll_rows(direction * max(self.rows.size.height - 1, 1))
 
     def action_start(self) -> None:
-        self._go_to = 0
-        self._want(0)
+        """Go to the start of the log; where its lines are not there yet, `show` goes there with them."""
+        self._go(0)
+        self._say()
 
     def action_follow(self) -> None:
+        """Go to the last of the lines there are, and request the end of the log from here on."""
         self._want(None)
         self.rows.go_to_end()
         self._say()
 
     def action_level(self) -> None:
+        """Request lines of at least the next of LEVELS, after the last the first, around the same place."""
         anchor = None if self.follows else self._top_offset()
         self._want(anchor, (self.request.level + 1) % len(LEVELS))
         self._say()
 
     def action_ask(self) -> None:
+        """Show the input for the words and focus it."""
         self.add_class("-asking")
         self.input.can_focus = True
         self.input.focus()
 
     def action_again(self, direction: int) -> None:
+        """Search for the same words from the last match on, for -1 backwards; does nothing without words."""
         if self.rows.words:
             self._look(forwards=direction > 0)
 
@@ -201,7 +216,24 @@ class LogView(Vertical, can_focus=False):
         self.post_message(self.Search(words, offset, forwards=forwards, level=self.request.level, serial=serial))
         self._say()
 
+    def _go(self, start: int) -> None:
+        """Request the lines around the one that starts at `start`; go there at once if it is there, else in `show`."""
+        self._want(start)
+        if self._holds(start):
+            self.rows.go_to(start)
+        else:
+            self._go_to = start
+
+    def _holds(self, start: int) -> bool:
+        """Whether the line that starts at `start` is among those there are; 0 is the start of the log at any level."""
+        data = self.data
+        if data is None or data.request.level != self.request.level:
+            return False
+        lines = data.slice.lines
+        return (start == 0 and data.slice.is_first) or (bool(lines) and lines[0].start <= start <= lines[-1].start)
+
     def _want(self, anchor: int | None, level: int | None = None) -> None:
+        self._go_to = None
         self.request = LogRequest(anchor, self.request.level if level is None else level)
         self.post_message(self.Wanted(self.request))
 
@@ -210,9 +242,7 @@ class LogView(Vertical, can_focus=False):
 
     def _bottom_offset(self) -> int:
         """After the last visible line."""
-        lines = self.rows.lines
-        last = min(self.rows.top + self.rows.size.height, len(lines)) - 1
-        return lines[last].end if lines else 0
+        return self.rows.lines[self.rows.bottom].end if self.rows.lines else 0
 
     def _close_input(self) -> None:
         self.remove_class("-asking")
@@ -229,11 +259,14 @@ class LogView(Vertical, can_focus=False):
         if data is None:
             return
         if data.request.level != self.request.level:
-            words = f"searching for lines of level {LEVELS[self.request.level]} and above …"
+            some = f"searching for lines of level {LEVELS[self.request.level]} and above …"
+            words = some if self.request.level else "reading lines of all levels …"
             self._where.update(Text.styled(words, "secondary"))
             return
         if not self.rows.lines:
-            words = "no log yet" if not data.size else f"no lines of level {LEVELS[self.request.level]} or above"
+            words = f"no log yet: {RunDir(Path(data.run_id)).log}"
+            if data.size and self.request.level:
+                words = f"no lines of level {LEVELS[self.request.level]} or above"
             self._where.update(Text.styled(words, "muted"))
             return
         share = min(self._bottom_offset() / max(data.size, 1), 1.0)

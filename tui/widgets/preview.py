@@ -56,7 +56,7 @@ def _figures(row: RunRow, now: float) -> str:
         pieces.append(f"lr {fmt.number(row.view.lr)}")
     pieces += [f"{name} {value}" for name, value in standing(row)]
     if row.updated_at is not None:
-        pieces.append(f"seen {fmt.seen(now - row.updated_at)} ago".replace("now ago", "now"))
+        pieces.append(f"seen {fmt.seen_ago(now - row.updated_at)}")
     return " · ".join(pieces)
 
 
@@ -84,15 +84,18 @@ class Preview(Vertical):
         self._loss = Chart("loss", colour="accent")
 
     def compose(self) -> ComposeResult:
+        """Yield the text, and the charts of reward and loss, which have height only in a tall preview."""
         yield self._text
         with Horizontal():
             yield self._reward
             yield self._loss
 
     def on_mount(self) -> None:
+        """Draw the text again whenever the theme changes."""
         self.app.theme_changed_signal.subscribe(self, lambda _: self._text.update(self._described, layout=False))
 
     def show(self, row: RunRow | None, now: float, num_marked: int = 0) -> None:
+        """Describe `row`, or hide for None; charts of another run are emptied if no curves come in CURVES_S."""
         self.display = row is not None
         if row is None:
             return
@@ -187,9 +190,11 @@ class EmptyState(Widget):
         self._nothing = Nothing()
 
     def show(self, nothing: Nothing) -> None:
+        """Show why the table is empty; draw again only when that changed."""
         if nothing != self._nothing:
             self._nothing = nothing
             self.refresh()
 
     def render(self) -> RenderResult:
+        """Return the advice, its findings cut to the width."""
         return describe_nothing(self._nothing, read_only=self._read_only, width=self.size.width)

@@ -165,6 +165,7 @@ class RolloutsView(Vertical, can_focus=False):
         self._described: object = None
 
     def compose(self) -> ComposeResult:
+        """Yield the line above, the list and the rollout beside it, the page of the other views, and the search."""
         yield self._about
         with Horizontal():
             yield self.list
@@ -175,35 +176,47 @@ class RolloutsView(Vertical, can_focus=False):
         yield self.input
 
     def on_mount(self) -> None:
+        """Keep the search from taking the focus before `action_ask`; fill the list again whenever the theme changes."""
         self.input.can_focus = False
         self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
 
     @property
     def selected(self) -> Sample | None:
+        """The rollout under the cursor; None while the list is empty."""
         return self.list.selected
 
     def take_focus(self) -> None:
+        """Focus the list, or in the other views the page."""
         (self.list if self.view == LIST else self.page).focus()
 
     def show(self, data: RolloutsData) -> None:
+        """Fill the list with `data`; the cursor stays on its rollout.
+
+        In the order "newest" a cursor at the top stays at the top, unless one example is shown side by side.
+        """
         self.data = data
         self._fill()
 
     def on_resize(self, event: Resize) -> None:
+        """Fill the list again, with more columns from WIDE cells on."""
         self.set_class(event.size.width >= WIDE, "-wide")
         self._fill()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Allow `tint` only while one example is shown side by side; else Textual hides its key."""
         return action != "tint" or self.view == GROUP
 
     def action_view(self) -> None:
+        """Open the next of VIEWS, after the last the first."""
         self._open(VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)])
 
     def action_tint(self) -> None:
+        """Colour tokens by the next of TINTS, after the last the first."""
         self.tint = TINTS[(TINTS.index(self.tint) + 1) % len(TINTS)]
         self._describe()
 
     def action_order(self) -> None:
+        """Order the list by the next of ORDERS, and move the cursor to its top."""
         self.order = ORDERS[(ORDERS.index(self.order) + 1) % len(ORDERS)]
         self._fill(from_top=True)
 
@@ -227,10 +240,12 @@ class RolloutsView(Vertical, can_focus=False):
                 self.list.action_move(place - self.list.cursor)
 
     def action_read(self, direction: int) -> None:
+        """Scroll the rollout, or in the other views the page, by its height less one row."""
         page = self._detail if self.view == LIST else self.page
         page.scroll_relative(y=direction * max(page.size.height - 1, 1), animate=False)
 
     def action_ask(self) -> None:
+        """Show the input of the search with the current search in it, and focus it."""
         self.add_class("-asking")
         self.input.value = self.search.text
         self.input.can_focus = True

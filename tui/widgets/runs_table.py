@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
@@ -21,12 +20,21 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from tui.model.snapshot import RunRow
-from tui.widgets.columns import PADDING, Cell, Column, ages, choose_columns, make_cell, plain
+from tui.widgets.columns import (
+    GUTTER,
+    Column,
+    ages,
+    choose_columns,
+    column_at,
+    head_segments,
+    line_segments,
+    make_cell,
+    make_gutter,
+    plain,
+)
 
-GUTTER = 2  # cells before the first column: whether the run is marked, whether it is pinned
 HEADER = 1  # lines above the rows that do not scroll
 LINES_AT_ONCE = 12  # new lines of one picture, so that the cursor does not wait for a screenful of them
-MARK, PIN = "✓", "★"
 
 
 @dataclass(frozen=True)
@@ -120,10 +128,12 @@ class RunsTable(ScrollView, can_focus=True):
 
     @property
     def run_ids(self) -> list[str]:
+        """The runs that are shown, in their order."""
         return [row.run_id for row in self._rows]
 
     @property
     def columns(self) -> list[str]:
+        """Keys of the columns that are shown, from the left."""
         return [column.key for column in self._layout]
 
     def get_cell(self, run_id: str, column: str) -> str:
@@ -132,6 +142,7 @@ class RunsTable(ScrollView, can_focus=True):
         return plain(make_cell(shown, self._rows[self._index[run_id]], self._now)).strip()
 
     def get_row_index(self, run_id: str) -> int:
+        """Return the place of a run among those shown. Raises KeyError for a run that is not shown."""
         return self._index[run_id]
 
     def show(
@@ -188,6 +199,7 @@ class RunsTable(ScrollView, can_focus=True):
             self.refresh()
 
     def move_cursor(self, *, row: int) -> None:
+        """Move the cursor to `row`, or to the first or last run beyond them, and scroll to it."""
         self.cursor = max(min(row, len(self._rows) - 1), 0)
         self.scroll_to_region(Region(0, self.cursor, 1, HEADER + 1), animate=False, force=True)
 
@@ -197,6 +209,7 @@ class RunsTable(ScrollView, can_focus=True):
         self.refresh()
 
     def on_resize(self) -> None:
+        """Choose the columns for the width and draw everything again."""
         self.show(self._rows, self._now, pins=self._pins, sort=self._sort)
         self._seen = {}
         self.refresh()
@@ -211,6 +224,7 @@ class RunsTable(ScrollView, can_focus=True):
     # Drawing
 
     def render_line(self, y: int) -> Strip:
+        """Return the head of the columns, or the line at `y`; the table keeps it to compare later ones with."""
         width = self.size.width
         if y < HEADER:
             return self._head(width)
@@ -227,16 +241,8 @@ class RunsTable(ScrollView, can_focus=True):
         return self._line(index, width)
 
     def _head(self, width: int) -> Strip:
-        plain, chosen = self.get_component_rich_style("runs--header"), self.get_component_rich_style("runs--sorted")
-        segments = [Segment(" " * GUTTER, plain)]
-        for column in self._layout:
-            is_sorted = column.key == self._sort[0]
-            arrow = ("▼" if self._sort[1] else "▲") if is_sorted else ""
-            label = column.label[: column.width - len(arrow)] + arrow
-            label = label.rjust(column.width) if column.is_figure else label.ljust(column.width)
-            pad = " " * PADDING
-            segments.append(Segment(f"{pad}{label}{pad}", chosen if is_sorted else plain))
-        return Strip(segments).adjust_cell_length(width, plain)
+        usual, chosen = self.get_component_rich_style("runs--header"), self.get_component_rich_style("runs--sorted")
+        return Strip(head_segments(self._layout, self._sort, usual, chosen)).adjust_cell_length(width, usual)
 
     def _line(self, index: int, width: int) -> Strip:
         row = self._rows[index]
@@ -258,45 +264,45 @@ class RunsTable(ScrollView, can_focus=True):
         return Style(bgcolor=style.bgcolor, reverse=(kind == "cursor" and self.app.no_color) or None)
 
     def _draw(self, row: RunRow, is_marked: bool, is_pinned: bool, width: int, background: Style) -> Strip:
-        # One strip from plain segments: a line is drawn at each sign of life of its run.
-        base, get_style = self.rich_style + background, self.app.console.get_style
-        segments = [Segment(text, base + get_style(style)) for text, style in _gutter(is_marked, is_pinned)]
-        segments.append(Segment(" " * PADDING, base))
-        between = Segment(" " * 2 * PADDING, base)
-        for column in self._layout:
-            cell = make_cell(column, row, self._now)
-            segments += [Segment(text, base + get_style(style)) for text, style in cell]
-            segments.append(between)
+        base, gutter = self.rich_style + background, make_gutter(is_marked, is_pinned)
+        segments = line_segments(self._layout, row, self._now, gutter, base, self.app.console.get_style)
         return Strip(segments).adjust_cell_length(width, base)
 
     # What a person does
 
     def watch_cursor(self, before: int, now: int) -> None:
+        """Draw both lines again and post `Moved`."""
         for index in (before, now):
             self.refresh_line(index + HEADER)
         self.post_message(self.Moved())
 
     def watch_hover(self, before: int | None, now: int | None) -> None:
+        """Draw again the line that the mouse left and the one that it is over."""
         for index in (before, now):
             if index is not None:
                 self.refresh_line(index + HEADER)
 
     def on_focus(self) -> None:
+        """Draw again: the line under the cursor has another colour with the focus."""
         self.refresh()
 
     def on_blur(self) -> None:
+        """Draw again: the line under the cursor has another colour without the focus."""
         self.refresh()
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
+        """Highlight the line under the mouse, if a run is there."""
         self.hover = self._row_at(event.y)
 
     def on_leave(self) -> None:
+        """End the highlight of the line that the mouse was over."""
         self.hover = None
 
     def on_click(self, event: events.Click) -> None:
+        """Post `SortAsked` for a click on the head of a column; on a run choose, open or mark it."""
         index = self._row_at(event.y)
         if event.y < HEADER:
-            column = self._column_at(event.x)
+            column = column_at(self._layout, event.x)
             if column is not None:
                 self.post_message(self.SortAsked(column.key))
         elif index is not None:
@@ -317,28 +323,25 @@ class RunsTable(ScrollView, can_focus=True):
         index = y - HEADER + self.scroll_offset.y
         return index if y >= HEADER and index < len(self._rows) else None
 
-    def _column_at(self, x: int) -> Column | None:
-        left = GUTTER
-        for column in self._layout:
-            if left <= x < left + column.width + 2 * PADDING:
-                return column
-            left += column.width + 2 * PADDING
-        return None
-
     def action_open(self) -> None:
+        """Post `Opened` with the run under the cursor; an empty table posts nothing."""
         if self.selected_id is not None:
             self.post_message(self.Opened(self.selected_id))
 
     def action_move(self, by: int) -> None:
+        """Move the cursor by `by` lines, as far as there are runs."""
         self.move_cursor(row=self.cursor + by)
 
     def action_page(self, direction: int) -> None:
+        """Move the cursor by the runs that are visible at one time, less one."""
         self.move_cursor(row=self.cursor + direction * max(self.size.height - HEADER - 1, 1))
 
     def action_end(self, direction: int) -> None:
+        """Move the cursor to the last run, or for -1 to the first."""
         self.move_cursor(row=0 if direction < 0 else len(self._rows) - 1)
 
     def action_mark(self) -> None:
+        """Mark or unmark the run under the cursor, and go to the next one."""
         if self.selected_id is not None:
             self._toggle(self.selected_id)
             self.action_move(1)
@@ -359,13 +362,16 @@ class RunsTable(ScrollView, can_focus=True):
         self._mark({row.run_id for row in self._rows[low : high + 1]})
 
     def action_mark_all(self) -> None:
+        """Mark all runs that are shown; marks of others stay."""
         self._mark(set(self._index))
 
     def action_invert_marks(self) -> None:
+        """Mark the shown runs that are not marked, unmark the others of them; marks of runs that are not shown stay."""
         self.marks ^= set(self._index)
         self._marks_changed()
 
     def clear_marks(self) -> None:
+        """Unmark all runs, also those that are not shown, and post `Moved`."""
         self.marks.clear()
         self._marks_changed()
 
@@ -382,7 +388,3 @@ class RunsTable(ScrollView, can_focus=True):
     def _marks_changed(self) -> None:
         self.refresh()
         self.post_message(self.Moved())
-
-
-def _gutter(is_marked: bool, is_pinned: bool) -> Cell:
-    return (MARK if is_marked else " ", "bold accent"), (PIN if is_pinned else " ", "warning")

@@ -58,9 +58,11 @@ class TomlArea(TextArea):
             self.refresh()
 
     def get_line(self, line_index: int) -> Text:
+        """Return the line painted as TOML; Textual calls it for each line that it draws."""
         return paint(super().get_line(line_index))
 
     def render_line(self, y: int) -> Strip:
+        """Return row `y`; where its line has a problem, with a mark at the left and the message at its end."""
         strip = super().render_line(y)
         number = self.scroll_offset.y + y + 1
         message = self._problems.get(number)
