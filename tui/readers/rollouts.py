@@ -41,7 +41,7 @@ GroupKey = tuple[int, str]
 
 @dataclass(frozen=True)
 class RolloutsRequest:
-    """The step whose tokens are wanted; None: of none."""
+    """The step whose tokens are requested; None: none are."""
 
     step: int | None = None
 

@@ -62,7 +62,7 @@ class RunScreen(WorkspaceScreen):
     """Reads only; `acting_run` adds what acts. Owns the thread that reads the run's files.
 
     Args:
-        compare: runs whose curves are drawn beside this one's.
+        compare: runs whose curves are drawn beside this one's, MAX_COMPARED of them at most.
     """
 
     DEFAULT_CSS = """
@@ -94,7 +94,8 @@ class RunScreen(WorkspaceScreen):
         self.header = RunHeader()
         self.banner = Static(id="banner", markup=False)
         self.tabs = TabbedContent()
-        self.charts = ChartsView(CHARTS, tuple(each for each in compare if each != run_id))
+        self._others = tuple(each for each in compare if each != run_id)
+        self.charts = ChartsView(CHARTS, self._others[:MAX_COMPARED])
         self.rollouts = RolloutsView()
         self.config = ConfigView()
         self.log_view = LogView()
@@ -142,6 +143,9 @@ class RunScreen(WorkspaceScreen):
 
     def on_mount(self) -> None:
         """Once the panes are there, open a tab and start the thread that reads."""
+        if (num := len(self._others)) > MAX_COMPARED:
+            words = f"{MAX_COMPARED} of {num} runs are drawn beside {self.run_id}; w chooses others"
+            self.notify(words, markup=False)
         # The panes of the tabs are made after the screen itself.
         self.call_after_refresh(self._start)
 

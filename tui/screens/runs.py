@@ -19,7 +19,6 @@ from tui.commands import Command, CommandError
 from tui.messages import RunChanged
 from tui.model.query import DEFAULT_SORT, SORTS, Subject, sort_rows
 from tui.model.snapshot import RunRow, Snapshot
-from tui.readers.charts import MAX_COMPARED
 from tui.readers.findings import Finding
 from tui.readers.workspace_metrics import CurvesData, CurvesReader, CurvesRequest
 from tui.screens.base import PlaceScreen, Setting, take_words
@@ -242,13 +241,9 @@ class RunsScreen(PlaceScreen):
 
     @on(RunsTable.Opened)
     def _opened(self, message: RunsTable.Opened) -> None:
-        """With runs marked their curves are drawn beside it, of MAX_COMPARED of them at most."""
-        run_id = message.run_id
-        marked = [row.run_id for row in self.target_rows() if row.run_id != run_id] if self.table.marks else []
-        self.guide.open_run(run_id, tuple(marked[:MAX_COMPARED]))
-        if len(marked) > MAX_COMPARED:
-            words = f"{MAX_COMPARED} of {len(marked)} marked runs are drawn beside {run_id}; w chooses others"
-            self.notify(words, markup=False)
+        """With runs marked their curves are drawn beside it."""
+        marked = [row.run_id for row in self.target_rows()] if self.table.marks else []
+        self.guide.open_run(message.run_id, tuple(each for each in marked if each != message.run_id))
 
     @on(RunsTable.SortAsked)
     def _sort_asked(self, message: RunsTable.SortAsked) -> None:

@@ -66,6 +66,8 @@ class ChartsView(Vertical, can_focus=True):
     ]
 
     class Wanted(Message):
+        """Data for the charts is requested: of other steps, runs, smoothing or width."""
+
         def __init__(self, view: ChartView) -> None:
             super().__init__()
             self.view = view

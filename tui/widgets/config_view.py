@@ -106,6 +106,8 @@ class ConfigView(VerticalScroll):
     ]
 
     class Wanted(Message):
+        """Another content is requested: the file, all values, or the differences to a run."""
+
         def __init__(self, request: ConfigRequest) -> None:
             super().__init__()
             self.request = request

@@ -54,6 +54,8 @@ class LogView(Vertical, can_focus=False):
     ]
 
     class Wanted(Message):
+        """Lines at another place or of another level are requested."""
+
         def __init__(self, request: LogRequest) -> None:
             super().__init__()
             self.request = request

@@ -145,6 +145,8 @@ class RolloutsView(Vertical, can_focus=False):
     ]
 
     class Wanted(Message):
+        """The tokens of a step are requested, or no longer."""
+
         def __init__(self, request: RolloutsRequest) -> None:
             super().__init__()
             self.request = request

@@ -89,6 +89,8 @@ class RunsTable(ScrollView, can_focus=True):
     hover: reactive[int | None] = reactive(None, repaint=False)
 
     class Opened(Message):
+        """The user opens the run under the cursor."""
+
         def __init__(self, run_id: str) -> None:
             super().__init__()
             self.run_id = run_id
