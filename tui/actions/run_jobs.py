@@ -184,6 +184,7 @@ class ExportForm:
     merge: bool = False
 
     def folder(self, run_id: str) -> str:
+        """The new folder of one run: `out` itself for a single run, else a folder in it; a `~` is not expanded."""
         return self.out if len(self.run_ids) == 1 else str(Path(self.out, export_name(run_id)))
 
     def words(self, run_id: str) -> list[str]:
@@ -254,6 +255,7 @@ class SweepForm:
 
     @property
     def items(self) -> list[str]:
+        """The lines of `axes` that are not empty, without blanks around them."""
         return [line.strip() for line in self.axes.splitlines() if line.strip()]
 
     def words(self) -> list[str]:
