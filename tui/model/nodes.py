@@ -120,6 +120,7 @@ class Group:
 
     @property
     def num_living(self) -> int:
+        """Number of nodes that are neither dead nor ended nor missing; slow, suspect and stalled ones count."""
         gone = (NodeHealth.DEAD, NodeHealth.LEFT, NodeHealth.DONE, MISSING)
         return sum(row.health not in gone for row in self.rows)
 
@@ -129,6 +130,7 @@ class Group:
         return max(row.level for row in self.rows)
 
     def row(self, rank: int) -> NodeRow | None:
+        """The node of that rank; None when the group does not have it."""
         return next((row for row in self.rows if row.rank == rank), None)
 
 

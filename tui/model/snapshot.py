@@ -78,6 +78,7 @@ class RunRow:
 
     @property
     def is_problem(self) -> bool:
+        """Whether its level is BAD: invalid, failed or lost; an evicted or stalled run has only WARN."""
         return self.level is Level.BAD
 
 
@@ -95,6 +96,7 @@ class DaemonRow:
 
     @property
     def symbol(self) -> str:
+        """The symbol of its level, one cell wide."""
         return LEVEL_SYMBOLS[self.level]
 
 
@@ -107,6 +109,7 @@ class Disk:
 
     @property
     def is_low(self) -> bool:
+        """Whether less is free than LOW_DISK_BYTES, or than LOW_DISK_SHARE of the disk."""
         return self.free_bytes < max(LOW_DISK_BYTES, LOW_DISK_SHARE * self.total_bytes)
 
 
@@ -128,6 +131,7 @@ class Snapshot:
     group: Group | None = None
 
     def row(self, run_id: str) -> RunRow | None:
+        """The row of a run; None when the workspace does not have it."""
         return next((row for row in self.rows if row.run_id == run_id), None)
 
 
