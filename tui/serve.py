@@ -59,7 +59,7 @@ class WorkspaceServer(Server):
         return await handler(request)
 
     async def handle_index(self, request: web.Request) -> web.Response:
-        """Return textual-serve's page with the host that the browser asked for, and without links to other sites."""
+        """Return textual-serve's page with the host that the browser asked for, without `<link>`s to other sites."""
         response: web.Response = await super().handle_index(request)  # type: ignore[assignment]
         authority = request.headers["Host"]
         # By the host that the browser asked for; otherwise it blocks its own files as another site's.

@@ -96,6 +96,7 @@ class AddDialog(JobDialog):
         self._timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
+        """Yield the list of templates, beside it path, id and text; below them the check and the buttons."""
         with Vertical(classes="box") as box:
             box.border_title = "add a run"
             box.border_subtitle = "ctrl+s starts · tab moves · esc cancels"
@@ -121,6 +122,7 @@ class AddDialog(JobDialog):
             yield from self.buttons("Start", "start", "success")
 
     def on_mount(self) -> None:
+        """Fill in what to begin with and find templates in a thread; Start is disabled until the draft is valid."""
         self.query_one("#start", Button).disabled = True
         source, run_id = self._first
         self.query_one("#run-id", Input).value = run_id
@@ -136,6 +138,7 @@ class AddDialog(JobDialog):
         )
 
     def on_add_dialog_templates(self, message: Templates) -> None:
+        """List the templates; without any, the path gets the focus, unless a file was loaded already."""
         self._templates = message.templates
         options = self.query_one("#templates", OptionList)
         options.add_options([Option(Content(template.label)) for template in self._templates])
@@ -165,6 +168,7 @@ class AddDialog(JobDialog):
         self.run_worker(work, thread=True, exclusive=True, group="load", name=f"read {path}")
 
     def on_add_dialog_loaded(self, message: Loaded) -> None:
+        """Put the text into the editor and check it after a pause; after an error the editor keeps its text."""
         if message.text is None:
             self.say(message.error, failed=True)
             return
@@ -197,6 +201,7 @@ class AddDialog(JobDialog):
         self.run_worker(work, thread=True, group="check", name="check the draft")
 
     def on_add_dialog_checked(self, message: Checked) -> None:
+        """Show the problems at their lines, or the summary and enable Start; the check of an older draft is ignored."""
         if message.serial != self._serial_of_draft:
             return
         self._check = check = message.check
@@ -212,6 +217,7 @@ class AddDialog(JobDialog):
 
     @on(Button.Pressed, "#start")
     def action_start(self) -> None:
+        """Add the run as a job; refused unless the newest check of the draft found no problem."""
         if self._check is None or not self._check.ok:
             self.say("not started: fix the problems first", failed=True)
             return

@@ -55,6 +55,7 @@ class Event:
 
     @classmethod
     def of(cls, time: float | None, kind: str, text: str, who: str = "") -> Event:
+        """An event with its text made fit for the screen and cut to MAX_TEXT_CHARS."""
         return cls(time, one_line(kind, 20), clean_text(text.strip(), MAX_TEXT_CHARS), one_line(who, 60))
 
 
@@ -82,6 +83,10 @@ class EventsReader:
         self._stamps: object = None
 
     def read(self) -> tuple[EventsData | None, bool]:
+        """Read one block of each source: (the newest MAX_EVENTS events, or None; whether more is left).
+
+        The events come only from a read that finds a change and leaves nothing to read.
+        """
         looks = [tail.update() for tail in self._tails]
         own = (self._run.config_error, self._run.evicted, self._run.status)
         stamps = (*map(file_stamp, own[:2]), self._note_state())
