@@ -315,6 +315,10 @@ async def test_add_from_a_typed_path(workspace: OutputDir, configs: Path, tmp_pa
         path.value = str(tmp_path / "none.toml")
         await pilot.press("enter")
         await until(pilot, lambda: "not found" in str(dialog.query_one("#outcome").render()), "what is wrong")
+        path.value = "~nouser/x.toml"
+        await pilot.press("enter")
+        words = "home folder of ~nouser not found: give the full path"
+        await until(pilot, lambda: words in str(dialog.query_one("#outcome").render()), words)
         path.value = str(other)
         await pilot.press("enter")
         await until(pilot, lambda: "7 steps" in verdict(dialog), "the other file")

@@ -212,6 +212,10 @@ async def test_sweep_shows_the_grid_before_it_is_added(workspace: OutputDir, tmp
         axes.load_text("seed=1,2\noptim.lr=1e-4,-1")
         await refused(dialog, pilot, "axes", "optim.lr")
         axes.load_text("seed=1,2\noptim.lr=1e-4,3e-4")
+        file = dialog.query_one("#file", Input)
+        file.value = "~nouser/grid.toml"
+        await refused(dialog, pilot, "file", "home folder of ~nouser not found")
+        file.value = str(tmp_path / "grid.toml")
         dialog.query_one("#halving", Input).value = "1"
         await refused(dialog, pilot, "halving", "at least 2")
         dialog.query_one("#halving", Input).value = "2"
@@ -233,6 +237,8 @@ async def test_export_writes_the_folder(workspace: OutputDir, tmp_path: Path) ->
         out = dialog.query_one("#out", Input)
         out.value = str(workspace.path / "inside")
         await refused(dialog, pilot, "out", "is inside the workspace")
+        out.value = "~nouser/home"
+        await refused(dialog, pilot, "out", "home folder of ~nouser not found")
         out.value = str(tmp_path / "home")
         await checked(dialog, pilot, "version 60 of run_done (adapter) would be written")
         dialog.query_one("#merge", Checkbox).toggle()

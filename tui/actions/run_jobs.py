@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from daemons.actions import continue_run, pause_run
-from daemons.errors import ActionError, in_one_line
+from daemons.errors import ActionError, expand_home, in_one_line
 from daemons.exports import export_run
 from daemons.forks import fork_run
 from daemons.set_keys import parse_changes, set_run_keys
@@ -228,7 +228,7 @@ def _export(
         done = export_run(
             output_dir,
             run_id,
-            Path(form.folder(run_id)).expanduser(),
+            expand_home(Path(form.folder(run_id))),
             step=step,
             merge=form.merge,
             dry_run=dry_run,
@@ -286,9 +286,10 @@ def sweep_job(output_dir: Path, form: SweepForm) -> Job:
 
 def _sweep(output_dir: Path, form: SweepForm, *, dry_run: bool = False) -> Sweep:
     eta = _number(form.halving, "halving", at_least=2)
-    source = Path(form.file).expanduser()
     if not form.file:
         raise FieldError("file", "the path of a run's config")
+    with at_field("file"):
+        source = expand_home(Path(form.file))
     if not source.is_file():
         raise FieldError("file", f"{source} not found: type the path of a run's config")
     with at_field("name"):

@@ -19,7 +19,7 @@ from textual.timer import Timer
 from textual.widgets import Button, Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
-from daemons.actions import ActionError
+from daemons.errors import ActionError, expand_home
 from prime_rl.utils.text import CleanText, one_line
 from tui.actions.draft import Check, Template, add_draft, check_draft, configs_folder, find_templates, read_draft
 from tui.actions.jobs import Job, Perform
@@ -156,9 +156,15 @@ class AddDialog(JobDialog):
     @on(Input.Submitted, "#path")
     def _path_typed(self, event: Input.Submitted) -> None:
         if event.value.strip():
-            self._load(Path(event.value.strip()).expanduser())
+            self._load(Path(event.value.strip()))
 
     def _load(self, path: Path) -> None:
+        try:
+            path = expand_home(path)
+        except ActionError as error:
+            self.say(one_line(str(error), 400), failed=True)
+            return
+
         def work() -> None:
             try:
                 self.post_message(self.Loaded(path, read_draft(path), one_line("")))

@@ -185,7 +185,7 @@ class ActsOnWorkspace(ActsOnRuns):
 
     def commands(self) -> dict[str, Command]:
         found = super().commands()
-        take_words(found, "add", "add a run", "[FILE]", lambda words: self.open_add(Path(words).expanduser()))
+        take_words(found, "add", "add a run", "[FILE]", lambda words: self.open_add(Path(words)))
         return found
 
     def action_add(self) -> None:
