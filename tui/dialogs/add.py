@@ -90,6 +90,7 @@ class AddDialog(JobDialog):
         self._run_ids = run_ids
         self._configs = configs
         self._templates: list[Template] = []
+        self._asked: Path | None = None
         self._source: Path | None = None
         self._serial_of_draft = 0
         self._check: Check | None = None
@@ -159,8 +160,9 @@ class AddDialog(JobDialog):
             self._load(Path(event.value.strip()))
 
     def _load(self, path: Path) -> None:
+        self._asked = None
         try:
-            path = expand_home(path)
+            self._asked = path = expand_home(path)
         except ActionError as error:
             self.say(one_line(str(error), 400), failed=True)
             return
@@ -171,10 +173,15 @@ class AddDialog(JobDialog):
             except ActionError as error:
                 self.post_message(self.Loaded(path, None, one_line(str(error), 400)))
 
-        self.run_worker(work, thread=True, exclusive=True, group="load", name=f"read {path}")
+        self.run_worker(work, thread=True, group="load", name=f"read {path}")
 
     def on_add_dialog_loaded(self, message: Loaded) -> None:
-        """Put the text into the editor and check it after a pause; after an error the editor keeps its text."""
+        """Put the text into the editor and check it after a pause; after an error the editor keeps its text.
+
+        Only the file that was asked for last counts, however long the others take.
+        """
+        if message.path != self._asked:
+            return
         if message.text is None:
             self.say(message.error, failed=True)
             return
@@ -224,10 +231,16 @@ class AddDialog(JobDialog):
     @on(Button.Pressed, "#start")
     def action_start(self) -> None:
         """Add the run as a job; refused unless the newest check of the draft found no problem."""
-        if self._check is None or not self._check.ok:
+        output_dir, source, (text, run_id) = self._output_dir, self._source, self._draft()
+        if not text.strip():
+            self.say("not started: no config yet; choose a file on the left, or type a path", failed=True)
+            return
+        if self._check is None:
+            self.say("not started: the config is still being checked; try again in a moment", failed=True)
+            return
+        if not self._check.ok:
             self.say("not started: fix the problems first", failed=True)
             return
-        output_dir, source, (text, run_id) = self._output_dir, self._source, self._draft()
 
         def work(progress: Callable[[str], None]) -> str:
             return f"{add_draft(output_dir, text, run_id, source)}: added"
