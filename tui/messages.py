@@ -38,7 +38,7 @@ class RunChanged(Message):
         """Whether the next message in the queue replaces this one: a later look at the same tab and run does."""
         if not isinstance(message, RunChanged) or type(message.data) is not type(self.data):
             return False
-        return self.data.replaces and message.data.run_id == self.data.run_id
+        return message.data.run_id == self.data.run_id
 
 
 class SystemChanged(Message):
@@ -61,8 +61,8 @@ class LogFound(Message):
         self.found = found
 
     def can_replace(self, message: Message) -> bool:
-        """Whether the next message in the queue replaces this one: one of the same or of an earlier search does."""
-        return isinstance(message, LogFound) and message.found.serial <= self.found.serial
+        """Whether the next message in the queue replaces this one: one of the same or of a later search does."""
+        return isinstance(message, LogFound) and message.found.serial >= self.found.serial
 
 
 @dataclass(frozen=True)
