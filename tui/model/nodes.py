@@ -190,17 +190,16 @@ def node_problems(group: Group | None, now: float) -> list[Problem]:
 def describe(row: NodeRow) -> str:
     """A node's health, place and note, as in "dead: no heartbeat for 40s, in phase 1 (rollout) of iteration 3"."""
     where = f"in phase {row.phase} ({phase_name(row.phase)}) of iteration {row.iteration}"
-    match row.health:
-        case NodeHealth.DEAD if row.is_gone:
-            text = f"{row.health}: its process is gone, {where}"
-        case NodeHealth.DEAD | NodeHealth.SUSPECT:
-            text = f"{row.health}: no heartbeat for {fmt.age(row.silent_s)}, {where}"
-        case "slow":
-            text = f"{row.health}: {fmt.age(row.phase_s)} {where}"
-        case "missing":
-            text = "missing"
-        case _:
-            text = f"{row.health} {where}"
+    if row.health == NodeHealth.DEAD and row.is_gone:
+        text = f"{row.health}: its process is gone, {where}"
+    elif row.health in (NodeHealth.DEAD, NodeHealth.SUSPECT):
+        text = f"{row.health}: no heartbeat for {fmt.age(row.silent_s)}, {where}"
+    elif row.health == SLOW:
+        text = f"{row.health}: {fmt.age(row.phase_s)} {where}"
+    elif row.health == MISSING:
+        text = MISSING
+    else:
+        text = f"{row.health} {where}"
     return f"{text}; {row.note}" if row.note else text
 
 

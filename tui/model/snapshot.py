@@ -148,7 +148,7 @@ def make_snapshot(
     alerts: Sequence[Alert] = (),
     alive_at: Mapping[str, float] | None = None,
 ) -> Snapshot:
-    """The row of a run.
+    """Put one look at the workspace into rows, daemons and problems.
 
     `now` in Unix seconds; `since`: when evicted and invalid runs became so; `alive_at`: each run's last sign of life on
     our own clock (default: the time that the run wrote).

@@ -24,7 +24,7 @@ NUM_RATE_LOOKS = 30
 
 @dataclass(frozen=True)
 class SystemLook:
-    """One look. `updates_per_s` is of the trainer's last minute, null while it is not known."""
+    """One look. `updates_per_s` is of the trainer's last minute, None while it is not known."""
 
     machine: MachineView
     disk: DiskView | None
