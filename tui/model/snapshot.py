@@ -78,7 +78,12 @@ class RunRow:
 
     @property
     def is_problem(self) -> bool:
-        """Whether its level is BAD: invalid, failed or lost; an evicted or stalled run has only WARN."""
+        """Whether it needs a person: evicted, stalled, invalid, failed or lost. All these are in `find_problems`."""
+        return self.level >= Level.WARN
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether its level is BAD: invalid, failed or lost."""
         return self.level is Level.BAD
 
 
@@ -329,7 +334,7 @@ def find_problems(
     alerts: Sequence[Alert] = (),
 ) -> tuple[Problem, ...]:
     """Everything that needs a person, newest first; what has no known time last, in the order of the workspace."""
-    found = [_run_problem(row, since.get(row.run_id)) for row in rows if row.level >= Level.WARN]
+    found = [_run_problem(row, since.get(row.run_id)) for row in rows if row.is_problem]
     named = {problem.name for problem in found}
     found += [
         _daemon_problem(daemon, workspace)
