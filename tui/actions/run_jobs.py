@@ -287,7 +287,7 @@ def sweep_job(output_dir: Path, form: SweepForm) -> Job:
 def _sweep(output_dir: Path, form: SweepForm, *, dry_run: bool = False) -> Sweep:
     eta = _number(form.halving, "halving", at_least=2)
     if not form.file:
-        raise FieldError("file", "the path of a run's config")
+        raise FieldError("file", "config missing: type the path of a run's config")
     with at_field("file"):
         source = expand_home(Path(form.file))
     if not source.is_file():
@@ -295,7 +295,7 @@ def _sweep(output_dir: Path, form: SweepForm, *, dry_run: bool = False) -> Sweep
     with at_field("name"):
         name = check_sweep_name(form.name) if form.name else None
     if not form.items:
-        raise FieldError("axes", "a key and its values, one key a line")
+        raise FieldError("axes", "values missing: type a key and its values, such as seed=1,2,3, one key a line")
     with at_field("axes"):
         for item in form.items:
             parse_axis(item)

@@ -6,6 +6,7 @@ check refuses, so that enter need not wait for it.
 
 from __future__ import annotations
 
+import contextlib
 from typing import ClassVar
 
 from textual import on
@@ -124,7 +125,7 @@ class FormDialog(JobDialog):
         return self.query_one(f"#{name}", Checkbox).value
 
     def _is_filled(self, name: str | None) -> bool:
-        """An empty field is not wrong yet: what it wants is said without alarm."""
+        """An empty field is not wrong yet: what is missing is shown without alarm."""
         fields = self.query(f"#{name}")
         return all(each.value for each in fields.results(Input)) and all(each.text for each in fields.results(TextArea))
 
@@ -172,7 +173,11 @@ class FormDialog(JobDialog):
         check.update(Content("" if message.field else message.words))
         check.set_class(bad, "-bad")
         self.query_one("#do", Button).disabled = bad
-        self.query_one("#command", Static).update(Content("" if bad else f"$ {self.job().command}"))
+        command = ""
+        if not bad:
+            with contextlib.suppress(ActionError):  # a form that is as before may make no job
+                command = f"$ {self.job().command}"
+        self.query_one("#command", Static).update(Content(command))
 
     @on(Button.Pressed, "#do")
     @on(Input.Submitted)
