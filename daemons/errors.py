@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from prime_rl.contract.layout import LayoutError
 
@@ -37,6 +38,14 @@ def _in_words(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
+
+
+def expand_home(path: Path) -> Path:
+    """`path` with the home folder in place of a `~` or `~user` at its start. Raises ActionError without such a user."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ActionError(f"home folder of {path.parts[0]} not found: give the full path") from error
 
 
 def in_one_line(text: str) -> str:

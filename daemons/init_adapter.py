@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from daemons.errors import ActionError, in_one_line
+from daemons.errors import ActionError, expand_home, in_one_line
 from daemons.extras import need
 from daemons.trash import existing_run
 from daemons.versions import Version, find_version, parse_version
@@ -65,7 +65,7 @@ def find_start(output: OutputDir, source: str, *, download: bool = True) -> Star
     named = parse_version(source)
     if named is not None:
         return start_from(find_version(existing_run(output, named[0]), named[1]))
-    folder = Path(source).expanduser()
+    folder = expand_home(Path(source))
     if folder.is_dir():
         return Start(source, folder, _config(folder))
     if not _HUB_NAME.fullmatch(source):

@@ -84,6 +84,10 @@ class PrlApp(KeysInOrder):
         self.watcher = WorkspaceWatcher(output_dir, self.post_message, clock, read_disk, monotonic)
 
     def on_mount(self) -> None:
+        """Set the theme that was chosen last, open home and start the thread that watches the workspace.
+
+        SIGTERM then ends the app with EXIT_TERMINATED, unless it runs without a terminal.
+        """
         if not self.is_headless:  # SIGTERM must restore the terminal too
             ended = partial(self.exit, return_code=EXIT_TERMINATED)
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended)
@@ -101,10 +105,15 @@ class PrlApp(KeysInOrder):
         return chosen if self.is_headless else shown_name(chosen, self.console.color_system)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
+        """Textual's filters, then the one for plainer characters where this terminal needs it."""
         filters = super().get_line_filters()
         return [*filters, self._glyphs] if self._glyphs is not None else filters
 
     def get_css_variables(self) -> dict[str, str]:
+        """The variables of the theme, with its backgrounds of rows; the console gets the text styles of the same theme.
+
+        Textual calls it at the start and whenever the theme changes.
+        """
         variables = super().get_css_variables()
         add_row_colours(variables)
         # The names that text is styled with are those of this theme too.
@@ -115,6 +124,7 @@ class PrlApp(KeysInOrder):
         return variables
 
     def on_unmount(self) -> None:
+        """Stop the thread that watches the workspace."""
         self.watcher.stop()
 
     def action_interrupt(self) -> None:
@@ -122,6 +132,7 @@ class PrlApp(KeysInOrder):
         self.exit(return_code=EXIT_INTERRUPTED)
 
     def on_workspace_changed(self, message: WorkspaceChanged) -> None:
+        """Hand the snapshot to every screen of the stack that shows the workspace, covered ones too."""
         for screen in self.screen_stack:
             if isinstance(screen, ShowsWorkspace):
                 screen.show_workspace(message.snapshot)
@@ -143,9 +154,11 @@ class PrlApp(KeysInOrder):
             gc.freeze()
 
     def entries(self) -> Sequence[ActionEntry]:
+        """The newest MAX_ENTRIES actions of this session, oldest first."""
         return list(self._entries.values())
 
     def on_action_changed(self, message: ActionChanged) -> None:
+        """Keep the action and hand it to the screens; a failure is notified, and at its end the watcher looks again."""
         entry = message.entry
         self._entries[entry.serial] = entry
         for serial in list(self._entries)[:-MAX_ENTRIES]:
@@ -167,6 +180,7 @@ class PrlApp(KeysInOrder):
                 yield SystemCommand(f"{command.title} {word}", note, partial(command.run, word))
 
     def look_closely(self, closely: bool) -> None:
+        """Let the watcher look at the workspace more often, or as often as usual."""
         self.watcher.look_closely(closely)
 
     def save_memory(self) -> None:
@@ -190,6 +204,7 @@ class PrlApp(KeysInOrder):
         return next(place for place in PLACES if place.name == name).make(self.setting)
 
     def go_number(self, number: int) -> None:
+        """Show the place with that number key; a number without a place has no effect."""
         for place in PLACES:
             if place.key == str(number):
                 self.go(place.name)

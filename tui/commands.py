@@ -40,6 +40,7 @@ class Command:
 
     @property
     def usage(self) -> str:
+        """The name with its argument, as a person types it: `weight [NUMBER]`."""
         return f"{self.name} {self.argument}".rstrip()
 
     def run(self, words: str) -> None:

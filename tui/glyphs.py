@@ -56,6 +56,7 @@ class PlainGlyphs(LineFilter):
         self._plain = functools.lru_cache(maxsize=4096)(self._translate)
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        """Replace what the terminal cannot draw, cell for cell; segments in ASCII are returned as they are."""
         return [
             segment if segment.text.isascii() else Segment(self._plain(segment.text), segment.style, segment.control)
             for segment in segments

@@ -18,8 +18,8 @@ from prime_rl.contract.files import write_atomic
 VERSION = 1
 MAX_WORKSPACES = 50
 MAX_BYTES = 1_000_000
-# The previous version called workspaces houses, here and in the names of its themes.
-_OLD_THEMES = "houses"[:-1] + "-"
+# How themes were named by version 0.1.0, which called a workspace a house.
+_OLD_THEMES = "house-"
 
 
 class WorkspaceMemory(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -36,7 +36,7 @@ class _File(msgspec.Struct, kw_only=True):
     theme: str = ""
     workspaces: dict[str, WorkspaceMemory] = {}
     houses: dict[str, WorkspaceMemory] | msgspec.UnsetType = msgspec.UNSET
-    """The name of `workspaces` in files of the previous version; read, never written."""
+    """The name of `workspaces` in files of version 0.1.0; read, never written."""
 
 
 def default_path() -> Path:

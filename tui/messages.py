@@ -23,6 +23,7 @@ class WorkspaceChanged(Message):
         self.snapshot = snapshot
 
     def can_replace(self, message: Message) -> bool:
+        """Whether the next message in the queue replaces this one: any later look at the workspace does."""
         return isinstance(message, WorkspaceChanged)
 
 
@@ -34,9 +35,10 @@ class RunChanged(Message):
         self.data = data
 
     def can_replace(self, message: Message) -> bool:
+        """Whether the next message in the queue replaces this one: a later look at the same tab and run does."""
         if not isinstance(message, RunChanged) or type(message.data) is not type(self.data):
             return False
-        return self.data.replaces and message.data.run_id == self.data.run_id
+        return message.data.run_id == self.data.run_id
 
 
 class SystemChanged(Message):
@@ -47,6 +49,7 @@ class SystemChanged(Message):
         self.look = look
 
     def can_replace(self, message: Message) -> bool:
+        """Whether the next message in the queue replaces this one: any later look at the machine does."""
         return isinstance(message, SystemChanged)
 
 
@@ -58,7 +61,8 @@ class LogFound(Message):
         self.found = found
 
     def can_replace(self, message: Message) -> bool:
-        return isinstance(message, LogFound) and message.found.serial <= self.found.serial
+        """Whether the next message in the queue replaces this one: one of the same or of a later search does."""
+        return isinstance(message, LogFound) and message.found.serial >= self.found.serial
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class ChatChanged(Message):
         self.look = look
 
     def can_replace(self, message: Message) -> bool:
+        """Whether the next message in the queue replaces this one: any later look at a conversation does."""
         return isinstance(message, ChatChanged)
 
 
@@ -125,4 +130,5 @@ class ActionChanged(Message):
         self.entry = entry
 
     def can_replace(self, message: Message) -> bool:
+        """Whether the next message in the queue replaces this one: later progress of the same action does."""
         return isinstance(message, ActionChanged) and message.entry.serial == self.entry.serial

@@ -59,6 +59,7 @@ class WorkspaceServer(Server):
         return await handler(request)
 
     async def handle_index(self, request: web.Request) -> web.Response:
+        """Return textual-serve's page with the host that the browser asked for, without `<link>`s to other sites."""
         response: web.Response = await super().handle_index(request)  # type: ignore[assignment]
         authority = request.headers["Host"]
         # By the host that the browser asked for; otherwise it blocks its own files as another site's.
@@ -67,9 +68,11 @@ class WorkspaceServer(Server):
         return response
 
     async def on_startup(self, app: web.Application) -> None:
+        """Print the address and whether it acts, in place of what textual-serve prints."""
         print(f"prl-tui: {self.public_url} ({self._mode}); press Ctrl-C to stop", flush=True)
 
     def run(self) -> None:
+        """Serve until SIGINT or SIGTERM; each window of a browser starts a process of `prl-tui`."""
         loop = asyncio.new_event_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, _end)

@@ -33,6 +33,7 @@ class KeysInOrder(App[None]):
         self._giving_up: Timer | None = None
 
     async def on_event(self, event: events.Event) -> None:
+        """Hold back a key until those before it are handled; other events and the keys of AT_ONCE pass at once."""
         if not isinstance(event, events.Key) or event.is_forwarded or event.key in AT_ONCE:
             await super().on_event(event)
             return
@@ -79,11 +80,13 @@ class LineScreen(ModalScreen[None]):
         self._ahead: list[events.Key] = []
 
     def on_key(self, event: events.Key) -> None:
+        """Keep a key that comes before the line has the focus; escape is never kept."""
         if event.key != "escape" and not self._line_has_focus():
             event.stop()
             self._ahead.append(event)
 
     def on_descendant_focus(self) -> None:
+        """Type the kept keys into the line as soon as it has the focus."""
         if self._line_has_focus():
             ahead, self._ahead = self._ahead, []
             for event in ahead:

@@ -77,6 +77,7 @@ class Rest:
 
     @property
     def is_over(self) -> bool:
+        """Whether these runs are due for a look; true before the first one."""
         return self._until is None or time.monotonic() >= self._until
 
     def begin(self, took_s: float) -> float:
@@ -119,6 +120,7 @@ class WorkspaceWatcher:
         """Whether all that there was at the start has been read and posted."""
 
     def run(self) -> None:
+        """Look and post until `stop`. For a thread; the first look posts a screenful, the next ones all runs."""
         with Watcher(self._folders(()), rescan_s=RESCAN_MOST_S) as watcher:
             self._watcher = watcher
             # In this order: the first screenful, names and states of all, then what takes longer.
@@ -212,6 +214,7 @@ class WorkspaceWatcher:
         self._drawn.set()
 
     def stop(self) -> None:
+        """Let `run` return within one wait. From any thread."""
         self._stopped.set()
         self._drawn.set()
         self.wake()
@@ -230,7 +233,8 @@ class WorkspaceWatcher:
 class RequestReader(Protocol[RequestT_contra]):
     """`RunReader` and others: what has changed of what the request asks for, and whether to look again at once."""
 
-    def read(self, request: RequestT_contra, is_wanted: Callable[[], bool]) -> tuple[TabData | None, bool]: ...
+    def read(self, request: RequestT_contra, is_wanted: Callable[[], bool]) -> tuple[TabData | None, bool]:
+        """(what changed, or None; whether to look again at once). Long work ends when `is_wanted` gives False."""
 
 
 class RunWatcher(Generic[RequestT]):
@@ -261,6 +265,7 @@ class RunWatcher(Generic[RequestT]):
         return self._answered == self._request
 
     def run(self) -> None:
+        """Read and post until `stop`. For a thread; without `interval_s` it reads again only after `ask`."""
         while not self._stopped.is_set():
             request = self._request
             data, more = self._reader.read(request, functools.partial(self._is_wanted, request))
@@ -280,6 +285,7 @@ class RunWatcher(Generic[RequestT]):
         self._woken.set()
 
     def stop(self) -> None:
+        """Let `run` return; the read that is under way is not wanted any more. From any thread."""
         self._stopped.set()
         self._woken.set()
 
@@ -295,6 +301,7 @@ class SystemWatcher:
         self._stopped = threading.Event()
 
     def run(self) -> None:
+        """Measure and post until `stop`. For a thread; nothing is measured before the first `take`."""
         num_looks = 0
         while not self._stopped.is_set():
             workspace = self._workspace
@@ -313,5 +320,6 @@ class SystemWatcher:
             self._woken.set()
 
     def stop(self) -> None:
+        """Let `run` return after the measurement that is under way. From any thread."""
         self._stopped.set()
         self._woken.set()

@@ -292,6 +292,27 @@ async def test_add_checks_as_you_type_and_takes_the_edited_text(workspace: Outpu
     assert RunDir(workspace.path / "run_mine").orch_toml.read_text().startswith("#nonsense = 1\n")
 
 
+async def test_a_start_that_is_refused_tells_why(
+    workspace: OutputDir, configs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(workspace.path) as (app, pilot):
+        dialog = await add_dialog(app, pilot)
+
+        async def refused(words: str) -> None:
+            await pilot.press("ctrl+s")
+            assert str(dialog.query_one("#outcome", Static).render()).startswith(f"not started: {words}")
+
+        await refused("no config yet")
+        area = dialog.query_one(TomlArea)
+        app.call_next(area.load_text, orch_toml(extra="nonsense = 1"))
+        await until(pilot, lambda: "nonsense: unknown key" in verdict(dialog), "the problem")
+        await refused("fix the problems first")
+        monkeypatch.setattr("tui.dialogs.add.DEBOUNCE_S", PATIENCE_S)
+        app.call_next(area.load_text, orch_toml())
+        await until(pilot, lambda: dialog._check is None, "the change")
+        await refused("the config is still being checked")
+
+
 async def test_add_says_when_the_text_is_no_toml_or_the_trainer_cannot_hold_it(
     workspace: OutputDir, configs: Path
 ) -> None:
@@ -315,6 +336,10 @@ async def test_add_from_a_typed_path(workspace: OutputDir, configs: Path, tmp_pa
         path.value = str(tmp_path / "none.toml")
         await pilot.press("enter")
         await until(pilot, lambda: "not found" in str(dialog.query_one("#outcome").render()), "what is wrong")
+        path.value = "~nouser/x.toml"
+        await pilot.press("enter")
+        words = "home folder of ~nouser not found: give the full path"
+        await until(pilot, lambda: words in str(dialog.query_one("#outcome").render()), words)
         path.value = str(other)
         await pilot.press("enter")
         await until(pilot, lambda: "7 steps" in verdict(dialog), "the other file")

@@ -12,6 +12,7 @@ from textual.widgets import Button, Input, OptionList, Static
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.integration.test_tui_actions import configs, opened, outcome, select, verdict, workspace  # noqa: F401
 from tests.tui_support import add_run, screen_text, until
+from tui.actions.workspace_jobs import up_choices
 from tui.app import PrlApp
 from tui.dialogs.add import AddDialog
 from tui.dialogs.delete import DeleteDialog
@@ -185,6 +186,11 @@ async def test_starting_the_workspace_fails_with_a_reason_and_offers_every_way(
         assert entry.command.startswith("prl up @ configs/demo/system.toml")
         assert "models/none" in entry.text
         assert app.screen is dialog
+
+
+def test_the_examples_of_the_program_are_offered_where_there_are_no_configs(workspace: OutputDir) -> None:  # noqa: F811
+    labels = [label for label, _ in up_choices(workspace.path)]
+    assert labels[0] == "a small workspace for this machine's CPU" and "as in configs/demo/system.toml" in labels
 
 
 @pytest.mark.slow

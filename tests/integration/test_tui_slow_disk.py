@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.widgets import OptionList
+from textual.widgets import Input, OptionList
 
 from daemons import actions, up_and_down
 from prime_rl.contract.layout import OutputDir
+from prime_rl.utils.text import CleanText
 from tests.integration.test_tui_actions import opened, outcome, select
 from tests.patience import PATIENCE_S
-from tests.tui_support import build_workspace, orch_toml, until
+from tests.tui_support import build_workspace, orch_toml, settled, until
+from tui.actions.draft import read_draft
 from tui.dialogs.add import AddDialog
 from tui.dialogs.job import ChooseDialog
 from tui.screens.runs import RunsScreen
@@ -124,6 +126,37 @@ async def test_a_key_is_answered_while_an_action_waits_for_the_disk(
         if key != "u":
             await until(pilot, lambda: bool(app.screen.query(OptionList)), "the dialog")
             await pilot.pause()
+
+
+async def test_a_slow_file_does_not_replace_one_that_was_asked_for_later(
+    workspace: OutputDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked, is_free = threading.Event(), threading.Event()
+
+    def slow(path: Path) -> CleanText:
+        if path.name == "fresh.toml":
+            is_asked.set()
+            assert is_free.wait(PATIENCE_S)
+        return read_draft(path)
+
+    later = tmp_path / "later.toml"
+    later.write_text(orch_toml(max_steps=7))
+    monkeypatch.setattr("tui.dialogs.add.read_draft", slow)
+    async with opened(workspace.path, "a") as (app, pilot):
+        options = app.screen.query_one(OptionList)
+        await until(pilot, lambda: options.option_count > 0, "the templates")
+        try:
+            await pilot.press("enter")
+            await until(pilot, is_asked.is_set, "the slow file to be read")
+            path, area = app.screen.query_one("#path", Input), app.screen.query_one(TomlArea)
+            path.focus()
+            path.value = str(later)
+            await pilot.press("enter")
+            await until(pilot, lambda: area.text == later.read_text(), "the later file")
+        finally:
+            is_free.set()
+        await settled(pilot)
+        assert area.text == later.read_text()
 
 
 async def test_the_console_can_be_left_while_an_action_waits_for_the_disk(

@@ -11,6 +11,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Button, Checkbox, Input, Static, TextArea
 
+from daemons.set_keys import set_run_keys
 from prime_rl.configs.base import load_toml
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.integration.test_tui_actions import audit, entry_of, outcome, select
@@ -207,11 +208,18 @@ async def test_sweep_shows_the_grid_before_it_is_added(workspace: OutputDir, tmp
         await typed(app, pilot, f"sweep {tmp_path / 'grid.toml'}")
         dialog = await form(app, pilot)
         axes = dialog.query_one("#axes", TextArea)
+        await refused(dialog, pilot, "axes", "values missing: type a key and its values")
         axes.load_text("seed")
         await refused(dialog, pilot, "axes", "expected KEY=VALUE")
         axes.load_text("seed=1,2\noptim.lr=1e-4,-1")
         await refused(dialog, pilot, "axes", "optim.lr")
         axes.load_text("seed=1,2\noptim.lr=1e-4,3e-4")
+        file = dialog.query_one("#file", Input)
+        file.value = ""
+        await refused(dialog, pilot, "file", "config missing: type the path")
+        file.value = "~nouser/grid.toml"
+        await refused(dialog, pilot, "file", "home folder of ~nouser not found")
+        file.value = str(tmp_path / "grid.toml")
         dialog.query_one("#halving", Input).value = "1"
         await refused(dialog, pilot, "halving", "at least 2")
         dialog.query_one("#halving", Input).value = "2"
@@ -233,6 +241,8 @@ async def test_export_writes_the_folder(workspace: OutputDir, tmp_path: Path) ->
         out = dialog.query_one("#out", Input)
         out.value = str(workspace.path / "inside")
         await refused(dialog, pilot, "out", "is inside the workspace")
+        out.value = "~nouser/home"
+        await refused(dialog, pilot, "out", "home folder of ~nouser not found")
         out.value = str(tmp_path / "home")
         await checked(dialog, pilot, "version 60 of run_done (adapter) would be written")
         dialog.query_one("#merge", Checkbox).toggle()
@@ -299,17 +309,27 @@ async def test_all_marked_runs_are_exported_each_into_its_folder(
     assert folders == ["done", "queued-a"]
 
 
-async def test_all_marked_runs_get_the_budget(workspace: OutputDir) -> None:
-    run_ids = [QUEUED, "run_queued-b"]
+async def test_all_marked_runs_get_the_limit_that_was_typed_and_keep_the_others(workspace: OutputDir) -> None:
+    budgets = {QUEUED: {"max_tokens": 700, "max_hours": 1234.5678}, "run_queued-b": {"max_hours": 1234.5678}}
+    for run_id, budget in budgets.items():
+        set_run_keys(workspace.path, run_id, {"budget": budget, "weight": 2 / 3})
     async with opened(workspace.path) as (app, pilot):
-        await mark(app, pilot, run_ids)
-        await pilot.press("B")
+        await mark(app, pilot, list(budgets))
+        await pilot.press("w")
         dialog = await form(app, pilot)
-        dialog.query_one("#hours", Input).value = "2"
+        assert dialog.query_one("#weight", Input).value == str(2 / 3)
+        await pilot.press("escape", "B")
+        dialog = await form(app, pilot)
+        tokens, hours = dialog.query_one("#tokens", Input), dialog.query_one("#hours", Input)
+        assert (tokens.value, tokens.placeholder, hours.value) == ("", "differs between the runs", "1234.5678")
+        await checked(dialog, pilot, "used so far")
         await pilot.press("ctrl+s")
-        assert (await outcome(app, pilot)).text.startswith("2 runs set budget.max_tokens=null budget.max_hours=2")
-    budgets = [load_toml(RunDir(workspace.path / run_id).orch_toml)["budget"] for run_id in run_ids]
-    assert budgets == [{"max_hours": 2}] * 2
+        assert str(dialog.query_one("#outcome", Static).render()).startswith("no limit was changed")
+        hours.value = "2"
+        await pilot.press("ctrl+s")
+        assert (await outcome(app, pilot)).text == "2 runs set budget.max_hours=2"
+    found = [load_toml(RunDir(workspace.path / run_id).orch_toml)["budget"] for run_id in budgets]
+    assert found == [{"max_tokens": 700, "max_hours": 2}, {"max_hours": 2}]
 
 
 @pytest.mark.parametrize(("key", "what"), [("W", "a sweep"), ("c", "a clone")])

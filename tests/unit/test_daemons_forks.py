@@ -181,6 +181,7 @@ def test_a_run_can_be_added_from_a_version_or_a_folder(run: RunDir, tmp_path: Pa
     [
         ("run_z", "run 'run_z' not found"), ("run_a@v3", "does not have a version of step 3"),
         ("nothing", "'nothing' not found: must be a run"), ("/", "/ has no adapter_config.json"),
+        ("~nouser/x", "home folder of ~nouser not found: give the full path"),
     ],
 )  # fmt: skip
 def test_validate_reports_what_cannot_be_started_from(run: RunDir, tmp_path: Path, name: str, message: str) -> None:

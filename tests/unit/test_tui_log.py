@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.contract.layout import RunDir
+from tui.messages import LogFound
 from tui.readers import log_file, log_reader
 from tui.readers.log_file import LEVELS, lines_after, lines_before, open_log, rank, rank_at
 from tui.readers.log_reader import NUM_AROUND, Found, LogData, LogRequest, LogSearch, LogTabReader
@@ -294,3 +295,9 @@ def test_a_pipe_in_the_place_of_a_log_holds_nothing_up(tmp_path: Path) -> None:
     os.mkfifo(log.path)
     log.look()
     assert log.texts == []
+
+
+def test_a_search_that_was_stopped_does_not_replace_what_a_later_one_found() -> None:
+    stopped, found = LogFound(Found(1, 0.5)), LogFound(Found(2, 1.0, is_done=True, start=7))
+    assert not found.can_replace(stopped), "Textual asks the older message about the next in the queue"
+    assert stopped.can_replace(found) and stopped.can_replace(LogFound(Found(1, 0.6)))

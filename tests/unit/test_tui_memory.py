@@ -13,8 +13,8 @@ from prime_rl.contract.files import write_atomic
 from tests.patience import PATIENCE_S
 from tui.memory import MAX_WORKSPACES, Memory, WorkspaceMemory, default_path
 
-# What the version before called a workspace.
-OLD_WORD = "houses"[:-1]
+# What version 0.1.0 called a workspace.
+OLD_WORD = "house"
 
 
 @pytest.fixture

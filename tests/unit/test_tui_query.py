@@ -53,7 +53,7 @@ def ids(rows: tuple[RunRow, ...], text: str, *, pins: frozenset[str] = frozenset
         ("name:run_done", {"done"}),
         ('note~"free slot"', {"queued-a", "queued-b"}),
         ('"rank 64 is more"', {"crashed"}),
-        ("is:problem", {"upper", "crashed", "typo"}),
+        ("is:problem", {"upper", "crashed", "typo", "collapsed"}),
         ("is:pinned", {"done"}),
         ("is!=pinned name~done", set()),
         ("slot>=0", {"reverse-lr1e-3", "sort-rank16", "upper"}),

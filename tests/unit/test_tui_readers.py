@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.contract.layout import RunDir
+from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.metrics import parse_metrics
-from prime_rl.utils.tail import MAX_LINE_BYTES, FileTail
+from prime_rl.utils.tail import CHUNK_BYTES, MAX_LINE_BYTES, FileTail
 from tui.readers.history import NUM_RECENT, History, HistoryReader, RunMetrics
+from tui.readers.run_events import EventsReader
 from tui.readers.workspace_metrics import CurvesReader, CurvesRequest, RunTail
 
 # Lines without the newline byte; the text around chunk ends is where a reader breaks.
@@ -233,3 +234,20 @@ def test_the_curves_of_the_selected_run_are_read_when_its_figures_change(tmp_pat
     assert data.reward.window == (1, 3)
     other, _ = reader.read(CurvesRequest("run_b"), lambda: True)
     assert other.run_id == "run_b" and not other.reward.has_values
+
+
+def test_events_found_early_in_a_long_log_are_given_when_all_of_it_is_read(tmp_path: Path) -> None:
+    line = "2026-09-21T12:36:49Z INFO    prime_rl.trainer.runs.manager: {} takes slot 0 at step 0\n"
+    log = OutputDir(tmp_path).log("trainer")
+    log.parent.mkdir(parents=True)
+    log.write_text(line.format("run_a") + line.format("run_b") * (CHUNK_BYTES // len(line) + 1))
+    reader = EventsReader(tmp_path, "run_a")
+    assert reader.read() == (None, True), "one block of it"
+    data, more = reader.read()
+    assert data is not None and not more
+    assert [event.kind for event in data.events] == ["admitted"]
+    assert reader.read() == (None, False)
+    with log.open("a") as file:
+        file.write(line.format("run_a"))
+    data, _ = reader.read()
+    assert data is not None and len(data.events) == 2

@@ -102,6 +102,9 @@ def test_problems_are_named(workspace: OutputDir) -> None:
         "run_bad name",
     ]
     assert "exit 1" in snapshot.problems[0].text
+    assert {row.run_id for row in snapshot.rows if row.is_problem} == {
+        problem.name for problem in snapshot.problems if problem.target == "run"
+    }
     assert [problem.target for problem in snapshot.problems] == ["daemon", "run", "run", "run", "run", "entry"]
     assert snapshot.problems[3].since == NOW - 2900, "an eviction counts from when it was written down"
 

@@ -55,6 +55,7 @@ class ChatTalk:
             self._unload()
 
     def ask(self, question: str) -> None:
+        """Put a question in the queue; `run` answers it after the tasks before it, unless `stop` comes first."""
         self._num_asked += 1
         self._tasks.put(partial(self._answer, self._num_asked, question))
 
@@ -80,6 +81,7 @@ class ChatTalk:
         self._tasks.put(self._leave)
 
     def end(self) -> None:
+        """End the answer that is under way, and let `run` return; it unloads the version."""
         self.stop()
         self._tasks.put(None)
 

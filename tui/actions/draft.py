@@ -58,6 +58,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
+        """Whether the draft has no problems, so that it can be added."""
         return not self.problems
 
 

@@ -87,6 +87,7 @@ class JobWorker:
     clock: Callable[[], float]
 
     def run(self) -> None:
+        """Do the job and post its progress; an error that actions raise is posted as "failed"."""
         self._say("running", "...")
         try:
             text = self.job.work(lambda progress: self._say("running", progress))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from daemons.actions import continue_run, pause_run
-from daemons.errors import ActionError, in_one_line
+from daemons.errors import ActionError, expand_home, in_one_line
 from daemons.exports import export_run
 from daemons.forks import fork_run
 from daemons.set_keys import parse_changes, set_run_keys
@@ -184,6 +184,7 @@ class ExportForm:
     merge: bool = False
 
     def folder(self, run_id: str) -> str:
+        """The new folder of one run: `out` itself for a single run, else a folder in it; a `~` is not expanded."""
         return self.out if len(self.run_ids) == 1 else str(Path(self.out, export_name(run_id)))
 
     def words(self, run_id: str) -> list[str]:
@@ -227,7 +228,7 @@ def _export(
         done = export_run(
             output_dir,
             run_id,
-            Path(form.folder(run_id)).expanduser(),
+            expand_home(Path(form.folder(run_id))),
             step=step,
             merge=form.merge,
             dry_run=dry_run,
@@ -254,6 +255,7 @@ class SweepForm:
 
     @property
     def items(self) -> list[str]:
+        """The lines of `axes` that are not empty, without blanks around them."""
         return [line.strip() for line in self.axes.splitlines() if line.strip()]
 
     def words(self) -> list[str]:
@@ -284,15 +286,16 @@ def sweep_job(output_dir: Path, form: SweepForm) -> Job:
 
 def _sweep(output_dir: Path, form: SweepForm, *, dry_run: bool = False) -> Sweep:
     eta = _number(form.halving, "halving", at_least=2)
-    source = Path(form.file).expanduser()
     if not form.file:
-        raise FieldError("file", "the path of a run's config")
+        raise FieldError("file", "config missing: type the path of a run's config")
+    with at_field("file"):
+        source = expand_home(Path(form.file))
     if not source.is_file():
         raise FieldError("file", f"{source} not found: type the path of a run's config")
     with at_field("name"):
         name = check_sweep_name(form.name) if form.name else None
     if not form.items:
-        raise FieldError("axes", "a key and its values, one key a line")
+        raise FieldError("axes", "values missing: type a key and its values, such as seed=1,2,3, one key a line")
     with at_field("axes"):
         for item in form.items:
             parse_axis(item)

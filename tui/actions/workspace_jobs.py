@@ -9,6 +9,7 @@ from pathlib import Path
 from daemons import up_and_down
 from daemons.workspace import Workspace
 from prime_rl.utils.text import CleanText, clean_text, one_line
+from tui.actions.draft import configs_folder
 from tui.actions.jobs import Job, Progress, prl_command
 
 MAX_SYSTEMS = 20
@@ -55,12 +56,16 @@ def up_job(output_dir: Path, system: Path | None) -> Job:
     return Job(prl_command(output_dir, "up", *words), work)
 
 
-def up_choices(output_dir: Path, configs: Path = Path("configs")) -> list[tuple[CleanText, Callable[[], Job]]]:
+def up_choices(output_dir: Path) -> list[tuple[CleanText, Callable[[], Job]]]:
     """(label, job) of each way to start the workspace, the most likely first."""
     last = up_and_down.last_start(output_dir)
     first = "with its last settings" if last else "a small workspace for this machine's CPU"
+    configs = configs_folder()
     files = [path for path in sorted(configs.glob("*/system.toml"))[:MAX_SYSTEMS] if clean_text(str(path)) == str(path)]
     return [
         (one_line(first), functools.partial(up_job, output_dir, None)),
-        *((one_line(f"as in {path}", 100), functools.partial(up_job, output_dir, path)) for path in files),
+        *(
+            (one_line(f"as in {path.relative_to(configs.parent)}", 100), functools.partial(up_job, output_dir, path))
+            for path in files
+        ),
     ]

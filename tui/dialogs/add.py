@@ -19,7 +19,7 @@ from textual.timer import Timer
 from textual.widgets import Button, Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
-from daemons.actions import ActionError
+from daemons.errors import ActionError, expand_home
 from prime_rl.utils.text import CleanText, one_line
 from tui.actions.draft import Check, Template, add_draft, check_draft, configs_folder, find_templates, read_draft
 from tui.actions.jobs import Job, Perform
@@ -90,12 +90,14 @@ class AddDialog(JobDialog):
         self._run_ids = run_ids
         self._configs = configs
         self._templates: list[Template] = []
+        self._asked: Path | None = None
         self._source: Path | None = None
         self._serial_of_draft = 0
         self._check: Check | None = None
         self._timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
+        """Yield the list of templates, beside it path, id and text; below them the check and the buttons."""
         with Vertical(classes="box") as box:
             box.border_title = "add a run"
             box.border_subtitle = "ctrl+s starts · tab moves · esc cancels"
@@ -121,6 +123,7 @@ class AddDialog(JobDialog):
             yield from self.buttons("Start", "start", "success")
 
     def on_mount(self) -> None:
+        """Fill in what to begin with and find templates in a thread; Start is disabled until the draft is valid."""
         self.query_one("#start", Button).disabled = True
         source, run_id = self._first
         self.query_one("#run-id", Input).value = run_id
@@ -136,6 +139,7 @@ class AddDialog(JobDialog):
         )
 
     def on_add_dialog_templates(self, message: Templates) -> None:
+        """List the templates; without any, the path gets the focus, unless a file was loaded already."""
         self._templates = message.templates
         options = self.query_one("#templates", OptionList)
         options.add_options([Option(Content(template.label)) for template in self._templates])
@@ -153,18 +157,31 @@ class AddDialog(JobDialog):
     @on(Input.Submitted, "#path")
     def _path_typed(self, event: Input.Submitted) -> None:
         if event.value.strip():
-            self._load(Path(event.value.strip()).expanduser())
+            self._load(Path(event.value.strip()))
 
     def _load(self, path: Path) -> None:
+        self._asked = None
+        try:
+            self._asked = path = expand_home(path)
+        except ActionError as error:
+            self.say(one_line(str(error), 400), failed=True)
+            return
+
         def work() -> None:
             try:
                 self.post_message(self.Loaded(path, read_draft(path), one_line("")))
             except ActionError as error:
                 self.post_message(self.Loaded(path, None, one_line(str(error), 400)))
 
-        self.run_worker(work, thread=True, exclusive=True, group="load", name=f"read {path}")
+        self.run_worker(work, thread=True, group="load", name=f"read {path}")
 
     def on_add_dialog_loaded(self, message: Loaded) -> None:
+        """Put the text into the editor and check it after a pause; after an error the editor keeps its text.
+
+        Only the file that was asked for last counts, however long the others take.
+        """
+        if message.path != self._asked:
+            return
         if message.text is None:
             self.say(message.error, failed=True)
             return
@@ -197,6 +214,7 @@ class AddDialog(JobDialog):
         self.run_worker(work, thread=True, group="check", name="check the draft")
 
     def on_add_dialog_checked(self, message: Checked) -> None:
+        """Show the problems at their lines, or the summary and enable Start; the check of an older draft is ignored."""
         if message.serial != self._serial_of_draft:
             return
         self._check = check = message.check
@@ -212,10 +230,17 @@ class AddDialog(JobDialog):
 
     @on(Button.Pressed, "#start")
     def action_start(self) -> None:
-        if self._check is None or not self._check.ok:
+        """Add the run as a job; refused unless the newest check of the draft found no problem."""
+        output_dir, source, (text, run_id) = self._output_dir, self._source, self._draft()
+        if not text.strip():
+            self.say("not started: no config yet; choose a file on the left, or type a path", failed=True)
+            return
+        if self._check is None:
+            self.say("not started: the config is still being checked; try again in a moment", failed=True)
+            return
+        if not self._check.ok:
             self.say("not started: fix the problems first", failed=True)
             return
-        output_dir, source, (text, run_id) = self._output_dir, self._source, self._draft()
 
         def work(progress: Callable[[str], None]) -> str:
             return f"{add_draft(output_dir, text, run_id, source)}: added"

@@ -45,6 +45,7 @@ class ForkDialog(FormDialog):
         return len(self._form.run_ids) == 1
 
     def compose_fields(self) -> ComposeResult:
+        """Yield the fields; a new id can be given only for a single run."""
         newest = "the newest" if self._is_one else "the newest of each"
         yield from self.field("version", "version", self._form.version, newest)
         if self._is_one:
@@ -54,6 +55,7 @@ class ForkDialog(FormDialog):
         yield self.problem("optimizer")
 
     def take(self) -> None:
+        """Read the fields into the form; the version may begin with "v"."""
         self._form = ForkForm(
             self._form.run_ids,
             self.value("version").removeprefix("v"),
@@ -63,9 +65,11 @@ class ForkDialog(FormDialog):
         )
 
     def check(self) -> str:
+        """Returns what the forks would be, one a line. Raises FieldError."""
         return check_fork(self._output_dir, self._form)
 
     def job(self) -> Job:
+        """The job that forks each run."""
         return fork_job(self._output_dir, self._form)
 
 
@@ -86,6 +90,7 @@ class ExportDialog(FormDialog):
         self._form = ExportForm(tuple(run_ids), out or usual, version)
 
     def compose_fields(self) -> ComposeResult:
+        """Yield the fields; the folder is the usual one, unless the dialog was opened with another."""
         one = len(self._form.run_ids) == 1
         yield from self.field("version", "version", self._form.version, "the newest" if one else "the newest of each")
         place = "a new one, outside of the workspace" if one else "for a new one of each run, outside of the workspace"
@@ -93,13 +98,16 @@ class ExportDialog(FormDialog):
         yield Checkbox("merge the adapter into the base model", id="merge", compact=True)
 
     def take(self) -> None:
+        """Read the fields into the form; the version may begin with "v"."""
         version = self.value("version").removeprefix("v")
         self._form = ExportForm(self._form.run_ids, self.value("out"), version, self.ticked("merge"))
 
     def check(self) -> str:
+        """Returns what would be written, one folder a line. Raises FieldError."""
         return check_export(self._output_dir, self._form)
 
     def job(self) -> Job:
+        """The job that exports each run; merges come one after another."""
         return export_job(self._output_dir, self._form)
 
 
@@ -123,6 +131,7 @@ class SweepDialog(FormDialog):
         self._form = SweepForm(file, "", name)
 
     def compose_fields(self) -> ComposeResult:
+        """Yield the fields; that of the values has several lines, one key each."""
         yield from self.field("file", "config", self._form.file, "path of a TOML file")
         yield from self.field("name", "name", self._form.name, "from the file's name")
         with Horizontal(classes="field -tall"):
@@ -132,13 +141,16 @@ class SweepDialog(FormDialog):
         yield from self.field("halving", "halving", placeholder="off; 3: of three runs one goes on at each rung")
 
     def take(self) -> None:
+        """Read the fields into the form."""
         axes = self.query_one("#axes", TextArea).text
         self._form = SweepForm(self.value("file"), axes, self.value("name"), self.value("halving"))
 
     def check(self) -> str:
+        """Returns the grid as it would be added, of which at most MAX_POINTS runs are listed. Raises FieldError."""
         return preview(check_sweep(self._output_dir, self._form))
 
     def job(self) -> Job:
+        """The job that adds the runs of the sweep."""
         return sweep_job(self._output_dir, self._form)
 
 

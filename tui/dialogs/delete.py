@@ -78,6 +78,7 @@ class DeleteDialog(JobDialog):
         return self._run_ids[0] if len(self._run_ids) == 1 else f"delete {len(self._run_ids)}"
 
     def compose(self) -> ComposeResult:
+        """Yield the runs, the facts, the line for the name and the buttons; the sizes come later."""
         with Vertical(classes="box") as box:
             box.border_title = Content(f"delete {name_runs(self._run_ids)}")
             box.border_subtitle = "esc cancels"
@@ -89,11 +90,13 @@ class DeleteDialog(JobDialog):
             yield from self.buttons("Delete", "delete", "error")
 
     def on_mount(self) -> None:
+        """Measure the runs in a thread; the list is shown for several runs only."""
         self.query_one(Listing).display = len(self._rows) > 1
         self._ask()
         self.run_worker(self._measure, thread=True, name=f"size of {name_runs(self._run_ids)}")
 
     def show_action(self, entry: ActionEntry) -> None:
+        """Show how the deletion goes; after a failure the name is asked for, and the next attempt is forced."""
         is_ours = entry.serial == self._serial
         super().show_action(entry)
         if is_ours and entry.state == "failed" and not self._is_live:
@@ -133,6 +136,7 @@ class DeleteDialog(JobDialog):
         self.post_message(self.Measured(sizes, _said(total, complete)))
 
     def on_delete_dialog_measured(self, message: Measured) -> None:
+        """Show the size of each run and of all together."""
         self.query_one("#facts", Static).update(self._facts(message.total))
         self.query_one(Listing).show(self._lines(message.sizes))
 

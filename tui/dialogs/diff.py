@@ -46,6 +46,7 @@ class DiffDialog(ModalScreen[None]):
         self._difference, self._command = difference, command
 
     def compose(self) -> ComposeResult:
+        """Yield the table, and the shell command that prints the same."""
         with Vertical(classes="box") as box:
             box.border_title = Content("differences")
             box.border_subtitle = "esc closes"
@@ -54,6 +55,7 @@ class DiffDialog(ModalScreen[None]):
             yield Static(Content(f"$ {self._command}"), classes="command", markup=False)
 
     def action_scroll(self, step: int) -> None:
+        """Scroll by `step` lines, up when it is negative."""
         self.query_one(VerticalScroll).scroll_relative(y=step, animate=False)
 
 

@@ -75,6 +75,7 @@ class EvictDialog(JobDialog):
         self._suggestions = list(suggestions)
 
     def compose(self) -> ComposeResult:
+        """Yield the line for the reason and the suggestions; above them the runs, if there are several."""
         one = len(self._run_ids) == 1
         with Vertical(classes="box") as box:
             box.border_title = Content(f"evict {name_runs(self._run_ids)}")
@@ -95,6 +96,7 @@ class EvictDialog(JobDialog):
             yield from self.buttons("Evict", "evict", "warning")
 
     def on_mount(self) -> None:
+        """Give the focus to the line for the reason."""
         self.query_one("#reason").focus()
 
     @on(Button.Pressed, "#evict")

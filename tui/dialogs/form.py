@@ -6,6 +6,7 @@ check refuses, so that enter need not wait for it.
 
 from __future__ import annotations
 
+import contextlib
 from typing import ClassVar
 
 from textual import on
@@ -77,6 +78,7 @@ class FormDialog(JobDialog):
         return self._serial_of_check == self._serial_of_form
 
     def compose(self) -> ComposeResult:
+        """Yield the fields of the subclass, then room for the check, the shell command and the buttons."""
         with Vertical(classes="box") as box:
             box.border_title = Content(f"{self.head or self.verb.lower()} {self._subject}")
             box.border_subtitle = "ctrl+s confirms · esc cancels"
@@ -88,6 +90,7 @@ class FormDialog(JobDialog):
             yield from self.buttons(self.verb, "do", self.variant)
 
     def compose_fields(self) -> ComposeResult:
+        """A subclass yields its fields: with `field`, or a widget and a `problem` of the same name."""
         raise NotImplementedError
 
     def check(self) -> str:
@@ -110,20 +113,24 @@ class FormDialog(JobDialog):
         yield self.problem(name)
 
     def problem(self, name: str) -> Static:
+        """The line for what is wrong with the field `name`, hidden until a check finds something."""
         return Static(id=f"problem-{name}", classes="problem", markup=False)
 
     def value(self, name: str) -> str:
+        """The text of the input `name`, without blanks around it."""
         return self.query_one(f"#{name}", Input).value.strip()
 
     def ticked(self, name: str) -> bool:
+        """Whether the checkbox `name` is on."""
         return self.query_one(f"#{name}", Checkbox).value
 
     def _is_filled(self, name: str | None) -> bool:
-        """An empty field is not wrong yet: what it wants is said without alarm."""
+        """An empty field is not wrong yet: what is missing is shown without alarm."""
         fields = self.query(f"#{name}")
         return all(each.value for each in fields.results(Input)) and all(each.text for each in fields.results(TextArea))
 
     def on_mount(self) -> None:
+        """Check what the form begins with, after the same pause as after a change."""
         self._changed()
 
     @on(Input.Changed)
@@ -149,6 +156,10 @@ class FormDialog(JobDialog):
         self.run_worker(work, thread=True, group="check", name="check the form")
 
     def on_form_dialog_checked(self, message: Checked) -> None:
+        """Show what the form would do with its command, or the problem at its field; an older check is ignored.
+
+        The button is disabled while there is a problem.
+        """
         if message.serial != self._serial_of_form:
             return
         for problem in self.query(".problem").results(Static):
@@ -162,11 +173,16 @@ class FormDialog(JobDialog):
         check.update(Content("" if message.field else message.words))
         check.set_class(bad, "-bad")
         self.query_one("#do", Button).disabled = bad
-        self.query_one("#command", Static).update(Content("" if bad else f"$ {self.job().command}"))
+        command = ""
+        if not bad:
+            with contextlib.suppress(ActionError):  # a form that is as before may make no job
+                command = f"$ {self.job().command}"
+        self.query_one("#command", Static).update(Content(command))
 
     @on(Button.Pressed, "#do")
     @on(Input.Submitted)
     def action_submit(self) -> None:
+        """Start the job unless one is running; why the form makes none is shown."""
         if self.is_busy:
             return
         self.take()

@@ -54,9 +54,11 @@ class JobDialog(ModalScreen[None]):
 
     @property
     def is_busy(self) -> bool:
+        """Whether the job was started and has not failed."""
         return self._serial is not None
 
     def buttons(self, verb: str, id: str, variant: ButtonVariant) -> ComposeResult:
+        """Yield a row of two buttons: Cancel, and `verb` with the id `id`."""
         with Horizontal(classes="buttons"):
             yield Button("Cancel", id="cancel", compact=True)
             yield Button(verb, id=id, variant=variant, compact=True)
@@ -66,17 +68,20 @@ class JobDialog(ModalScreen[None]):
         self.dismiss()
 
     def start(self, job: Job) -> None:
+        """Start the job unless one is running; its progress comes through `show_action`."""
         if not self.is_busy:
             self.say("...")
             self._serial = self._perform(job)
 
     def say(self, text: str, *, failed: bool = False) -> None:
+        """Show a text in the `#outcome` line, as an error where it `failed`; "" hides the line."""
         for outcome in self.query("#outcome").results(Static):  # none while the app ends
             outcome.update(Content(text))
             outcome.set_class(bool(text), "-shown")
             outcome.set_class(failed, "-failed")
 
     def show_action(self, entry: ActionEntry) -> None:
+        """Close when the dialog's own job is done, else show its progress; after an error it may start again."""
         if self._serial is None or entry.serial != self._serial:
             return
         if entry.state == "done":
@@ -103,9 +108,11 @@ class Listing(VerticalScroll):
         self._text = Static(Content("\n".join(lines)), markup=False)
 
     def compose(self) -> ComposeResult:
+        """Yield the lines as one text."""
         yield self._text
 
     def show(self, lines: Sequence[str]) -> None:
+        """Replace the lines."""
         self._text.update(Content("\n".join(lines)))
 
 
@@ -122,6 +129,7 @@ class ConfirmDialog(JobDialog):
         self._title, self._lines, self._words, self._verb, self._job = title, lines, words, verb, job
 
     def compose(self) -> ComposeResult:
+        """Yield the lines, the words, the shell command and the buttons."""
         with Vertical(classes="box") as box:
             box.border_title = Content(self._title)
             box.border_subtitle = "esc cancels"
@@ -132,6 +140,7 @@ class ConfirmDialog(JobDialog):
             yield from self.buttons(self._verb, "do", "warning")
 
     def on_mount(self) -> None:
+        """Give the focus to the button, so that enter confirms."""
         self.query_one("#do").focus()
 
     @on(Button.Pressed, "#do")
@@ -161,6 +170,7 @@ class ChooseDialog(JobDialog):
         self._title, self._words, self._choices, self._first = title, words, choices, first
 
     def compose(self) -> ComposeResult:
+        """Yield the words and the list of choices."""
         with Vertical(classes="box") as box:
             box.border_title = Content(self._title)
             box.border_subtitle = "enter confirms · esc cancels"
@@ -169,6 +179,7 @@ class ChooseDialog(JobDialog):
             yield Static(id="outcome", markup=False)
 
     def on_mount(self) -> None:
+        """Give the focus to the list, with the line `first` selected."""
         options = self.query_one(OptionList)
         options.focus()
         options.highlighted = self._first

@@ -120,6 +120,7 @@ class Group:
 
     @property
     def num_living(self) -> int:
+        """Number of nodes that are neither dead nor ended nor missing; slow, suspect and stalled ones count."""
         gone = (NodeHealth.DEAD, NodeHealth.LEFT, NodeHealth.DONE, MISSING)
         return sum(row.health not in gone for row in self.rows)
 
@@ -129,6 +130,7 @@ class Group:
         return max(row.level for row in self.rows)
 
     def row(self, rank: int) -> NodeRow | None:
+        """The node of that rank; None when the group does not have it."""
         return next((row for row in self.rows if row.rank == rank), None)
 
 
@@ -188,17 +190,16 @@ def node_problems(group: Group | None, now: float) -> list[Problem]:
 def describe(row: NodeRow) -> str:
     """A node's health, place and note, as in "dead: no heartbeat for 40s, in phase 1 (rollout) of iteration 3"."""
     where = f"in phase {row.phase} ({phase_name(row.phase)}) of iteration {row.iteration}"
-    match row.health:
-        case NodeHealth.DEAD if row.is_gone:
-            text = f"{row.health}: its process is gone, {where}"
-        case NodeHealth.DEAD | NodeHealth.SUSPECT:
-            text = f"{row.health}: no heartbeat for {fmt.age(row.silent_s)}, {where}"
-        case "slow":
-            text = f"{row.health}: {fmt.age(row.phase_s)} {where}"
-        case "missing":
-            text = "missing"
-        case _:
-            text = f"{row.health} {where}"
+    if row.health == NodeHealth.DEAD and row.is_gone:
+        text = f"{row.health}: its process is gone, {where}"
+    elif row.health in (NodeHealth.DEAD, NodeHealth.SUSPECT):
+        text = f"{row.health}: no heartbeat for {fmt.age(row.silent_s)}, {where}"
+    elif row.health == SLOW:
+        text = f"{row.health}: {fmt.age(row.phase_s)} {where}"
+    elif row.health == MISSING:
+        text = MISSING
+    else:
+        text = f"{row.health} {where}"
     return f"{text}; {row.note}" if row.note else text
 
 

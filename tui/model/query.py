@@ -170,6 +170,7 @@ class Query:
     errors: tuple[FilterError, ...] = ()
 
     def matches(self, subject: Subject) -> bool:
+        """Whether the run passes all tests; without tests every run does."""
         return all(test(subject) for test in self.tests)
 
 

@@ -78,6 +78,12 @@ class RunRow:
 
     @property
     def is_problem(self) -> bool:
+        """Whether it needs a person: evicted, stalled, invalid, failed or lost. All these are in `find_problems`."""
+        return self.level >= Level.WARN
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether its level is BAD: invalid, failed or lost."""
         return self.level is Level.BAD
 
 
@@ -95,6 +101,7 @@ class DaemonRow:
 
     @property
     def symbol(self) -> str:
+        """The symbol of its level, one cell wide."""
         return LEVEL_SYMBOLS[self.level]
 
 
@@ -107,6 +114,7 @@ class Disk:
 
     @property
     def is_low(self) -> bool:
+        """Whether less is free than LOW_DISK_BYTES, or than LOW_DISK_SHARE of the disk."""
         return self.free_bytes < max(LOW_DISK_BYTES, LOW_DISK_SHARE * self.total_bytes)
 
 
@@ -128,6 +136,7 @@ class Snapshot:
     group: Group | None = None
 
     def row(self, run_id: str) -> RunRow | None:
+        """The row of a run; None when the workspace does not have it."""
         return next((row for row in self.rows if row.run_id == run_id), None)
 
 
@@ -144,7 +153,7 @@ def make_snapshot(
     alerts: Sequence[Alert] = (),
     alive_at: Mapping[str, float] | None = None,
 ) -> Snapshot:
-    """The row of a run.
+    """Put one look at the workspace into rows, daemons and problems.
 
     `now` in Unix seconds; `since`: when evicted and invalid runs became so; `alive_at`: each run's last sign of life on
     our own clock (default: the time that the run wrote).
@@ -325,7 +334,7 @@ def find_problems(
     alerts: Sequence[Alert] = (),
 ) -> tuple[Problem, ...]:
     """Everything that needs a person, newest first; what has no known time last, in the order of the workspace."""
-    found = [_run_problem(row, since.get(row.run_id)) for row in rows if row.level >= Level.WARN]
+    found = [_run_problem(row, since.get(row.run_id)) for row in rows if row.is_problem]
     named = {problem.name for problem in found}
     found += [
         _daemon_problem(daemon, workspace)

@@ -37,6 +37,7 @@ class Tint:
     value: _Value
 
     def level(self, value: float | None) -> int | None:
+        """The level of a value, from -3 to 3; None without a finite value. With three `marks` negative values are 0."""
         if value is None or not math.isfinite(value):
             return None
         found = sum(abs(value) >= limit for limit in self.limits)

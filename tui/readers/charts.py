@@ -147,6 +147,7 @@ class ChartData:
 
     @property
     def has_values(self) -> bool:
+        """Whether a curve has a point in the window."""
         return any(curve.xs for curve in self.curves)
 
 
@@ -272,6 +273,7 @@ class ChartsReader:
         self._slice_s = READ_SLICE_S
 
     def read(self, view: ChartView) -> tuple[ChartsData | None, bool]:
+        """Read for one slice: (the charts, or None when neither files nor `view` changed; whether more is left)."""
         changed, more = self._update((self._run_id, *view.compare[:MAX_COMPARED]))
         self._slice_s = NEXT_SLICE_S if more else READ_SLICE_S
         if not changed and view == self._shown:

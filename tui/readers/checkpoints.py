@@ -40,6 +40,7 @@ class CheckpointsData(TabData):
 
     @property
     def starts_at(self) -> int | None:
+        """The newest step with a complete checkpoint; None without one."""
         return max((each.step for each in self.checkpoints if each.is_stable), default=None)
 
 
@@ -52,6 +53,7 @@ class CheckpointsReader:
         self._shown: CheckpointsData | None = None
 
     def read(self) -> tuple[CheckpointsData | None, bool]:
+        """(all checkpoints, or None when nothing changed; False: one look reads all)."""
         try:
             steps = list_steps(self._run.checkpoints)
         except OSError:

@@ -38,6 +38,7 @@ class Contender:
 
     @property
     def step(self) -> int:
+        """The newest step that has the metric; 0 without values."""
         return int(self.history.steps[-1]) if self.history is not None and len(self.history) else 0
 
 

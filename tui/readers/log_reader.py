@@ -77,6 +77,7 @@ class LogTabReader:
 
     @property
     def path(self) -> Path:
+        """The log that the tab shows; the file need not exist."""
         return self._run.log
 
     def read(self, request: LogRequest, is_wanted: Callable[[], bool] = lambda: True) -> tuple[LogData | None, bool]:
@@ -203,9 +204,11 @@ class LogSearch:
         self._stopped = threading.Event()
 
     def stop(self) -> None:
+        """End the search before its next block. From any thread."""
         self._stopped.set()
 
     def run(self) -> None:
+        """Search block by block until a match, the end or `stop`. For a thread; without a file nothing is found."""
         try:
             fd = open_log(self._path)
         except OSError:

@@ -24,7 +24,7 @@ NUM_RATE_LOOKS = 30
 
 @dataclass(frozen=True)
 class SystemLook:
-    """One look. `updates_per_s` is of the trainer's last minute, null while it is not known."""
+    """One look. `updates_per_s` is of the trainer's last minute, None while it is not known."""
 
     machine: MachineView
     disk: DiskView | None
@@ -34,7 +34,8 @@ class SystemLook:
 class Probe(Protocol):
     """Measures what the workspace uses of the machine."""
 
-    def read(self, workspace: Workspace) -> SystemLook: ...
+    def read(self, workspace: Workspace) -> SystemLook:
+        """Measure the machine and the disk; what is a rate needs an earlier look."""
 
 
 class SystemProbe:
@@ -47,6 +48,7 @@ class SystemProbe:
         self._updates: deque[tuple[float, int]] = deque(maxlen=NUM_RATE_LOOKS)
 
     def read(self, workspace: Workspace) -> SystemLook:
+        """Measure all; the trainer's rate needs looks that are at least INTERVAL_S apart."""
         return SystemLook(self._machine.read(daemon_processes(workspace)), self._disk.read(), self._rate(workspace))
 
     def _rate(self, workspace: Workspace) -> float | None:

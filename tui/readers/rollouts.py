@@ -99,6 +99,7 @@ class RolloutsReader:
         self._shown = RolloutsData(run_id)
 
     def read(self, request: RolloutsRequest = RolloutsRequest()) -> tuple[RolloutsData | None, bool]:
+        """(samples, and tokens of the step asked for, or None when nothing changed; False: one look reads all)."""
         stamps, before = (file_stamp(self._run.samples), file_stamp(self._run.ratios)), self._stamps
         if stamps == before and request == self._shown.request:
             return None, False

@@ -74,6 +74,7 @@ class ConfigReader:
         self._shown: object = None
 
     def read(self, request: ConfigRequest) -> tuple[ConfigData | None, bool]:
+        """(what the request asks for, or None when neither it nor a file changed; False: one look reads all)."""
         other = request.other
         paths = [self._run.orch_toml, self._run.config_error]
         if other is not None:

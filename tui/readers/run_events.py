@@ -55,6 +55,7 @@ class Event:
 
     @classmethod
     def of(cls, time: float | None, kind: str, text: str, who: str = "") -> Event:
+        """An event with its text made fit for the screen and cut to MAX_TEXT_CHARS."""
         return cls(time, one_line(kind, 20), clean_text(text.strip(), MAX_TEXT_CHARS), one_line(who, 60))
 
 
@@ -80,15 +81,23 @@ class EventsReader:
         ]
         self._states: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._stamps: object = None
+        self._has_news = False
 
     def read(self) -> tuple[EventsData | None, bool]:
+        """Read one block of each source: (the newest MAX_EVENTS events, or None; whether more is left).
+
+        The events come only from a read that leaves nothing to read, when something changed since they came last.
+        """
         looks = [tail.update() for tail in self._tails]
         own = (self._run.config_error, self._run.evicted, self._run.status)
         stamps = (*map(file_stamp, own[:2]), self._note_state())
-        changed = any(each for each, _ in looks) or stamps != self._stamps
+        self._has_news |= any(each for each, _ in looks) or stamps != self._stamps
         self._stamps = stamps
         more = any(each for _, each in looks)
-        return (self._data() if changed and not more else None), more
+        if more or not self._has_news:
+            return None, more
+        self._has_news = False
+        return self._data(), False
 
     def _data(self) -> EventsData:
         events = [*(event for tail in self._tails for event in tail.events), *self._states, *self._own()]

@@ -23,15 +23,10 @@ CHAT = "chat"
 
 @dataclass(frozen=True)
 class TabData:
-    """One look at what one tab shows of one run."""
+    """One look at what one tab shows of one run. A later one makes it worthless."""
 
     tab: ClassVar[str]
     run_id: str
-
-    @property
-    def replaces(self) -> bool:
-        """Whether it makes an earlier look worthless."""
-        return True
 
 
 def read_clean(path: Path, limit: int = MAX_TEXT_BYTES) -> CleanText | None:

@@ -195,7 +195,7 @@ class ActsOnWorkspace(ActsOnRuns):
     def commands(self) -> dict[str, Command]:
         """The commands of the keys; `add` takes the path of a config too."""
         found = super().commands()
-        take_words(found, "add", "add a run", "[FILE]", lambda words: self.open_add(Path(words).expanduser()))
+        take_words(found, "add", "add a run", "[FILE]", lambda words: self.open_add(Path(words)))
         return found
 
     def action_add(self) -> None:

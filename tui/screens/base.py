@@ -85,7 +85,7 @@ PLACES = (
 
 # Among the numbers of the places: one run.
 RUN_KEY = 2
-# From the workspace's folder to what asks the machine: `system_watch.SystemProbe` in real life.
+# From the workspace's folder to what asks the machine: `readers.machine.SystemProbe` in real life.
 ProbeMaker: TypeAlias = "Callable[[Path], Probe]"
 # From the workspace's folder to what keeps it from working: `findings.find` in real life.
 Examine: TypeAlias = "Callable[[Path], Sequence[Finding]]"

@@ -307,8 +307,8 @@ class RunScreen(WorkspaceScreen):
         self.header.num_problems = len(self.snapshot.problems) if self.snapshot else 0
         text = self._banner(row)
         self.banner.set_class(bool(text), "-shown")
-        self.banner.set_class(row is None or row.is_problem, "-bad")
-        self.banner.set_class(row is not None and not row.is_problem, "-note")
+        self.banner.set_class(row is None or row.is_bad, "-bad")
+        self.banner.set_class(row is not None and not row.is_bad, "-note")
         if text != self._banner_text:
             self._banner_text = text
             self.banner.update(Content(text))

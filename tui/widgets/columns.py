@@ -102,7 +102,7 @@ def make_cell(column: Column, row: RunRow, now: float) -> Cell:
             # Of a run that trains, what it waits for just now counts less.
             words = [row.note, standing_words(row)]
             said = " · ".join(filter(None, reversed(words) if row.state == RunState.ACTIVE else words))
-            return ((fit(said, width), row.level.style if row.is_problem else "muted"),)
+            return ((fit(said, width), row.level.style if row.is_bad else "muted"),)
         case "seen":
             return _right(seen_age(row, now), width, "error" if row.state == LOST else "muted")
         case "age":

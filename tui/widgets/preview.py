@@ -38,7 +38,7 @@ def describe(row: RunRow, now: float, num_marked: int = 0) -> Text:
         body = row.note
     if body:
         text.append("\n")
-        text.append(body, "error" if row.is_problem else "text")
+        text.append(body, "error" if row.is_bad else "text")
     text.append("\n")
     if (budget := budget_text(row)) is not None:
         text.append_text(budget).append(f" {budget_words(row)} · ", "muted")
