@@ -143,6 +143,7 @@ class Progress:
             self._bar.close()
 
     def __call__(self, step: int, loss: float) -> None:
+        """Show one more step, or raise Interrupted after a signal. Without a terminal most steps show nothing."""
         if self._stop():
             raise Interrupted
         if self._bar is not None:
