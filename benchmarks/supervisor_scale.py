@@ -167,6 +167,7 @@ class Files:
 
     def asking(self, call: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
         """`call`, with every call of it counted."""
+
         def count(*args: Any, **options: Any) -> os.stat_result:
             self.asked += 1
             return call(*args, **options)
