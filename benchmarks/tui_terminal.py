@@ -63,6 +63,7 @@ class Screen:
 
     def feed(self, data: str) -> None:
         """Draw what the program wrote, and add answers to its questions to `answers`.
+
         The beginning of an escape sequence is kept until its rest comes.
         """
         data, self._rest, at = self._rest + data, "", 0

@@ -35,6 +35,7 @@ class Phase(enum.IntEnum):
 
     @property
     def label(self) -> str:
+        """The name for people, as in `PHASE_NAMES`."""
         return PHASE_NAMES[self]
 
 

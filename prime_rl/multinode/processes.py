@@ -28,6 +28,7 @@ class Nothing:
     exit_code = 0
 
     def failure(self) -> str | None:
+        """None: nothing can fail."""
         return None
 
     def ask_to_end(self) -> None:
@@ -58,6 +59,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
+        """The exit code of the command, 128 + N after signal N; None while it or its keeper runs."""
         if self._process.returncode is None and self._process.poll() is not None:
             logger.debug("%s ended with code %d", self.name, self._process.returncode)
         return self._process.returncode

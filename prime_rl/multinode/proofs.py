@@ -92,6 +92,7 @@ class Proofs:
         return proof.sampler_state
 
     def eval_is_due(self, iteration: int) -> bool:
+        """Whether this group makes evaluations and the iteration has one."""
         return "eval" in self._splits and eval_is_due(iteration, self._eval_interval)
 
     def train(self, iteration: int) -> TrainProof | None:

@@ -98,6 +98,7 @@ class CompletionRequest:
         return len(self.prompt) + self.max_tokens * self.num_choices
 
     def body(self) -> dict[str, Any]:
+        """The JSON of /v1/completions, which asks for token ids and the logprob of each token too."""
         return {
             "model": self.model,
             "prompt": list(self.prompt),
@@ -222,6 +223,10 @@ class ServerClient:
         return _decoded(response, url, _Models).data
 
     async def complete(self, request: CompletionRequest) -> list[Completion]:
+        """The completions, one for each choice; notes in `weights` which whole weights answered.
+
+        Raises InferenceError for an answer with another number of choices.
+        """
         response, url = await self._request("POST", "completions", request.body())
         answer = _decoded(response, url, _Completions)
         if len(answer.choices) != request.num_choices:
@@ -240,6 +245,7 @@ class ServerClient:
                 raise
 
     async def unload_adapter(self, name: str) -> None:
+        """Unload the adapter `name`. Raises UnknownModel when the server does not have it."""
         await self._request("POST", "unload_lora_adapter", {"lora_name": name})
 
     async def load_weights(self, folder: Path | None) -> None:

@@ -89,6 +89,7 @@ class Server:
     request_s: float = 0.0
 
     def metrics(self) -> dict[str, float]:
+        """Figures of this server, `inference/<number>/...`; counts are since the start."""
         prefix = f"inference/{self.number}"
         return {
             f"{prefix}/living": float(self.living),
@@ -157,6 +158,7 @@ class InferenceClient:
         self._background = Background()
 
     async def close(self) -> None:
+        """Cancel the tasks in the background, and close all connections."""
         await self._background.cancel()
         await asyncio.shield(self._http.aclose())  # cancelled in the middle it would leave connections open
 
@@ -167,6 +169,7 @@ class InferenceClient:
 
     @property
     def num_sampled_tokens(self) -> int:
+        """Tokens of all completions since the start."""
         return sum(server.num_sampled_tokens for server in self._servers)
 
     @property

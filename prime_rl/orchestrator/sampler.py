@@ -75,6 +75,7 @@ class ExampleSampler:
         self._order = functools.lru_cache(maxsize=2 * len(self._examples))(self._shuffled)
 
     def pick(self, index: int) -> Pick:
+        """The example at `index` of the order, which counts as drawn from then on."""
         self._take_turns(index + 1)
         self._next_index = max(self._next_index, index + 1)
         name, examples = self._examples[self._turns[index]]

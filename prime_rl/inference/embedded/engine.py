@@ -65,6 +65,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
+        """Whether the engine takes requests: until `stop` or a failure."""
         return self._dead is None
 
     async def run(self) -> None:
@@ -150,6 +151,7 @@ class Engine:
             raise ApiError(404, f"The lora adapter {name!r} cannot be found.", param="lora_name")
 
     def stats(self) -> Snapshot:
+        """The figures of this moment."""
         num_running = self._batch.num_rows
         return Snapshot(
             adapters=sorted(self._adapters),

@@ -45,6 +45,7 @@ class Answer:
     split: Split | None
 
     def as_json(self) -> dict[str, Any]:
+        """The one object that `prl fit --json` prints; sizes in GiB, null for what does not apply."""
         memory = self.memory
         sizes = {
             "peak": memory.peak,
