@@ -94,7 +94,7 @@ class WholeWeights:
 
     def model_name(self, version: int) -> None:
         """None: every request names the base model."""
-        return None  # the base model's name stands for whatever weights a server has
+        return None  # noqa: RET501  # the base model's name stands for whatever weights a server has
 
     def label(self, version: int) -> str:
         """What a server reports when it has `version`; 0 is the base model."""

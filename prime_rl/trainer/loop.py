@@ -211,7 +211,7 @@ class PackingSource:
         self._stop = stop
 
     def next(self) -> PackMessage | None:
-        """The next pass of rank 0, after the other ranks got theirs; None at the end, of which they are told."""
+        """The next pass of rank 0, after the other ranks got theirs; None once it ends, which they are sent too."""
         self._scout.wait(0)
         while not self._stop():
             self._scout.look()

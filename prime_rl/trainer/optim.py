@@ -60,7 +60,7 @@ class RunWeights(Protocol):
 
     @property
     def vectors(self) -> list[nn.Parameter]:
-        """What most optimizers update, with gradients between `begin` and `drop_gradients`."""
+        """What most optimizers update; the gradients are there after `begin`."""
 
     @property
     def matrices(self) -> list[nn.Parameter]:
@@ -279,7 +279,7 @@ class FlatWeights:
 
     @property
     def num_weights(self) -> int:
-        """P."""
+        """P, the length of `values_P`."""
         return self.values_P.numel()
 
     @torch.no_grad()

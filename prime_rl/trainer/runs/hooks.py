@@ -40,7 +40,7 @@ class ConfigValidationHook(Protocol):
     """Whether the trainer can serve a config: (True, "") or (False, what is wrong)."""
 
     def __call__(self, config: OrchestratorConfig, /) -> tuple[bool, str]:
-        """Judge a config before its run is admitted; the message is what people read."""
+        """Judge a new config of any run; the message is what people read."""
 
 
 class RunLife(Protocol):
