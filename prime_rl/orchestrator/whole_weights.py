@@ -82,7 +82,7 @@ class WholeWeights:
         """The one version that a server has goes when the next one comes."""
 
     async def withdraw(self, client: InferenceClient) -> None:
-        """The next request for the base model loads it."""
+        """Give all living servers the base model back, in one attempt; a failure is logged."""
         self._wanted = 0
         for error in await client.once_everywhere(self._give):
             if isinstance(error, InferenceError):
@@ -93,8 +93,7 @@ class WholeWeights:
         return self._pinned
 
     def model_name(self, version: int) -> None:
-        """None: every request names the base model."""
-        return None  # noqa: RET501  # the base model's name stands for whatever weights a server has
+        """None: every request names the base model, which stands for whatever weights a server has."""
 
     def label(self, version: int) -> str:
         """What a server reports when it has `version`; 0 is the base model."""
