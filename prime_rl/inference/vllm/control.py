@@ -122,7 +122,7 @@ class VllmControl:
             await self.unload_adapter(name)
             logger.error("adapter %s has no effect in vLLM: %s", name, error)
             raise ApiError(
-                500, f"vLLM does not serve adapter {name!r} correctly: {error}.", param="lora_name"
+                400, f"vLLM does not serve adapter {name!r} correctly: {error}.", param="lora_name"
             ) from error
 
     async def load_weights(self, folder: Path) -> None:
