@@ -12,7 +12,6 @@ name may be loaded is decided before (`front`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -136,11 +135,12 @@ class Engine:
         One adapter at a time. Raises ApiError 400 with one clear line.
         """
         slot = self._free_slot()
+        # Not closed here: when this is cancelled, its thread still reads. It is closed when neither needs it.
+        parts = served_parts(self.served.layers, folder)
         try:
-            with contextlib.closing(served_parts(self.served.layers, folder)) as parts:
-                while (part := await asyncio.to_thread(next, parts, None)) is not None:
-                    await self.change(partial(part.put, slot))
-                    self.served.routing.scaling[slot] = part.config.scaling
+            while (part := await asyncio.to_thread(next, parts, None)) is not None:
+                await self.change(partial(part.put, slot))
+                self.served.routing.scaling[slot] = part.config.scaling
         except (ValueError, OSError) as error:
             raise ApiError(400, f"adapter {name!r} is refused: {error}", param="lora_path") from error
         self._adapters[name] = slot, str(folder)
