@@ -28,7 +28,6 @@ from prime_rl.utils.signals import EXIT_INTERRUPTED, StopFlag
 # Without a terminal: a line at the start and at each of so many equal parts.
 NUM_PROGRESS_LINES = 5
 SMOLLM2 = "smollm2-135m"
-# Not 0, because no model was made: a shell's code after Ctrl-C.
 
 
 class MakeBaseConfig(BaseConfig):

@@ -16,7 +16,7 @@ from prime_rl.contract.nodes import PHASE_NAMES, RL_PHASES
 
 
 class Phase(enum.IntEnum):
-    """The phases of seed `--rl-phase both`; `rollout` ends with EVAL_AGGREGATE, `update` begins with STOP_INFERENCE."""
+    """The phases of `--rl-phase both`; `rollout` ends with EVAL_AGGREGATE, `update` begins with STOP_INFERENCE."""
 
     START = 0
     TRAIN_ROLLOUT = 1

@@ -40,7 +40,7 @@ class Child:
 
     def __init__(self, name: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.name = name
-        self._log = log
+        self.log = log
         self._is_asked = False
         make_folder(log.parent)
         logger.debug("starts %s (%s): %s", name, log, shlex.join(argv))
@@ -69,10 +69,10 @@ class Child:
         code = self.exit_code
         if code in (None, 0):
             return None
-        with os.fdopen(open_file(self._log), "rb") as file:
+        with os.fdopen(open_file(self.log), "rb") as file:
             file.seek(max(self._start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = file.read(TAIL_BYTES).decode(errors="replace").splitlines()[-NUM_TAIL_LINES:]
-        return f"{self.name} ended with code {code} ({self._log}): {' | '.join(lines)}"
+        return f"{self.name} ended with code {code} ({self.log}): {' | '.join(lines)}"
 
     def ask_to_end(self) -> None:
         """It and everything below it: the keeper sees to that. Returns at once; once is enough."""

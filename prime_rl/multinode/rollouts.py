@@ -86,7 +86,9 @@ class Rollouts:
         try:
             plan = make_plan(tasks, finished, weights, number, version, state)
         except ValueError as error:
-            raise ValueError(f"nodes {', '.join(map(str, sorted(weights)))} make no rollouts: {error}") from error
+            where = f"nodes {', '.join(map(str, sorted(weights)))} make no rollouts: {error}"
+            remedy = "give one of them a weight above 0 in --rank-weights, or start a node that has one"
+            raise ValueError(f"{where}: {remedy}") from error
         write_atomic(self._plan_path(split), msgspec.json.encode(plan))
 
     def _plan_path(self, split: Split) -> Path:

@@ -131,7 +131,7 @@ class InferenceServer:
         """Why it does not serve and never will."""
         if self._child is None or self._child.exit_code is None:
             return None
-        return self._child.failure() or "inference ended by itself"
+        return self._child.failure() or f"{self._child.name} ended with code 0 ({self._child.log})"
 
     def give_up(self) -> None:
         """Ask the server to end."""

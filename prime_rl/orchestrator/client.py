@@ -230,11 +230,10 @@ class ServerClient:
         response, url = await self._request("POST", "completions", request.body())
         answer = _decoded(response, url, _Completions)
         if len(answer.choices) != request.num_choices:
-            raise InferenceError(
-                f"inference returned {len(answer.choices)} completions instead of {request.num_choices}"
-            )
+            found = f"{len(answer.choices)} completions instead of {request.num_choices}"
+            raise InferenceError(f"inference at {url} returned {found}")
         self.weights = response.headers.get(WEIGHTS_HEADER)
-        return [_checked(choice, self.weights) for choice in answer.choices]
+        return [_checked(choice, url, self.weights) for choice in answer.choices]
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the PEFT folder `path` under `name`. Loading it twice is not an error: names are never reused."""
@@ -308,12 +307,13 @@ def _decoded(response: httpx.Response, url: str, kind: type[_AnswerT]) -> _Answe
         raise InferenceError(f"inference at {url}: {path} returned an invalid answer: {error}") from error
 
 
-def _checked(choice: _Choice, weights: str | None) -> Completion:
+def _checked(choice: _Choice, url: str, weights: str | None) -> Completion:
     logprobs = choice.logprobs.token_logprobs
     if not choice.token_ids or len(choice.token_ids) != len(logprobs):
-        raise InferenceError(f"inference returned {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
+        found = f"{len(choice.token_ids)} tokens with {len(logprobs)} logprobs"
+        raise InferenceError(f"inference at {url} returned {found}")
     if not (max(logprobs) <= LOGPROB_SLACK and math.isfinite(sum(logprobs))):  # a NaN in it makes the sum one
-        raise InferenceError("inference returned an invalid logprob: must be a finite number and at most 0")
+        raise InferenceError(f"inference at {url} returned an invalid logprob: must be a finite number and at most 0")
     stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
     return Completion(choice.token_ids, logprobs, choice.finish_reason, weights, stop)
 

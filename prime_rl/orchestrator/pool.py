@@ -53,7 +53,7 @@ LOAD_BOUND = 1.25
 
 # An idle server answers a question without tokens in milliseconds, a loaded one within this.
 SIGN_OF_LIFE_S = 10.0
-_LEFT = {
+_WHY_NOT_ASKED = {
     Standing.BUSY: "it takes no requests now",
     Standing.DEAD: "its process is gone",
     Standing.GONE: "it has stopped",
@@ -291,7 +291,7 @@ class InferenceClient:
             if server.living:
                 address = server.client.address
                 server.client.abandon() if standing is Standing.DEAD else server.client.forget()
-                self._take_out(server, ServerDown(f"inference at {address} ({_LEFT[standing]})"))
+                self._take_out(server, ServerDown(f"inference at {address} ({_WHY_NOT_ASKED[standing]})"))
             if standing is Standing.GONE and server.number:
                 server.retired = True
 
@@ -340,7 +340,7 @@ class InferenceClient:
         if not server.living:
             return
         server.living = False
-        logger.warning("no more requests to it until it answers: %s", error)
+        logger.warning("no more requests to inference server %d until it answers: %s", server.number, error)
         self._background.start(self._bring_back(server), f"bringing back {server.client.address}")
 
     async def _bring_back(self, server: Server) -> None:

@@ -66,7 +66,7 @@ class ExampleSampler:
         self._rounds = array("I")
         self._counts = [0] * len(given)
         if empty := [name for name, examples in self._examples if not examples]:
-            raise ValueError(f"env {empty[0]}: its train split has no examples")
+            raise ValueError(f"env {empty[0]}: its train split has no examples: change its args, or the environment")
         self._of_level: dict[tuple[str, int], list[Example]] = {}
         for name, examples in self._examples:
             for example in examples:

@@ -188,7 +188,10 @@ class Api:
             )
         num_waiting = self._engine.stats().num_waiting
         if num_waiting + num_choices > self._max_waiting:
-            message = f"{num_waiting} choices wait already, {self._max_waiting} may."
+            message = (
+                f"{num_waiting} choices already wait, at most {self._max_waiting} may (embedded.max_waiting): "
+                f"try again in {RETRY_AFTER_S} s."
+            )
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S)
 
     def _check_length(self, num_prompt: int) -> None:
