@@ -74,20 +74,24 @@ class SideBySide(App[None]):
         self.animation_level = "none"
 
     def compose(self) -> ComposeResult:
+        """Put both widgets on the screen."""
         yield self.ours
         yield self.other
 
     def on_mount(self) -> None:
+        """Choose the dark theme of `prl-tui`."""
         self.register_theme(DARK)
         self.theme = DARK.name
 
     def get_css_variables(self) -> dict[str, str]:
+        """Add the colours of rows to the theme's variables, and the console's styles made of them."""
         variables = super().get_css_variables()
         add_row_colours(variables)
         self.console.push_theme(text_styles(variables))
         return variables
 
     async def cost_ms(self, pilot: Pilot[None], widget: Widget, act: Act) -> float:
+        """CPU milliseconds of this process from `act` until `widget`, alone on the screen, is drawn."""
         self.ours.display, self.other.display = widget is self.ours, widget is self.other
         widget.focus()
         for _ in range(3):  # until the other picture is drawn
@@ -107,6 +111,7 @@ class SideBySide(App[None]):
         ]
 
     async def keys(self, pilot: Pilot[None]) -> Pairs:
+        """Milliseconds of both for each of `NUM_KEYS` keys that move the cursor down."""
         return await self.pairs(
             pilot, NUM_KEYS, lambda _: lambda: pilot.press("j"), lambda _: lambda: pilot.press("down")
         )

@@ -23,6 +23,7 @@ class Marks:
         self._file = path.open("a", buffering=1)
 
     def note(self, what: str, version: int) -> None:
+        """Write one line with the moment of this call."""
         self._file.write(json.dumps({"what": what, "version": version, "at_s": time.monotonic()}) + "\n")
 
 

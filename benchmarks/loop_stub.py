@@ -25,10 +25,12 @@ class Stub(asyncio.Protocol):
         self._data = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport for the answers."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        """Collect bytes until a whole request is there, then answer it."""
         self._data += data
         head, found, body = self._data.partition(b"\r\n\r\n")
         length = _LENGTH.search(head)

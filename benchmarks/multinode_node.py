@@ -34,23 +34,29 @@ class NoWork:
         self.began: dict[int, float] = {}
 
     def resume(self) -> Position:
+        """Begin with iteration 1, whatever is on disk."""
         return first_position(RlPhase.BOTH, 1)
 
     def begin(self, position: Position, group: GroupRecord) -> None:
+        """Take the phase, and the moment if it is the first of its iteration."""
         self._phase = position.phase
         self.began.setdefault(position.iteration, time.perf_counter())
 
     def look(self) -> Report:
+        """Report the phase as done, unless it is the one that is held."""
         return Report(done=self._phase is not self._held_in)
 
     def stop(self) -> None:
+        """Do nothing: no process was started."""
         pass
 
     @property
     def has_ended(self) -> bool:
+        """Always True: no process was started."""
         return True
 
     def iterations_s(self) -> list[float]:
+        """Seconds from the beginning of each iteration to that of the next."""
         began = list(self.began.values())
         return [after - before for before, after in itertools.pairwise(began)]
 

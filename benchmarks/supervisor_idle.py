@@ -55,6 +55,7 @@ class Sleepers:
         write_component_configs(SystemConfig.model_validate({"supervisor": {"max_starting": 1000}}), self.output)
 
     def start(self) -> subprocess.Popen[bytes]:
+        """Start the supervisor; its output goes to `supervisor.out` in the workspace."""
         lock = SupervisorLock.acquire(self.output)
         assert lock is not None
         command = [sys.executable, "-c", START, str(self.sleeper), str(self.output.path), str(lock.fd)]

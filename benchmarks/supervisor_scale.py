@@ -51,6 +51,7 @@ class Running:
     returncode: int | None = None
 
     def poll(self) -> int | None:
+        """Return None: the step never ends."""
         return None
 
 
@@ -62,14 +63,17 @@ class Job(Allocation):
     commands: list[Sequence[str]] = field(default_factory=list)
 
     def usable_nodes(self, timeout_s: float = 0.0) -> list[str]:
+        """All nodes of the job."""
         return list(self.nodes)
 
     def address(self, node: str) -> str:
+        """The name of the node itself; nothing connects to it."""
         return node
 
     def start_step(
         self, command: Sequence[str], keys: Mapping[str, str], environ: Mapping[str, str], log: Path
     ) -> Running:
+        """Keep the command and start nothing."""
         self.commands.append(command)
         return Running()
 
@@ -92,6 +96,7 @@ class World:
         write_component_configs(self.system, self.output)
 
     def specs(self) -> list[DaemonSpec]:
+        """The services, then the orchestrators of all runs."""
         orchestrators = [orchestrator_spec(self.output.run(run_id), self.system) for run_id in self.runs]
         return [*service_specs(self.output, self.system), *orchestrators]
 
@@ -161,6 +166,8 @@ class Files:
             self.read += not flags & (os.O_DIRECTORY | os.O_WRONLY | os.O_RDWR)
 
     def asking(self, call: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        """`call`, with every call of it counted."""
+
         def count(*args: Any, **options: Any) -> os.stat_result:
             self.asked += 1
             return call(*args, **options)

@@ -29,6 +29,7 @@ class WandbLog:
             self._put(struct.pack("<4sHB", b":W&B", 0xBEE1, 0))
 
     def write(self, data: bytes) -> None:
+        """Append one record, in pieces where it does not fit in the rest of its block."""
         kind, rest = FIRST, data
         while True:
             room = BLOCK - self._at % BLOCK
@@ -45,9 +46,11 @@ class WandbLog:
             kind = MIDDLE
 
     def flush(self) -> None:
+        """Give the operating system what is buffered."""
         self._file.flush()
 
     def close(self) -> None:
+        """Flush and close the file."""
         self._file.close()
 
     def _put(self, data: bytes) -> None:

@@ -53,13 +53,19 @@ class Screen:
         self._rest = ""
 
     def text(self, row: int | None = None) -> str:
+        """The characters of `row`, or of all rows, one a line."""
         rows = self.chars if row is None else [self.chars[row]]
         return "\n".join("".join(line) for line in rows)
 
     def find(self, words: str) -> int | None:
+        """The number of the first row that has `words`, or None."""
         return next((y for y in range(self.height) if words in self.text(y)), None)
 
     def feed(self, data: str) -> None:
+        """Draw what the program wrote, and add answers to its questions to `answers`.
+
+        The beginning of an escape sequence is kept until its rest comes.
+        """
         data, self._rest, at = self._rest + data, "", 0
         while at < len(data):
             token = _TOKEN.match(data, at)
@@ -207,6 +213,7 @@ class Terminal:
         os.close(theirs)
 
     def press(self, keys: str) -> None:
+        """Send `keys` to the program as if they were typed."""
         os.write(self._fd, keys.encode())
 
     def wait(self, condition: Callable[[Screen], object], what: str, *, timeout_s: float = 60.0) -> float:
@@ -241,6 +248,7 @@ class Terminal:
             pass
 
     def close(self) -> None:
+        """Kill the program and its process group, and close the terminal; it may have ended before."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

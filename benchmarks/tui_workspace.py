@@ -107,6 +107,7 @@ class BenchWorkspace:
         self.beat()
 
     def run(self, index: int) -> RunDir:
+        """The paths of the run at `index`, 0 for the first."""
         return RunDir(self.output.path / self.run_ids[index])
 
     def write(self, path: Path, status: Status) -> None:
@@ -135,6 +136,7 @@ class BenchWorkspace:
             self.write_run(run_id)
 
     def write_run(self, run_id: str, reward: float | None = None) -> None:
+        """Write the status of one live run at the current step."""
         status = RunStatus(
             run_id=run_id, state="running", step=self.step, max_steps=2 * self.step, policy_version=self.step
         )

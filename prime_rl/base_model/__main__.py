@@ -28,7 +28,6 @@ from prime_rl.utils.signals import EXIT_INTERRUPTED, StopFlag
 # Without a terminal: a line at the start and at each of so many equal parts.
 NUM_PROGRESS_LINES = 5
 SMOLLM2 = "smollm2-135m"
-# Not 0, because no model was made: a shell's code after Ctrl-C.
 
 
 class MakeBaseConfig(BaseConfig):
@@ -143,6 +142,7 @@ class Progress:
             self._bar.close()
 
     def __call__(self, step: int, loss: float) -> None:
+        """Show one more step, or raise Interrupted after a signal. Without a terminal most steps show nothing."""
         if self._stop():
             raise Interrupted
         if self._bar is not None:

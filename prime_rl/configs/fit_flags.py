@@ -52,7 +52,7 @@ def fit_parser() -> FlagParser:
     add("--tokens", type=_number_or_auto, metavar="N", help="tokens of a pass (default: max_tokens_per_micro_batch)")
     add("--runs", type=_number_or_auto, metavar="N", help="slots (default: max_concurrent_runs)")
     add("--rank", type=int, metavar="R", help="largest rank of the adapters")
-    add("--gpu-memory", type=float, metavar="GB", help="memory of a GPU (default: this machine's, else 80)")
+    add("--gpu-memory", type=float, metavar="GiB", help="memory of a GPU (default: this machine's, else 80)")
     add("--full-finetune", action="store_true", help="train the whole model instead of adapters")
     add("--gpus", default="1", metavar="N", help="GPUs that the trainer shards the model over (default 1), or all")
     add("--json", action="store_true", help="print JSON")

@@ -54,6 +54,7 @@ class TisLossConfig(BaseLossConfig):
 
     @property
     def limit(self) -> float:
+        """Upper limit of the ratio: `cap`, or the default of `level`."""
         return self.cap or {"token": 2.0, "sequence": 5.0}[self.level]
 
 

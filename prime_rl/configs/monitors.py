@@ -67,6 +67,7 @@ class MonitorConfig(BaseConfig):
 
     @property
     def any_on(self) -> bool:
+        """Whether any monitor is set."""
         return any(value is not None for value in (self.wandb, self.tensorboard, self.trackio, self.prometheus))
 
 

@@ -30,6 +30,7 @@ class FlagParser(argparse.ArgumentParser):
     """Raises FlagError where argparse would end the process."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise FlagError; argparse calls it for wrong usage."""
         raise FlagError(message)
 
 

@@ -287,6 +287,7 @@ class OrchestratorConfig(RunLifetime):
 
     @property
     def groups_per_batch(self) -> int:
+        """Number of examples in a batch."""
         return self.batch_size // self.rollouts_per_example
 
     @property
@@ -313,6 +314,7 @@ class OrchestratorConfig(RunLifetime):
 
     @property
     def sampling_seed(self) -> int:
+        """`sampling.seed`, or the run's `seed` when that is null."""
         return self.seed if self.sampling.seed is None else self.sampling.seed
 
     @property

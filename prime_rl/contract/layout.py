@@ -87,6 +87,7 @@ class RunDir:
 
     @property
     def run_id(self) -> str:
+        """The folder's name, `run_<id>`."""
         return self.path.name
 
     @property

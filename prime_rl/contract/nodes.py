@@ -78,9 +78,11 @@ class Sighting(msgspec.Struct, frozen=True):
     has_worked: bool = False
 
     def silent_s(self, now: float) -> float:
+        """Seconds since the record last moved."""
         return now - self.moved_at
 
     def still_s(self, now: float) -> float:
+        """Seconds since the work in the record last moved."""
         return now - self.worked_at
 
 

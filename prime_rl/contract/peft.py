@@ -40,6 +40,7 @@ class AdapterConfig:
 
     @property
     def scaling(self) -> float:
+        """What the product of the two LoRA matrices is multiplied by."""
         return self.alpha / self.rank
 
 

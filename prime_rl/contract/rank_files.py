@@ -38,12 +38,14 @@ class RankFileWriter:
         self._file.truncate(whole)
 
     def append(self, entry: RankEntry) -> None:
+        """Write one frame and wait until it is on disk."""
         payload = msgspec.msgpack.encode(entry)
         self._file.write(_HEAD.pack(len(payload), zlib.crc32(payload)) + payload)
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 

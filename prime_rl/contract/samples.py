@@ -186,6 +186,7 @@ class RatioFile:
         self._lines = LineFile(path, keep, max_bytes)
 
     def append(self, ratios: BatchRatios) -> None:
+        """Add the line of one update."""
         self._lines.append([msgspec.json.encode(ratios).decode()])
 
 

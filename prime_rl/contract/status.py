@@ -63,6 +63,7 @@ class Status(msgspec.Struct, kw_only=True):
 
     @property
     def writer(self) -> ProcessId:
+        """The process that wrote this; it means nothing on another machine than `host`."""
         return ProcessId(self.pid, self.pid_create_time, self.pid_start)
 
     @property
@@ -138,7 +139,6 @@ class InferenceStatus(Status, kw_only=True):
     """`inference/<n>/status.json`, one a server. `base_url` ends in `/v1`.
 
     `state`: starting, serving, stopping (it takes no more requests and answers those under way), stopped.
-
     `kv_use` is the share of the room for running requests that is taken (vLLM: blocks of its KV cache; embedded: rows
     of its batch), null when the engine does not report it.
     """
@@ -212,6 +212,7 @@ class DaemonStatus(Status, kw_only=True):
 
     @property
     def child(self) -> ProcessId | None:
+        """The daemon's process; None before it is known."""
         return ProcessId(self.child_pid, self.child_create_time or 0.0, self.child_start) if self.child_pid else None
 
     @child.setter
@@ -331,10 +332,9 @@ def is_elsewhere(status: Status) -> bool:
 class StatusWriter:
     """The one writer of one status file.
 
-    `update(...)` changes fields of `status` and writes the file at once when its headline changed, else at most every
-    MIN_WRITE_INTERVAL_S; a daemon thread writes it every HEARTBEAT_S. The main loop calls `turn` at every turn, also
-    when it has nothing to do. After `close` the file holds the last state. An OSError (folder deleted, disk full) is
-    kept in `error` and never stops the writer. `clock` is Unix seconds. `copies` are more files that hold the same.
+    A daemon thread writes it every HEARTBEAT_S. The main loop calls `turn` at every turn, also when it has nothing to
+    do. After `close` the file holds the last state. An OSError (folder deleted, disk full) is kept in `error` and never
+    stops the writer. `clock` is Unix seconds. `copies` are more files that hold the same.
     """
 
     def __init__(
@@ -345,33 +345,32 @@ class StatusWriter:
         self.status = status
         self.error: OSError | None = None
         self._clock = clock
-        self._num_turns: int | None = None
         self._turned_s = 0.0
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._last_write = 0.0
         status.sign(ProcessId.of(os.getpid()))
         self._write()
         self._thread = threading.Thread(target=self._beat, name=f"heartbeat {path.name}", daemon=True)
         self._thread.start()
 
     def update(self, **fields: object) -> None:
+        """Set fields; written at once when the headline changed, else at most every MIN_WRITE_INTERVAL_S."""
         with self._lock:
             before = self.status.headline
             for name, value in fields.items():
                 setattr(self.status, name, value)
-            if self.status.headline != before or not 0.0 <= self._clock() - self._last_write < MIN_WRITE_INTERVAL_S:
+            age_s = self._clock() - self.status.updated_at
+            if self.status.headline != before or not 0.0 <= age_s < MIN_WRITE_INTERVAL_S:
                 self._write()
 
     def turn(self) -> None:
         """The main loop has turned once more. It costs no write; only the main loop may call it."""
         self._turned_s = time.monotonic()
-        self._num_turns = (self._num_turns or 0) + 1
+        self.status.loop = (self.status.loop or 0) + 1
 
     def close(self, **fields: object) -> None:
         """Write a last time with `fields` (for example state="stopped") and end the heartbeat."""
-        self._closed.set()
-        self._thread.join()
+        self.abandon()
         with self._lock:
             for name, value in fields.items():
                 setattr(self.status, name, value)
@@ -383,9 +382,8 @@ class StatusWriter:
         self._thread.join()
 
     def _write(self) -> None:
-        self._last_write = self.status.updated_at = self._clock()
-        if self._num_turns is not None:
-            self.status.loop = self._num_turns
+        self.status.updated_at = self._clock()
+        if self.status.loop is not None:
             self.status.loop_still_s = round(max(0.0, time.monotonic() - self._turned_s), 3)
         try:
             for path in (self.path, *self._copies):

@@ -54,6 +54,7 @@ class UsageLine(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def key(self) -> Key:
+        """(run_id, life, day); of lines with the same key only the last one counts."""
         return self.run_id, self.life, self.day
 
 

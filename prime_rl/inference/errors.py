@@ -35,6 +35,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
+        """OpenAI's JSON for this error."""
         return error_body(self.status, self.message, param=self.param)
 
 

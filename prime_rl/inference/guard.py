@@ -35,6 +35,7 @@ class Guard:
         self._api_key = api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that is refused, and pass any other to `app`."""
         if scope["type"] == "http":
             try:
                 if scope["path"] not in OPEN_ROUTES and not self._has_key(scope):

@@ -37,6 +37,7 @@ class Reporter:
         self._history: deque[tuple[float, int]] = deque()
 
     def tick(self) -> None:
+        """Read a snapshot and update the status file with it."""
         snapshot = self._read()
         self._status.update(
             adapters=list(snapshot.adapters),

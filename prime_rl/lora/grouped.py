@@ -33,6 +33,7 @@ class TokenGroup:
 
     @property
     def tokens(self) -> slice:
+        """Where the group's tokens are among all N."""
         return slice(self.start, self.stop)
 
 
@@ -83,6 +84,7 @@ class Layer:
 
     @property
     def leaves(self) -> list[Tensor]:
+        """A of each group, then B of each group: where backward adds gradients."""
         return [*self.A_G, *self.B_G]
 
     def kept(self, x_NI: Tensor, plan: Plan) -> _Kept:
@@ -242,14 +244,17 @@ class BatchedPlan:
         self._scales_G11 = torch.tensor([group.scale for group in groups]).view(-1, 1, 1)
 
     def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
+        """`scale * (x A^T)`, `[G, M, K]`."""
         return torch.bmm(x_NI.view(self._shape), A_GKI.mT).mul_(self._scales_like(x_NI))
 
     def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:
+        """Add `h B^T` to `out_NO`, in place."""
         out_NO.view(self._shape).baddbmm_(h, B_GOK.mT)
 
     def differentiate(
         self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Add to `grad_x_NI`, in place, and return the gradients of each A and of each B."""
         grad_GMO = grad_NO.reshape(self._shape)
         grad_h_GMK = torch.bmm(grad_GMO, B_GOK).mul_(self._scales_like(x_NI))
         if grad_x_NI is not None:
@@ -271,18 +276,21 @@ class LoopedPlan:
         self._groups = groups
 
     def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
+        """`scale * (x A^T)`, `[N, K]`; undefined for tokens that are in no group."""
         h_NK = x_NI.new_empty(len(x_NI), A_GKI.shape[1])
         for group, A_KI in zip(self._groups, A_GKI.unbind(), strict=True):
             torch.mm(x_NI[group.tokens], A_KI.T, out=h_NK[group.tokens]).mul_(group.scale)
         return h_NK
 
     def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:
+        """Add `h B^T` to the groups' tokens of `out_NO`, in place."""
         for group, B_OK in zip(self._groups, B_GOK.unbind(), strict=True):
             out_NO[group.tokens].addmm_(h[group.tokens], B_OK.T)
 
     def differentiate(
         self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Add to the groups' tokens of `grad_x_NI`, in place, and return the gradients of each A and of each B."""
         grads_A, grads_B = [], []
         for group, A_KI, B_OK in zip(self._groups, A_GKI.unbind(), B_GOK.unbind(), strict=True):
             grad_MO = grad_NO[group.tokens]
@@ -308,15 +316,18 @@ class GroupedPlan:
         self._scales_N1 = scales_G.repeat_interleave(sizes_G, output_size=groups[-1].stop)[:, None]
 
     def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
+        """`scale * (x A^T)`, `[N, K]`."""
         self._move_to(x_NI)
         return torch._grouped_mm(x_NI, A_GKI.mT, offs=self._ends_G).mul_(self._scales_N1)
 
     def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:
+        """Add `h B^T` to `out_NO`, in place."""
         out_NO.add_(torch._grouped_mm(h, B_GOK.mT, offs=self._ends_G))
 
     def differentiate(
         self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Add to `grad_x_NI`, in place, and return the gradients of each A and of each B."""
         grad_NO = grad_NO.contiguous()  # the kernels read rows
         grad_h_NK = torch._grouped_mm(grad_NO, B_GOK, offs=self._ends_G).mul_(self._scales_N1)
         if grad_x_NI is not None:

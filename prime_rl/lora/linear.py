@@ -62,6 +62,7 @@ class AdapterRouting:
 
     @property
     def all_base(self) -> bool:
+        """Whether all rows use the base model alone."""
         return all(group.adapter is None for group in self.groups)
 
     def plan(self, num_tokens: int, *, one_kernel: bool = False) -> Plan:
@@ -84,7 +85,8 @@ class AdapterRouting:
 class LayerRegistry(Protocol):
     """A registry of adapted layers (the trainer's MultiRunManager)."""
 
-    def register_module(self, name: str, module: MultiLoRALinear) -> None: ...
+    def register_module(self, name: str, module: MultiLoRALinear) -> None:
+        """Take up an adapted layer under its name in the model."""
 
 
 class MultiLoRALinear(nn.Module):
@@ -115,6 +117,7 @@ class MultiLoRALinear(nn.Module):
         self._pairs = list(zip(self.lora_A, self.lora_B, strict=True))
 
     def register_with_runs(self, manager: LayerRegistry, name: str) -> None:
+        """Enter this layer into `manager` under `name`, its name in the model."""
         manager.register_module(name, self)
 
     def parameters_of(self, idx: int) -> tuple[nn.Parameter, nn.Parameter]:
@@ -133,6 +136,7 @@ class MultiLoRALinear(nn.Module):
         return routing.plan(x_RTI.shape[1], one_kernel=one_kernel)
 
     def with_adapters(self, plan: Plan) -> Layer:
+        """The frozen layer with A and B of each group of `plan`."""
         A_G, B_G = zip(*(self._pairs[idx] for idx in plan.adapters), strict=True)
         return Layer(self.base_layer.weight, self.base_layer.bias, A_G, B_G)
 

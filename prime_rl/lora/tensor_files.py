@@ -41,6 +41,7 @@ class TensorFile:
         self.shapes: dict[str, tuple[int, ...]] = {name: tuple(file.get_slice(name).get_shape()) for name in names}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors of these names, read from the file."""
         return {name: self._file.get_tensor(name) for name in names}
 
 

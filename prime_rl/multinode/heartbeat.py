@@ -22,9 +22,11 @@ logger = logging.getLogger("node")
 class Records(Protocol):
     """Where the records of this node are written."""
 
-    def write_node(self, record: NodeRecord) -> None: ...
+    def write_node(self, record: NodeRecord) -> None:
+        """Put this node's record in place of the one before. Raises OSError."""
 
-    def write_group(self, record: GroupRecord) -> None: ...
+    def write_group(self, record: GroupRecord) -> None:
+        """Put the group's record in place of the one before. Raises OSError."""
 
 
 class Heartbeat:
@@ -76,6 +78,7 @@ class Heartbeat:
             self._node = self._group = None
 
     def beat(self) -> None:
+        """Write the records once more, unless the loop is given up. Raises OSError."""
         with self._lock:
             looks = self._looks
             if self._given_up_at == looks:

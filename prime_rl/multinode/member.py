@@ -51,13 +51,17 @@ END_TIMEOUT_S = 20.0
 class Store(Protocol):
     """The shared folder. What a reader sees of others may be old; what it wrote itself it sees at once."""
 
-    def read_nodes(self) -> Mapping[int, NodeRecord]: ...
+    def read_nodes(self) -> Mapping[int, NodeRecord]:
+        """The nodes' records by rank; a rank whose record was never read is left out."""
 
-    def read_group(self) -> GroupRecord | None: ...
+    def read_group(self) -> GroupRecord | None:
+        """The group's record, or None before the first one was read."""
 
-    def write_node(self, record: NodeRecord) -> None: ...
+    def write_node(self, record: NodeRecord) -> None:
+        """Put this node's record in place of the one before. Raises OSError."""
 
-    def write_group(self, record: GroupRecord) -> None: ...
+    def write_group(self, record: GroupRecord) -> None:
+        """Put the group's record in place of the one before; for the master only. Raises OSError."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -86,9 +90,11 @@ class Work(Protocol):
         After an answer they are read again.
         """
 
-    def begin(self, position: Position, group: GroupRecord) -> None: ...
+    def begin(self, position: Position, group: GroupRecord) -> None:
+        """Take `position` as the work from now on; `look` starts it."""
 
-    def look(self) -> Report: ...
+    def look(self) -> Report:
+        """Go on with the work of the position, and report how far it is."""
 
     def stop(self) -> None:
         """Ask all that was started to end; start nothing new."""

@@ -16,7 +16,7 @@ from prime_rl.contract.nodes import PHASE_NAMES, RL_PHASES
 
 
 class Phase(enum.IntEnum):
-    """The phases of seed `--rl-phase both`; `rollout` ends with EVAL_AGGREGATE, `update` begins with STOP_INFERENCE."""
+    """The phases of `--rl-phase both`; `rollout` ends with EVAL_AGGREGATE, `update` begins with STOP_INFERENCE."""
 
     START = 0
     TRAIN_ROLLOUT = 1
@@ -35,6 +35,7 @@ class Phase(enum.IntEnum):
 
     @property
     def label(self) -> str:
+        """The name for people, as in `PHASE_NAMES`."""
         return PHASE_NAMES[self]
 
 

@@ -74,30 +74,37 @@ class Place:
         self._group: GroupRecord | None = None
 
     def move(self, position: Position, group: GroupRecord) -> None:
+        """Take over position and record of the group."""
         self.position, self._group = position, group
 
     @property
     def group(self) -> GroupRecord:
+        """The record of the group at the last `move`."""
         assert self._group is not None, "no work before there is a group"
         return self._group
 
     @property
     def is_master(self) -> bool:
+        """Whether this node leads the group."""
         return self.setting.rank == MASTER_RANK
 
     @property
     def iteration(self) -> IterationDir:
+        """The folder of the iteration that the node works in."""
         return self.output.iteration(self.position.iteration)
 
     @property
     def steps(self) -> list[int]:
+        """The steps of this iteration's updates, ascending."""
         count = self.config.updates_per_iteration
         return [(self.position.iteration - 1) * count + number for number in range(1, count + 1)]
 
     def is_proven(self, name: str) -> bool:
+        """Whether this iteration's proof of that name holds (`Proofs.holds`)."""
         return self.proofs.holds(name, self.position.iteration)
 
     def prove(self, name: str, content: Mapping[str, object]) -> bool:
+        """Write the proof unless it holds already. Always returns True, for `tasks.Now`. Raises OSError."""
         if not self.is_proven(name):
             write_atomic(self.iteration.proof(name), msgspec.json.encode(content))
         return True
@@ -132,9 +139,11 @@ class Place:
 
     @property
     def has_ended(self) -> bool:
+        """Whether all of this node's processes have ended."""
         return all(child.exit_code is not None for child in self._children)
 
     def make(self, split: Split, request: MakeRequest) -> Child:
+        """Start the process that makes the rollouts of `request`, which is written to a file for it."""
         return self._share("make", split, request)
 
     def join(

@@ -28,6 +28,7 @@ class Nothing:
     exit_code = 0
 
     def failure(self) -> str | None:
+        """None: nothing can fail."""
         return None
 
     def ask_to_end(self) -> None:
@@ -39,7 +40,7 @@ class Child:
 
     def __init__(self, name: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.name = name
-        self._log = log
+        self.log = log
         self._is_asked = False
         make_folder(log.parent)
         logger.debug("starts %s (%s): %s", name, log, shlex.join(argv))
@@ -58,6 +59,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
+        """The exit code of the command, 128 + N after signal N; None while it or its keeper runs."""
         if self._process.returncode is None and self._process.poll() is not None:
             logger.debug("%s ended with code %d", self.name, self._process.returncode)
         return self._process.returncode
@@ -67,10 +69,10 @@ class Child:
         code = self.exit_code
         if code in (None, 0):
             return None
-        with os.fdopen(open_file(self._log), "rb") as file:
+        with os.fdopen(open_file(self.log), "rb") as file:
             file.seek(max(self._start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = file.read(TAIL_BYTES).decode(errors="replace").splitlines()[-NUM_TAIL_LINES:]
-        return f"{self.name} ended with code {code} ({self._log}): {' | '.join(lines)}"
+        return f"{self.name} ended with code {code} ({self.log}): {' | '.join(lines)}"
 
     def ask_to_end(self) -> None:
         """It and everything below it: the keeper sees to that. Returns at once; once is enough."""

@@ -88,10 +88,12 @@ class Proofs:
         path = self._output.iteration(iteration).proof("update")
         proof = read_json(path, _UpdateProof)
         if proof is None:
-            raise OSError(f"{path}: not found or damaged: the next examples depend on it")
+            problem = f"{path}: not found or damaged: the next examples depend on it"
+            raise OSError(f"{problem}: put it back, or start over in an empty --log-path")
         return proof.sampler_state
 
     def eval_is_due(self, iteration: int) -> bool:
+        """Whether this group makes evaluations and the iteration has one."""
         return "eval" in self._splits and eval_is_due(iteration, self._eval_interval)
 
     def train(self, iteration: int) -> TrainProof | None:

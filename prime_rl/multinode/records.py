@@ -36,6 +36,7 @@ class NodeState(enum.StrEnum):
 
     @property
     def is_final(self) -> bool:
+        """Whether the node never leaves this state."""
         return self in (NodeState.FAILED, NodeState.LEFT, NodeState.ENDED)
 
 
@@ -110,6 +111,7 @@ class GroupRecord(msgspec.Struct, frozen=True):
 
     @property
     def epoch(self) -> str:
+        """The epoch's name, such as "3-9f2c": its number and the master's incarnation."""
         return f"{self.epoch_number}-{self.incarnation}"
 
 
@@ -136,6 +138,7 @@ class GroupSetting:
 
     @property
     def dead_after_s(self) -> float:
+        """A node whose record has not moved for longer is dead."""
         return dead_after_s(self.heartbeat_s)
 
     @property

@@ -86,7 +86,9 @@ class Rollouts:
         try:
             plan = make_plan(tasks, finished, weights, number, version, state)
         except ValueError as error:
-            raise ValueError(f"nodes {', '.join(map(str, sorted(weights)))} make no rollouts: {error}") from error
+            where = f"nodes {', '.join(map(str, sorted(weights)))} make no rollouts: {error}"
+            remedy = "give one of them a weight above 0 in --rank-weights, or start a node that has one"
+            raise ValueError(f"{where}: {remedy}") from error
         write_atomic(self._plan_path(split), msgspec.json.encode(plan))
 
     def _plan_path(self, split: Split) -> Path:
@@ -111,6 +113,7 @@ class Rollouts:
     # -- what the master makes of it ----
 
     def files_are_ready(self, split: Split) -> Task:
+        """The wait of the master until every task of the plan is in a rank file that it sees."""
         return Now(lambda: self._finished(split) is not None, f"all tasks to be seen in {split}_rank_*")
 
     def _finished(self, split: Split) -> tuple[int, dict[str, str]] | None:
@@ -134,6 +137,7 @@ class Rollouts:
         return (plan.policy_version, sources) if sources.keys() == set(self.tasks(split)) else None
 
     def aggregate(self) -> Task:
+        """The proof of the train rollouts, with the file of each task; done at once where it holds."""
         return Now(self._aggregate)
 
     def _aggregate(self) -> bool:
@@ -148,6 +152,7 @@ class Rollouts:
         return place.prove("train", msgspec.structs.asdict(proof))
 
     def aggregate_eval(self) -> Task:
+        """The proof of the evaluation: the figures of all rank files, or that none was due."""
         place = self._place
         if place.is_proven("eval") or not self.tasks("eval"):
             return Now(lambda: place.prove("eval", {"due": False}))

@@ -51,6 +51,7 @@ class PhaseLog:
         self._arrived_at: float | None = None
 
     def note(self, position: Position | None, arrived: bool) -> None:
+        """Take in where the node is; when it has moved, the phase that it left goes into `history`."""
         now = self._clock()
         if position != self._position:
             self._close(now)
@@ -60,10 +61,12 @@ class PhaseLog:
 
     @property
     def phase_s(self) -> float:
+        """Seconds since the node came to its position."""
         return self._clock() - self._began_at
 
     @property
     def waited_s(self) -> float:
+        """Seconds since the node arrived at the end of its phase; 0 before that."""
         return self._clock() - self._arrived_at if self._arrived_at is not None else 0.0
 
     def _close(self, now: float) -> None:
@@ -101,6 +104,7 @@ class DiskStore:
         output.group_status.parent.mkdir(parents=True, exist_ok=True)
 
     def read_nodes(self) -> Mapping[int, NodeRecord]:
+        """The records of `ranks`, by rank; one that was never read is left out."""
         found = {}
         for rank in self.output.list_nodes() if self._ranks is None else sorted(self._ranks):
             status = self._read(self.output.node_status(rank), NodeStatus)
@@ -109,14 +113,17 @@ class DiskStore:
         return found
 
     def read_group(self) -> GroupRecord | None:
+        """The group's record, or None before the first one was read."""
         status = self._read(self.output.group_status, GroupStatus)
         return _group_record(status) if status is not None else None
 
     def write_node(self, record: NodeRecord) -> None:
+        """Replace `node_<rank>.json`; times of the phases are added to the record. Raises OSError."""
         self._log.note(record.position, record.arrived)
         write_atomic(self.output.node_status(record.rank), msgspec.json.encode(self._status(record)))
 
     def write_group(self, record: GroupRecord) -> None:
+        """Replace `group/group.json`. Raises OSError."""
         write_atomic(self.output.group_status, msgspec.json.encode(_group_status(record)))
 
     def _read(self, path: Path, kind: type[StatusT]) -> StatusT | None:

@@ -16,7 +16,8 @@ SERVER = "this node's inference server to serve"
 class Task(Protocol):
     """Some work under way, in the node's thread for work. It may read and copy, and never waits for a process."""
 
-    def look(self) -> Report: ...
+    def look(self) -> Report:
+        """Go on with the work, and report how far it is."""
 
     def give_up(self) -> None:
         """Ask what is under way to end."""
@@ -37,6 +38,7 @@ class Now:
         self._waiting_on = waiting_on
 
     def look(self) -> Report:
+        """Make one attempt."""
         return Report(done=self._attempt(), waiting_on=self._waiting_on)
 
     def give_up(self) -> None:
@@ -44,6 +46,7 @@ class Now:
 
     @property
     def has_ended(self) -> bool:
+        """Always True: nothing goes on between two looks."""
         return True
 
 
@@ -78,6 +81,7 @@ class Process:
         self._failure: str | None = None
 
     def look(self) -> Report:
+        """Start the process if it can begin, and report its progress, its failure or its end."""
         if self._child is None:
             self._child = self._start()
         progress = self._measure()
@@ -91,12 +95,14 @@ class Process:
         return Report(progress, done=self._finish())
 
     def give_up(self) -> None:
+        """Ask the process to end; one that has not begun never does."""
         self._start = lambda: None
         if self._child is not None:
             self._child.ask_to_end()
 
     @property
     def has_ended(self) -> bool:
+        """Whether the process has ended, or never began."""
         return self._child is None or self._child.exit_code is not None
 
 
@@ -110,11 +116,13 @@ class InferenceServer:
 
     @property
     def url(self) -> str | None:
+        """The server's base URL; None while its process does not run or its status is not `serving`."""
         status = read_status(self._status_file, InferenceStatus)
         is_ours = self._child is not None and self._child.exit_code is None
         return status.base_url if is_ours and status is not None and status.state == "serving" else None
 
     def start(self) -> None:
+        """Start the server unless it runs; the status file of an earlier one is removed."""
         if self.has_ended:
             self._status_file.unlink(missing_ok=True)
             self._child = self._start()
@@ -123,14 +131,16 @@ class InferenceServer:
         """Why it does not serve and never will."""
         if self._child is None or self._child.exit_code is None:
             return None
-        return self._child.failure() or "inference ended by itself"
+        return self._child.failure() or f"{self._child.name} ended with code 0 ({self._child.log})"
 
     def give_up(self) -> None:
+        """Ask the server to end."""
         if self._child is not None:
             self._child.ask_to_end()
 
     @property
     def has_ended(self) -> bool:
+        """Whether the server has ended, or was never started."""
         return self._child is None or self._child.exit_code is not None
 
 
@@ -141,6 +151,7 @@ class Serving:
         self._server = server
 
     def look(self) -> Report:
+        """Report done as soon as the server has a URL, or why it has failed."""
         return Report(done=self._server.url is not None, error=self._server.failure(), waiting_on=SERVER)
 
     def give_up(self) -> None:
@@ -148,6 +159,7 @@ class Serving:
 
     @property
     def has_ended(self) -> bool:
+        """Always True: the server is not a part of this work."""
         return True
 
 

@@ -65,9 +65,14 @@ class Training:
         return self._place.iteration.path / "trainer.toml"
 
     def config_is_ready(self) -> Task:
+        """The wait of a worker until it sees the proof of the batches and the trainer's config."""
         return Now(lambda: self._place.is_proven("update") and self._toml.exists(), f"{self._toml} to be seen")
 
     def train(self) -> Task:
+        """This node's rank of the trainer, until the last version of this iteration is published.
+
+        The inference server is asked to end, and the trainer starts when it has.
+        """
         self._server.give_up()  # of a group that came here from its first phase
         if self._is_published():  # by processes that were killed right after; a trainer would wait for more to do
             return Now(lambda: self._server.has_ended)
@@ -108,6 +113,7 @@ class Training:
         return stable_marker(self._place.run.broadcast_dir(self._place.steps[-1])).exists()
 
     def copy_checkpoint(self) -> Task:
+        """The copy of the iteration's last version into its folder, and the proof of it."""
         return Now(self._copy_checkpoint)
 
     def _copy_checkpoint(self) -> bool:

@@ -98,6 +98,7 @@ class PhaseWork:
         self._training = Training(self.place, self._server)
 
     def resume(self) -> Position | None:
+        """Begin to read the proofs, or return what was found; None meanwhile. Raises what the search raised."""
         if self._search is None:
             self._search = self._thread.submit(self.place.proofs.resume)
             self._search.add_done_callback(lambda search: self._wake())
@@ -107,9 +108,11 @@ class PhaseWork:
         return search.result()
 
     def begin(self, position: Position, group: GroupRecord) -> None:
+        """Take a new order; the turns give up the work before it, then start this one."""
         self._order, self._report = _Order(position, group), Report()
 
     def look(self) -> Report:
+        """The newest report on the order; starts another turn when none is under way and the work is not done."""
         if self._turn is not None and self._turn.done():
             order, report = self._turn.result()
             self._turn = None
@@ -121,11 +124,13 @@ class PhaseWork:
         return self._report
 
     def stop(self) -> None:
+        """Drop the order and ask all of this node's processes to end; no other is started."""
         self._order = None
         self.place.close()
 
     @property
     def has_ended(self) -> bool:
+        """Whether all of this node's processes have ended."""
         return self.place.has_ended
 
     # -- in the thread ----

@@ -57,6 +57,7 @@ class AdapterPublication:
             await self._unload(client, version)
 
     async def publish(self, client: InferenceClient, version: int) -> None:
+        """Load `version` on every living server, and on each that comes back. Raises RequestRefused."""
         self._loaded.add(version)
         self._wanted.add(version)
         try:
@@ -66,32 +67,39 @@ class AdapterPublication:
             raise
 
     async def restore(self, client: InferenceClient, version: int) -> None:
+        """Load `version` on all servers again where one has lost it. Raises RequestRefused."""
         async with self._restoring:  # several callers cause one load
             if version > self.first and not await self._is_everywhere(client, version):
                 logger.warning("inference has lost %s: loading it again", self.label(version))
                 await self.publish(client, version)
 
     def retain(self, client: InferenceClient, is_needed: Callable[[int], bool]) -> None:
+        """Unload the versions that are not needed, in the background."""
         for version in list(self._loaded - self._unloading):
             if not is_needed(version):
                 self._unloading.add(version)
                 self._tasks.start(self._unload(client, version), f"unloading {self.label(version)}")
 
     async def withdraw(self, client: InferenceClient) -> None:
+        """Unload all versions that a server may have, one after the other."""
         await self._tasks.cancel()
         for version in sorted(self._loaded):
             await self._unload(client, version)
 
     def unchanged(self) -> contextlib.AbstractAsyncContextManager[object]:
+        """A block that holds nothing: a version stays loaded when the next one comes."""
         return contextlib.nullcontext()
 
     def model_name(self, version: int) -> str | None:
+        """The adapter's name; None for `first`, which the base model serves."""
         return self._name(version) if version > self.first else None
 
     def label(self, version: int) -> str:
+        """The adapter's name, or "the base model" for `first`."""
         return self._name(version) if version > self.first else "the base model"
 
     def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:
+        """The version that was asked, always: its name means one version only."""
         return asked  # a server has the adapter of that name, or it answers 404
 
     def _name(self, version: int) -> str:

@@ -98,6 +98,7 @@ class CompletionRequest:
         return len(self.prompt) + self.max_tokens * self.num_choices
 
     def body(self) -> dict[str, Any]:
+        """The JSON of /v1/completions, which asks for token ids and the logprob of each token too."""
         return {
             "model": self.model,
             "prompt": list(self.prompt),
@@ -222,14 +223,17 @@ class ServerClient:
         return _decoded(response, url, _Models).data
 
     async def complete(self, request: CompletionRequest) -> list[Completion]:
+        """The completions, one for each choice; notes in `weights` which whole weights answered.
+
+        Raises InferenceError for an answer with another number of choices.
+        """
         response, url = await self._request("POST", "completions", request.body())
         answer = _decoded(response, url, _Completions)
         if len(answer.choices) != request.num_choices:
-            raise InferenceError(
-                f"inference returned {len(answer.choices)} completions instead of {request.num_choices}"
-            )
+            found = f"{len(answer.choices)} completions instead of {request.num_choices}"
+            raise InferenceError(f"inference at {url} returned {found}")
         self.weights = response.headers.get(WEIGHTS_HEADER)
-        return [_checked(choice, self.weights) for choice in answer.choices]
+        return [_checked(choice, url, self.weights) for choice in answer.choices]
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the PEFT folder `path` under `name`. Loading it twice is not an error: names are never reused."""
@@ -240,6 +244,7 @@ class ServerClient:
                 raise
 
     async def unload_adapter(self, name: str) -> None:
+        """Unload the adapter `name`. Raises UnknownModel when the server does not have it."""
         await self._request("POST", "unload_lora_adapter", {"lora_name": name})
 
     async def load_weights(self, folder: Path | None) -> None:
@@ -302,12 +307,13 @@ def _decoded(response: httpx.Response, url: str, kind: type[_AnswerT]) -> _Answe
         raise InferenceError(f"inference at {url}: {path} returned an invalid answer: {error}") from error
 
 
-def _checked(choice: _Choice, weights: str | None) -> Completion:
+def _checked(choice: _Choice, url: str, weights: str | None) -> Completion:
     logprobs = choice.logprobs.token_logprobs
     if not choice.token_ids or len(choice.token_ids) != len(logprobs):
-        raise InferenceError(f"inference returned {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
+        found = f"{len(choice.token_ids)} tokens with {len(logprobs)} logprobs"
+        raise InferenceError(f"inference at {url} returned {found}")
     if not (max(logprobs) <= LOGPROB_SLACK and math.isfinite(sum(logprobs))):  # a NaN in it makes the sum one
-        raise InferenceError("inference returned an invalid logprob: must be a finite number and at most 0")
+        raise InferenceError(f"inference at {url} returned an invalid logprob: must be a finite number and at most 0")
     stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
     return Completion(choice.token_ids, logprobs, choice.finish_reason, weights, stop)
 

@@ -111,10 +111,12 @@ class Places:
             self._let_in()
 
     def note_answer(self, num_rollouts: int, num_tokens: int, latency_s: float) -> None:
+        """Count a request that was answered after `latency_s`, with all tokens of its rollouts."""
         is_full = any(not turn.done() for _, turn in self._waiting)
         self.control.note_answer(num_rollouts, num_tokens, latency_s, is_full=is_full)
 
     def note_overload(self, epoch: int) -> None:
+        """Lower the limit for a request that began in `epoch`, once for all of that epoch."""
         self.control.note_overload(epoch)
 
     def _let_in(self) -> None:

@@ -34,6 +34,7 @@ class Curriculum:
 
     @property
     def level(self) -> int:
+        """The level of the examples that are drawn from now on."""
         return self._begins[-1][1]
 
     def level_at(self, index: int) -> int:
@@ -62,6 +63,7 @@ class Curriculum:
             del self._begins[0]
 
     def state(self) -> dict[str, Any]:
+        """As JSON: where each level begins, and the solved shares of the newest groups."""
         return {"begins": [list(begin) for begin in self._begins], "shares": list(self._shares)}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -96,6 +96,7 @@ class Wake:
         self._event = asyncio.Event()
 
     def set(self) -> None:
+        """End the present wait, or the next one at once."""
         self._event.set()
 
     async def wait(self, timeout_s: float) -> bool:

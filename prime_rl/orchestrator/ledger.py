@@ -91,6 +91,7 @@ class GroupLedger:
         return needed is not None and policy_version >= needed
 
     def start(self) -> Flight:
+        """Note a group as under way: the lowest that must be started again, else the next example's."""
         if self._to_restart:
             index = min(self._to_restart)
             self._to_restart.remove(index)

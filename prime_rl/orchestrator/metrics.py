@@ -59,18 +59,23 @@ class PhaseClock(RolloutMeter):
         self._num_in_turn = 0
 
     def enter_environment(self) -> None:
+        """One rollout more is in the code of its environment."""
         self._move(1, 0)
 
     def leave_environment(self) -> None:
+        """One rollout less is in the code of its environment."""
         self._move(-1, 0)
 
     def begin_turn(self) -> None:
+        """A rollout goes from the code of its environment to the policy."""
         self._move(-1, 1)
 
     def end_turn(self) -> None:
+        """A rollout goes from the policy back to the code of its environment."""
         self._move(1, -1)
 
     def switch(self, phase: Phase) -> None:
+        """The time from now on belongs to `phase`."""
         if phase != self._phase:
             self._settle()
             self._phase = phase
@@ -112,6 +117,7 @@ class TokenRate:
         self._seen = deque([(clock(), 0)])
 
     def per_s(self, total: int) -> float:
+        """Note `total`, the tokens so far, and return the rate; 0.0 while no time has passed."""
         now_s = self._clock()
         while len(self._seen) > 1 and now_s - self._seen[1][0] >= RATE_WINDOW_S:
             self._seen.popleft()

@@ -53,7 +53,7 @@ LOAD_BOUND = 1.25
 
 # An idle server answers a question without tokens in milliseconds, a loaded one within this.
 SIGN_OF_LIFE_S = 10.0
-_LEFT = {
+_WHY_NOT_ASKED = {
     Standing.BUSY: "it takes no requests now",
     Standing.DEAD: "its process is gone",
     Standing.GONE: "it has stopped",
@@ -89,6 +89,7 @@ class Server:
     request_s: float = 0.0
 
     def metrics(self) -> dict[str, float]:
+        """Figures of this server, `inference/<number>/...`; counts are since the start."""
         prefix = f"inference/{self.number}"
         return {
             f"{prefix}/living": float(self.living),
@@ -157,6 +158,7 @@ class InferenceClient:
         self._background = Background()
 
     async def close(self) -> None:
+        """Cancel the tasks in the background, and close all connections."""
         await self._background.cancel()
         await asyncio.shield(self._http.aclose())  # cancelled in the middle it would leave connections open
 
@@ -167,6 +169,7 @@ class InferenceClient:
 
     @property
     def num_sampled_tokens(self) -> int:
+        """Tokens of all completions since the start."""
         return sum(server.num_sampled_tokens for server in self._servers)
 
     @property
@@ -288,7 +291,7 @@ class InferenceClient:
             if server.living:
                 address = server.client.address
                 server.client.abandon() if standing is Standing.DEAD else server.client.forget()
-                self._take_out(server, ServerDown(f"inference at {address} ({_LEFT[standing]})"))
+                self._take_out(server, ServerDown(f"inference at {address} ({_WHY_NOT_ASKED[standing]})"))
             if standing is Standing.GONE and server.number:
                 server.retired = True
 
@@ -337,7 +340,7 @@ class InferenceClient:
         if not server.living:
             return
         server.living = False
-        logger.warning("no more requests to it until it answers: %s", error)
+        logger.warning("no more requests to inference server %d until it answers: %s", server.number, error)
         self._background.start(self._bring_back(server), f"bringing back {server.client.address}")
 
     async def _bring_back(self, server: Server) -> None:

@@ -35,6 +35,7 @@ class Pools:
             self._settled[env_name].pop(example_id, None)
 
     def has(self, env_name: str, example_id: str) -> bool:
+        """Whether the example is settled, right or wrong."""
         return example_id in self._settled[env_name]
 
     def figures(self) -> dict[str, float]:

@@ -44,6 +44,7 @@ class Replicas:
         self._beats: dict[int, tuple[object, float]] = {}
 
     def endpoint(self, number: int) -> Endpoint:
+        """The address of server `number`, by its status file."""
         return Endpoint(self._output.path, None, replica=number)
 
     def look(self) -> dict[int, Standing]:

@@ -47,6 +47,7 @@ class Reporter:
         self.tick()
 
     def update(self, **fields: object) -> None:
+        """Write `fields` into the status file, together with the present wait and all figures."""
         self._written_s = time.monotonic()
         self._written = self._figures()
         self._writer.update(waiting_on=self._waiting_on(time.time()), **self._written, **fields)

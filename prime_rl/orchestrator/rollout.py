@@ -59,6 +59,7 @@ class Rollout:
 
     @property
     def num_completion_tokens(self) -> int:
+        """Tokens that the policy sampled, over all turns."""
         return sum(self.loss_mask_T)
 
 
@@ -73,6 +74,7 @@ class Group:
 
     @functools.cached_property
     def oldest_version(self) -> int:
+        """The oldest policy version that any of its rollouts was sampled from."""
         return min(rollout.oldest_version for rollout in self.rollouts_G)
 
 

@@ -66,7 +66,7 @@ class ExampleSampler:
         self._rounds = array("I")
         self._counts = [0] * len(given)
         if empty := [name for name, examples in self._examples if not examples]:
-            raise ValueError(f"env {empty[0]}: its train split has no examples")
+            raise ValueError(f"env {empty[0]}: its train split has no examples: change its args, or the environment")
         self._of_level: dict[tuple[str, int], list[Example]] = {}
         for name, examples in self._examples:
             for example in examples:
@@ -75,6 +75,7 @@ class ExampleSampler:
         self._order = functools.lru_cache(maxsize=2 * len(self._examples))(self._shuffled)
 
     def pick(self, index: int) -> Pick:
+        """The example at `index` of the order, which counts as drawn from then on."""
         self._take_turns(index + 1)
         self._next_index = max(self._next_index, index + 1)
         name, examples = self._examples[self._turns[index]]

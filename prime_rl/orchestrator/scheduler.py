@@ -170,6 +170,7 @@ class Scheduler:
         self.ledger.end()
 
     async def close(self) -> None:
+        """Stop all groups that are being generated; no group is started after that."""
         self._closed = True  # a group that fails just now starts no other in its place
         await self._tasks.cancel()
 

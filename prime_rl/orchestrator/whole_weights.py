@@ -53,6 +53,7 @@ class WholeWeights:
         self._pinned = asyncio.Lock()
 
     async def equip(self, server: ServerClient) -> None:
+        """Load the wanted version on a server that comes back, whatever it reports; a refusal is logged."""
         try:
             await self._give(server, anyway=True)  # whatever it had, it may have lost
         except RequestRefused as error:  # its answers will not be taken, and the next version is given to it again
@@ -63,6 +64,7 @@ class WholeWeights:
         await self.publish(client, 0)
 
     async def publish(self, client: InferenceClient, version: int) -> None:
+        """Load `version` on every living server, and on each that comes back. Raises RequestRefused."""
         async with self._giving:
             before, self._wanted = self._wanted, version
             try:
@@ -80,22 +82,28 @@ class WholeWeights:
         """The one version that a server has goes when the next one comes."""
 
     async def withdraw(self, client: InferenceClient) -> None:
-        """The next request for the base model loads it."""
+        """Give all living servers the base model back, in one attempt; a failure is logged."""
         self._wanted = 0
         for error in await client.once_everywhere(self._give):
             if isinstance(error, InferenceError):
                 logger.warning("a server keeps the weights of %s: %s", self._run.run_id, error)
 
     def unchanged(self) -> contextlib.AbstractAsyncContextManager[object]:
+        """A lock: a switch of the version and a block that must keep it wait for each other."""
         return self._pinned
 
     def model_name(self, version: int) -> None:
-        return None  # the base model's name stands for whatever weights a server has
+        """None: every request names the base model, which stands for whatever weights a server has."""
 
     def label(self, version: int) -> str:
+        """What a server reports when it has `version`; 0 is the base model."""
         return weights_name(self._run.run_id, version)
 
     def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:
+        """The version in the answer's `weights`; newer than `asked` is accepted unless `exactly`.
+
+        Raises UnknownModel for an older one, and for weights that are not of this run.
+        """
         version = parse_weights_name(self._run.run_id, weights or "")
         if version is None or version < asked or (exactly and version > asked):
             raise UnknownModel(f"inference answered with the weights {weights!r} instead of {self.label(asked)!r}")

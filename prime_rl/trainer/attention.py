@@ -58,6 +58,7 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
+        """Of samples of `lengths` tokens, in order; the tensors are on `device`."""
         stretches = tuple((len(list(same)), length) for length, same in groupby(lengths))
         positions_N = torch.cat([torch.arange(length) for length in lengths])
         ends_S = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

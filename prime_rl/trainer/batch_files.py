@@ -239,6 +239,7 @@ class BatchReader:
             self._orders.pop(run_id, None)
 
     def close(self) -> None:
+        """End the thread; a file that it still reads is waited for, at most CLOSE_TIMEOUT_S."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

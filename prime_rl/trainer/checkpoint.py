@@ -57,6 +57,7 @@ class AdapterSnapshot:
     base_model: str
 
     def published(self) -> AdapterSnapshot:
+        """The adapter itself: inference gets what is saved."""
         return self
 
     def save(self, folder: Path) -> None:
@@ -151,6 +152,7 @@ class AdapterSnapshots(Snapshots):
         """There is nothing to put together."""
 
     def weights(self, run: TrainerRun) -> AdapterSnapshot:
+        """A copy of the adapter in the run's slot, at its own rank."""
         return AdapterSnapshot(
             self._manager.get_state_dict_for_run(run.run_idx),
             self._manager.rank_of(run.run_idx),
@@ -160,6 +162,7 @@ class AdapterSnapshots(Snapshots):
         )
 
     def read(self, run: TrainerRun, folder: Path) -> dict[str, Tensor]:
+        """The adapter in `folder`. ValueError when it has another rank than the config, or is damaged; OSError."""
         own_bytes = sum(
             t.numel() * t.element_size() for t in self._manager.get_state_dict_for_run(run.run_idx).values()
         )
@@ -173,6 +176,10 @@ class AdapterSnapshots(Snapshots):
         return tensors
 
     def begin(self, run: TrainerRun) -> None:
+        """Put the adapter of the run's `init/` into its slot, scaled as the run's config asks.
+
+        Raises ValueError or OSError when it cannot be.
+        """
         fresh, idx = self._manager.get_state_dict_for_run(run.run_idx), run.run_idx
         limit = 4 * sum(tensor.numel() for tensor in fresh.values()) + ADAPTER_HEAD_BYTES
         tensors, config = load_peft(run.dir.init, limit=limit)

@@ -160,6 +160,7 @@ class RowQueue:
         self._rows[run_idx] = list(rows)
 
     def drop(self, run_idx: int) -> None:
+        """Forget the run in this slot: its rows, and how many tokens it had."""
         self._rows.pop(run_idx, None)
         self._served.pop(run_idx, None)
         self._weights.pop(run_idx, None)

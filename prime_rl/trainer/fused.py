@@ -50,6 +50,7 @@ class FrozenRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """`x` normalized, in the type of `x`."""
         if x.is_cuda:  # torch has one kernel for it there, forward and backward
             fused = nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
             remember(fused, nn.functional.rms_norm, x, self.weight.shape, self.weight, self.eps)
@@ -114,6 +115,7 @@ class GatedMLP(nn.Module):
         self.keeps = keeps
 
     def forward(self, x_RTI: Tensor) -> Tensor:
+        """The MLP's output; NaN inside `computed_again`, unless all rows use the base model alone."""
         plan = self.down_proj.plan_for(x_RTI)
         if plan is None:
             base_RTI: Tensor = self.down_proj(silu(self.gate_proj(x_RTI)) * self.up_proj(x_RTI))

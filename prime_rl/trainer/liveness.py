@@ -52,6 +52,7 @@ class Pulse:
 
     @property
     def all_left(self) -> bool:
+        """Whether every rank has announced its end."""
         return all(beat == LEFT for beat in self._beats)
 
 

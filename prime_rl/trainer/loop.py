@@ -211,6 +211,7 @@ class PackingSource:
         self._stop = stop
 
     def next(self) -> PackMessage | None:
+        """The next pass of rank 0, after the other ranks got theirs; None once it ends, which they are sent too."""
         self._scout.wait(0)
         while not self._stop():
             self._scout.look()
@@ -283,6 +284,7 @@ class ReceivingSource:
         self._collect = collect
 
     def next(self) -> PackMessage | None:
+        """The next pass that rank 0 sent, or None when it ends; follows changes of runs and saves until then."""
         while True:
             if isinstance(self._manager.channel.peek(), StateMessage):
                 self._manager.synchronize_state()

@@ -152,10 +152,12 @@ class Tokens:
 
     @cached_property
     def log_ratio_RK(self) -> Tensor:
+        """log r, with gradient."""
         return self.log_pi_RK - self.log_mu_RK
 
     @cached_property
     def ratio_RK(self) -> Tensor:
+        """r, with gradient; its logarithm is limited by MAX_LOG_RATIO."""
         return ratio_of(self.log_ratio_RK)
 
     @property
@@ -316,13 +318,16 @@ class LossSums:
     num_loss_tokens: float = 0.0
 
     def add(self, other: LossSums) -> None:
+        """Add each sum of `other` to the same one here."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
     def as_list(self) -> list[float]:
+        """The sums in the order of the fields."""
         return list(astuple(self))
 
     def mean(self, total: float) -> float:
+        """`total` by loss token; without a loss token `total` itself."""
         return total / max(self.num_loss_tokens, 1.0)
 
 

@@ -41,6 +41,7 @@ class PhaseTimer:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        """Add the seconds of the block to `phase`, also when it raises."""
         start = self.clock()
         try:
             yield
@@ -124,9 +125,11 @@ class TokenRate:
         self._updates: deque[tuple[float, int]] = deque()
 
     def add(self, num_tokens: int) -> None:
+        """Note an update of `num_tokens` at this moment."""
         self._updates.append((self._clock(), num_tokens))
 
     def per_s(self) -> float:
+        """The rate now; a process younger than the window is measured since its start."""
         now = self._clock()
         while self._updates and self._updates[0][0] < now - RATE_WINDOW_S:
             self._updates.popleft()
@@ -173,6 +176,7 @@ class StatusReporter:
         self._total_s = {phase: seconds + time_s[phase] for phase, seconds in self._total_s.items()}
 
     def close(self) -> None:
+        """Write the status a last time, with state stopped, and end its heartbeat."""
         self._writer.close(state="stopped", waiting_on=None, runs=self._runs(), total_s=self._total_s)
 
     def _update(self, state: str, waiting_on: str | None) -> None:

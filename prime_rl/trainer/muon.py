@@ -35,6 +35,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every matrix that has a gradient. Takes no `closure`."""
         assert closure is None, "a run's loss is not evaluated again"
         for group in self.param_groups:
             for param in group["params"]:

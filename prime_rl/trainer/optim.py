@@ -51,23 +51,32 @@ class RunWeights(Protocol):
     """What a run's optimizer works on: `vectors`, or `matrices` where it looks at shapes. `names` are the slot's."""
 
     @property
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        """Names of the slot's parameters; a saved state must have the same ones."""
+
     @property
-    def num_weights(self) -> int: ...
+    def num_weights(self) -> int:
+        """How many numbers the optimizer updates, on all ranks together."""
+
     @property
-    def vectors(self) -> list[nn.Parameter]: ...
+    def vectors(self) -> list[nn.Parameter]:
+        """What most optimizers update; the gradients are there after `begin`."""
+
     @property
-    def matrices(self) -> list[nn.Parameter]: ...
+    def matrices(self) -> list[nn.Parameter]:
+        """The same, each in the shape of its parameter. Raises ValueError where only parts are here."""
 
     def begin(self, world: World) -> float:
         """Give the optimizer weights and gradients, summed over ranks; returns the norm of these. A collective."""
 
-    def scale_gradients(self, factor: float) -> None: ...
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients by `factor`, in place; after `begin`."""
 
     def finish(self) -> None:
         """Put the updated weights into the slot."""
 
-    def drop_gradients(self) -> None: ...
+    def drop_gradients(self) -> None:
+        """Forget what was accumulated in the slot."""
 
     def is_finite(self, world: World) -> bool:
         """Whether all updated weights are numbers; the same on all ranks."""
@@ -98,6 +107,7 @@ class RunOptimizer:
 
     @property
     def lr(self) -> float:
+        """The learning rate of the next update."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def reduce_gradients(self) -> float:
@@ -269,6 +279,7 @@ class FlatWeights:
 
     @property
     def num_weights(self) -> int:
+        """P, the length of `values_P`."""
         return self.values_P.numel()
 
     @torch.no_grad()
@@ -290,6 +301,7 @@ class FlatWeights:
         return float(torch.linalg.vector_norm(world.sum(self._gradients_P)))
 
     def scale_gradients(self, factor: float) -> None:
+        """Multiply the vector of gradients by `factor`, in place."""
         self._gradients_P.mul_(factor)
 
     @torch.no_grad()
@@ -298,6 +310,7 @@ class FlatWeights:
         self._copy_apart(self._own, self._values)
 
     def drop_gradients(self) -> None:
+        """Set the gradients of the slot's parameters to None."""
         for leaf in self._leaves:
             leaf.grad = None
 
@@ -307,9 +320,11 @@ class FlatWeights:
         return math.isfinite(float(self.values_P.detach().sum()))
 
     def join_state(self, state: Moments, world: World) -> Moments:
+        """`state` as it is: every rank has all of it."""
         return state
 
     def cut_state(self, state: Moments) -> Moments:
+        """`state` as it is: every rank needs all of it."""
         return state
 
     @staticmethod

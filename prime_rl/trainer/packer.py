@@ -67,10 +67,12 @@ class Packer:
             )
 
     def forgotten(self, run: TrainerRun) -> None:
+        """Drop the rows of a run that loses its slot, and the batch that was read for it."""
         self._queue.drop(run.run_idx)
         self._reader.forget(run.run_id)
 
     def close(self) -> None:
+        """End the thread of the reader."""
         self._reader.close()
 
     def get_batch(self, held: Collection[str] = ()) -> dict[int, BatchColumns]:

@@ -142,6 +142,7 @@ class Publisher:
         self._writer.submit(WriteJob(run.run_id, what, partial(self._write_checkpoint, snapshot), lambda: None))
 
     def forgotten(self, run: TrainerRun) -> None:
+        """Drop what the writer has not begun for a run that loses its slot, and its results."""
         self._writer.forget(run.run_id)
 
     def before_exit(self) -> None:
@@ -263,6 +264,7 @@ class NCCLWeightBroadcast(FileSystemWeightBroadcast):
         self._sender = sender
 
     def close(self) -> None:
+        """Close the sender: no server gets weights from this process any more."""
         self._sender.close()
 
     def _put(self, target: Path, weights: WeightsSnapshot) -> None:

@@ -137,6 +137,7 @@ class Rows:
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Rows:
+        """The rows of `batch` as arrays."""
         mask_RT = _padded(batch.loss_mask, MASK_DTYPE, batch.num_tokens, np.bool_)
         mask_RT[:, 0] = False
         columns_K = np.flatnonzero(mask_RT.any(axis=0))

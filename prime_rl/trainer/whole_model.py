@@ -51,6 +51,7 @@ class WholeModel:
         self._base = [part_here(parameter).detach().to("cpu", copy=True) for _, parameter in self._named]
 
     def named_parameters(self, run_idx: int) -> list[tuple[str, nn.Parameter]]:
+        """All parameters of the model, in the order of the module; a sharded one holds this rank's part."""
         return list(self._named)
 
     @property
@@ -88,11 +89,13 @@ class WholeModel:
 
     @torch.no_grad()
     def reset(self, run_idx: int, generator: torch.Generator, lora: RunLoRAConfig) -> None:
+        """Put the base model's weights back; gradients are dropped. Nothing is drawn from `generator`."""
         for (_, parameter), base in zip(self._named, self._base, strict=True):
             part_here(parameter).copy_(base)
             parameter.grad = None
 
     def scale_of(self, lora: RunLoRAConfig) -> float:
+        """1.0: no adapter scales the weights."""
         return 1.0
 
 

@@ -38,6 +38,7 @@ class ShardedWeights:
 
     @property
     def matrices(self) -> list[nn.Parameter]:
+        """Not available: raises ValueError, since a rank has parts only."""
         raise ValueError("an optimizer that looks at whole matrices is for adapters")
 
     def begin(self, world: World) -> float:
@@ -49,6 +50,7 @@ class ShardedWeights:
         return math.sqrt(float(world.sum(square)))
 
     def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of this rank's parts by `factor`, in place; after `begin`."""
         for part in self.vectors:
             assert part.grad is not None, "begin comes first"
             part.grad.mul_(factor)
@@ -57,6 +59,7 @@ class ShardedWeights:
         """The optimizer worked in place."""
 
     def drop_gradients(self) -> None:
+        """Set the gradients of parameters and parts to None."""
         for parameter in (*self._leaves, *self.vectors):
             parameter.grad = None
 
@@ -131,18 +134,25 @@ class ModelSnapshots(Snapshots):
             run.gathered = replace(run.gathered, weights=weights, state=super().state(run))
 
     def weights(self, run: TrainerRun) -> ModelSnapshot:
+        """The weights that `collect` put together at this step; without tensors on other ranks than 0."""
         found = self._gathered(run)
         return ModelSnapshot(found.weights, found.for_inference, self._files)
 
     def state(self, run: TrainerRun) -> dict[str, Any]:
+        """The state that `collect` put together at this step, for which it had `with_state`."""
         state = self._gathered(run).state
         assert state is not None, "collect comes first"
         return state
 
     def read(self, run: TrainerRun, folder: Path) -> dict[str, Tensor]:
+        """The weights in `folder`. Raises OSError, or ValueError when the file is damaged."""
         return load_weights(folder)
 
     def restore(self, run: TrainerRun, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Put weights and state into the slot, and keep on rank 0 what inference gets of them.
+
+        Raises ValueError when they do not fit the model or the run's config.
+        """
         super().restore(run, weights, state)
         held = weights if self._manager.is_master else {}
         for_inference = {name: tensor.to(self._home, self._files.dtype) for name, tensor in held.items()}

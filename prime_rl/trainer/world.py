@@ -50,6 +50,7 @@ class World:
 
     @property
     def is_master(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:

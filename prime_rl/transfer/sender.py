@@ -83,6 +83,7 @@ class WeightSender:
         self._offer = Offer(number, label, tensors, next(iter(tensors.values())).device)
 
     def close(self) -> None:
+        """End the thread when its transfer is over, and leave the groups of all servers."""
         self._closed.set()
         self._thread.join()
 

@@ -31,4 +31,5 @@ class SteadyClock:
         self._offset_s = time.time() - time.monotonic()
 
     def __call__(self) -> float:
+        """Unix seconds by this clock."""
         return self._offset_s + time.monotonic()

@@ -42,6 +42,7 @@ class ProcessId:
             return cls(pid)
 
     def is_same(self, other: ProcessId) -> bool:
+        """Whether both mean one process; without `start` on both sides their times decide, to two seconds."""
         if self.pid != other.pid:
             return False
         if self.start and other.start:

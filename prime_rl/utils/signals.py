@@ -26,9 +26,11 @@ class StopFlag:
         self.signal_name: str | None = None
 
     def __call__(self) -> bool:
+        """Whether a stop was asked for."""
         return self._is_set
 
     def set(self) -> None:
+        """Ask for a stop, and wake all who wait; safe in a signal handler."""
         self._is_set = True
         self._wakes.put(None)
 

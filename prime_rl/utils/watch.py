@@ -96,10 +96,15 @@ class NativeEvents:
 
     @property
     def folders(self) -> set[Path]:
+        """Those that have a watch."""
         with self._lock:
             return set(self._watches)
 
     def add(self, folder: Path) -> bool:
+        """Watch what is at `folder` now; False when it is watched already, missing or not readable.
+
+        Raises OSError when the system has no more watches.
+        """
         from watchdog.observers.inotify_c import CallbackId
 
         new_id = CallbackId(next(self._ids))
@@ -119,15 +124,18 @@ class NativeEvents:
         return wd != -1 and (old is None or old[0] != wd)
 
     def remove(self, folder: Path) -> None:
+        """Watch `folder` no longer; one that is not watched is no error."""
         with self._lock:
             old = self._watches.pop(folder, None)
         if old is not None:
             self._drop(folder, *old)
 
     def lives(self) -> bool:
+        """Whether the reader's thread runs."""
         return self._reader.is_alive()
 
     def close(self) -> None:
+        """End the reader's thread, and wait for it."""
         self._reader.stop()
         self._reader.join()
 
@@ -145,11 +153,13 @@ class NativeEvents:
     # What watchdog's reader calls, in its thread.
 
     def on_event(self, event: InotifyEvent) -> None:
+        """Report the folder of a change, and where a folder itself changed also its path; hidden names are left out."""
         name, folder = os.fsdecode(event.name), self._folders.get(event.wd)
         if folder is not None and not name.startswith("."):
             self._on_change(folder, folder / name if event.is_directory or not name else None)
 
     def on_watch_deleted(self, wd: WatchDescriptor) -> None:
+        """Forget a watch that the system has ended, and report its folder as changed."""
         with self._lock:
             folder = self._folders.pop(wd, None)
             if folder is not None and self._watches.get(folder, (None, 0))[0] == wd:
@@ -158,6 +168,7 @@ class NativeEvents:
             self._on_change(folder, folder)
 
     def on_queue_overflow(self) -> None:
+        """Report that events were lost, so any folder may have changed."""
         self._on_change(None, None)
 
 
@@ -175,10 +186,12 @@ class PollingEvents:
 
     @property
     def folders(self) -> set[Path]:
+        """Those that the thread looks at."""
         with self._lock:
             return set(self._pictures)
 
     def add(self, folder: Path) -> bool:
+        """Look at `folder` from now on; False when that is done already or it cannot be listed."""
         # Of one that is watched, what changed since the last look at it must still be reported.
         picture = None if folder in self.folders else picture_of(folder)
         if picture is not None:
@@ -187,13 +200,16 @@ class PollingEvents:
         return picture is not None
 
     def remove(self, folder: Path) -> None:
+        """Look at `folder` no longer; one that is not watched is no error."""
         with self._lock:
             self._pictures.pop(folder, None)
 
     def lives(self) -> bool:
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def close(self) -> None:
+        """End the thread, and wait for it."""
         self._stopped.set()
         self._thread.join()
 
@@ -274,10 +290,12 @@ class Watcher:
 
     @property
     def is_polling(self) -> bool:
+        """Whether it polls instead of getting events; False while it watches nothing yet."""
         return isinstance(self._backend, PollingEvents)
 
     @property
     def folders(self) -> frozenset[Path]:
+        """The folders that are watched now."""
         return frozenset(self._backend.folders if self._backend else ())
 
     def watch(self, folders: Iterable[Path]) -> None:
@@ -322,6 +340,7 @@ class Watcher:
         self._event.set()
 
     def close(self) -> None:
+        """End the thread of hints; the next `watch` starts one again."""
         if self._backend is not None:
             self._backend.close()
         self._backend = None

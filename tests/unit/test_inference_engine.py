@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from prime_rl.inference.embedded.model import Served, load_model
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.weight_files import model_shapes
-from prime_rl.lora.adapter_state import ADAPTER_FILE
+from prime_rl.lora.adapter_state import ADAPTER_FILE, ServedPart, served_parts
 from prime_rl.lora.tensor_files import read_shapes
 from tests.inference_support import greedy, make_adapter, make_model
 from tests.patience import PATIENCE_S
@@ -196,6 +196,25 @@ async def test_every_part_of_a_load_lets_a_token_through(
     engine.cancel(endless)
     assert len(after) >= 4 and len(set(after)) == len(after)
     assert await tokens(engine, adapter="run_parts@v1") == in_one != await tokens(engine)
+
+
+async def test_a_load_that_is_cancelled_while_it_reads_is_not_a_refused_adapter(
+    engine: Engine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, may_go_on = threading.Event(), threading.Event()
+
+    def slow_parts(*args: Any) -> Iterator[ServedPart]:
+        reading.set()
+        assert may_go_on.wait(PATIENCE_S)
+        yield from served_parts(*args)
+
+    monkeypatch.setattr("prime_rl.inference.embedded.engine.served_parts", slow_parts)
+    load = asyncio.create_task(engine.load_adapter("run_a@v1", make_adapter(tmp_path / "adapter", folder, seed=1)))
+    await until(reading.is_set)
+    load.cancel()
+    await asyncio.wait({load}, timeout=PATIENCE_S)
+    may_go_on.set()
+    assert load.cancelled() and not engine.adapters() and len(await tokens(engine)) == 12
 
 
 async def test_a_cancelled_job_frees_rows_and_slot(engine: Engine, folder: Path, tmp_path: Path) -> None:

@@ -73,6 +73,30 @@ def test_an_adapter_that_vllm_ignored_or_cut_is_seen(tmp_path: Path) -> None:
             gate.check_sizes("run_a@v1", held)
 
 
+async def test_an_adapter_that_vllm_ignores_is_unloaded_and_refused(tmp_path: Path) -> None:
+    """As a fault of the request: a server that fails (500) is asked for the same again and again."""
+    model = make_model(tmp_path / "base")
+    folder = make_adapter(tmp_path / "run_a", model, seed=1)
+    config = InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}})
+    requests: dict[str, Any] = {}
+    removed: list[int] = []
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        requests[json.loads((await receive())["body"])["lora_name"]] = SimpleNamespace(lora_int_id=7)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def remove_lora(number: int) -> None:
+        removed.append(number)
+
+    engine: Any = SimpleNamespace(engine_core=Core((0.0, 0.0)), remove_lora=remove_lora)
+    control = VllmControl(config, vllm, engine, requests, AdapterGate(config), lambda: 0)
+    request = Request({"type": "http", "path": "/v1/load_lora_adapter", "headers": []})
+    with pytest.raises(ApiError, match=r"'run_a@v1' correctly: its layers hold \(0\.0, 0\.0\)") as caught:
+        await control.load_adapter(request, "run_a@v1", folder)
+    assert (caught.value.status, removed, requests) == (400, [7], {})
+
+
 class Core:
     """Two data-parallel engines of one worker each, which answer as they are told."""
 

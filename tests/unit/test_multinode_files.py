@@ -18,6 +18,7 @@ from prime_rl.contract.rank_files import RankEntry, RankFileWriter
 from prime_rl.contract.shares import JoinResult, Split
 from prime_rl.multinode.phases import Phase, Position, RlPhase
 from prime_rl.multinode.place import Place, WorkSetting
+from prime_rl.multinode.processes import Child
 from prime_rl.multinode.proofs import Proofs, TrainProof
 from prime_rl.multinode.reach import Prober, ProbeServer, answers
 from prime_rl.multinode.records import GroupRecord, NodeRecord
@@ -164,6 +165,15 @@ def test_the_probe_server_outlives_a_time_without_free_files(caplog: pytest.LogC
     assert caplog.text.count(trouble) == 1, "once for each time of trouble"
 
 
+def test_a_server_that_ends_unasked_names_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "inference.log"
+    server = InferenceServer(lambda: Child("inference", ["true"], log, {}), tmp_path / "status.json")
+    assert server.failure() is None
+    server.start()
+    wait_for(lambda: server.has_ended, "the server to end", timeout_s=PATIENCE_S)
+    assert server.failure() == f"inference ended with code 0 ({log})"
+
+
 def test_misses_are_counted_until_there_is_an_answer() -> None:
     server = ProbeServer("word")
     known = [NodeRecord(0, "word", 1, address="127.0.0.1", port=1)]
@@ -235,7 +245,7 @@ def test_the_plan_tells_every_node_what_the_last_update_left_known_of_the_exampl
     place = place_of(output, RlPhase.BOTH)
     place.move(Position(2, Phase.TRAIN_ROLLOUT), place.group)
     place.iteration.path.mkdir(parents=True)
-    with pytest.raises(OSError, match=r"update\.json: not found or damaged: the next examples depend on it"):
+    with pytest.raises(OSError, match=r"not found or damaged: the next examples depend on it: put it back"):
         Rollouts(place, NO_SERVER).make("train")
     known = {"next_index": 2, "pools": {"reverse-text": {"right": "AQ==", "wrong": "AA=="}}}
     result = JoinResult(rewards={"1": 0.5}, num_rollouts=4, steps=[1], sampler_state=known)

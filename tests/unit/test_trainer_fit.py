@@ -334,6 +334,7 @@ def test_the_table_and_the_json_tell_the_same(capsys: Any) -> None:
     assert fields <= found.keys() and found["version"] == 1 and found["tokens"] == 128
     assert cli.main(argv) == 0
     table = capsys.readouterr().out
+    assert "1 GPU of 2 GiB" in table
     for name in ("weights", "adapters", "optimizer", "head", "peak"):
         assert f"{found[f'{name}_gib']:.2f} GiB" in table, name
     assert f"{found['max_tokens_per_micro_batch']:,} tokens" in table

@@ -55,6 +55,8 @@ class AddDialog(JobDialog):
     ]
 
     class Templates(Message):
+        """The files that a new run can start from were found."""
+
         def __init__(self, templates: list[Template]) -> None:
             super().__init__()
             self.templates = templates

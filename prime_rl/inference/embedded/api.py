@@ -70,12 +70,15 @@ class Api:
         }
 
     def adapters(self) -> Collection[str]:
+        """Names of the adapters that can be used now."""
         return self._engine.adapters()
 
     def num_tokens(self) -> int:
+        """Tokens generated since the start, by all requests."""
         return self._engine.stats().num_tokens
 
     async def generate_one(self) -> None:
+        """Generate one token with the base model, behind the requests that wait. Raises ApiError."""
         job = self._engine.submit([PROBE_PROMPT], _PROBE)
         try:
             await job.result()
@@ -83,9 +86,11 @@ class Api:
             self._engine.cancel(job)
 
     async def load_adapter(self, request: Request, name: str, folder: Path) -> None:
+        """Load the adapter into a free slot. Raises ApiError 400."""
         await self._engine.load_adapter(name, folder)
 
     async def unload_adapter(self, name: str) -> None:
+        """Forget `name` at once; requests that use it go on to their end. Raises ApiError 404."""
         self._engine.unload_adapter(name)
 
     async def load_weights(self, folder: Path) -> None:
@@ -99,9 +104,11 @@ class Api:
         await self._engine.change(lambda: weights.apply(tensors))
 
     async def load_base(self) -> None:
+        """Put back the weights that the server was started with, while no forward runs."""
         await self._engine.change(lambda: self._engine.served.weights.apply(None))
 
     async def complete(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of /v1/completions to `body`. Raises ApiError, also when the client goes away first."""
         asked = parsed(body, CompletionRequest)
         prompts: Any = asked.prompt
         if any(isinstance(prompt, str) for prompt in prompts):
@@ -181,7 +188,10 @@ class Api:
             )
         num_waiting = self._engine.stats().num_waiting
         if num_waiting + num_choices > self._max_waiting:
-            message = f"{num_waiting} choices wait already, {self._max_waiting} may."
+            message = (
+                f"{num_waiting} choices already wait, at most {self._max_waiting} may (embedded.max_waiting): "
+                f"try again in {RETRY_AFTER_S} s."
+            )
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S)
 
     def _check_length(self, num_prompt: int) -> None:

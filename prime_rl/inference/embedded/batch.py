@@ -97,6 +97,7 @@ class Row:
 
     @property
     def max_length(self) -> int:
+        """Tokens that prompt and completion together may come to."""
         return len(self.prompt_ids) + self.max_tokens
 
     @property
@@ -142,6 +143,7 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
+        """Rows that still generate; holes are not counted."""
         return sum(row.finish_reason is None for row in self._rows)
 
     @property

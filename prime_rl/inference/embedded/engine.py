@@ -12,7 +12,6 @@ name may be loaded is decided before (`front`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -65,6 +64,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
+        """Whether the engine takes requests: until `stop` or a failure."""
         return self._dead is None
 
     async def run(self) -> None:
@@ -135,11 +135,12 @@ class Engine:
         One adapter at a time. Raises ApiError 400 with one clear line.
         """
         slot = self._free_slot()
+        # Not closed here: when this is cancelled, its thread still reads. It is closed when neither needs it.
+        parts = served_parts(self.served.layers, folder)
         try:
-            with contextlib.closing(served_parts(self.served.layers, folder)) as parts:
-                while (part := await asyncio.to_thread(next, parts, None)) is not None:
-                    await self.change(partial(part.put, slot))
-                    self.served.routing.scaling[slot] = part.config.scaling
+            while (part := await asyncio.to_thread(next, parts, None)) is not None:
+                await self.change(partial(part.put, slot))
+                self.served.routing.scaling[slot] = part.config.scaling
         except (ValueError, OSError) as error:
             raise ApiError(400, f"adapter {name!r} is refused: {error}", param="lora_path") from error
         self._adapters[name] = slot, str(folder)
@@ -150,6 +151,7 @@ class Engine:
             raise ApiError(404, f"The lora adapter {name!r} cannot be found.", param="lora_name")
 
     def stats(self) -> Snapshot:
+        """The figures of this moment."""
         num_running = self._batch.num_rows
         return Snapshot(
             adapters=sorted(self._adapters),

@@ -60,6 +60,7 @@ class ColumnLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys[:, :, : self.num_columns], self.values[:, :, : self.num_columns]
 
     def get_seq_length(self) -> int:
+        """Columns in use, under the name that transformers calls."""
         return self.num_columns
 
 

@@ -64,6 +64,7 @@ class Generation(SamplingParams, kw_only=True):
             raise ValueError(f"min_tokens: found {self.min_tokens}: must be at most max_tokens = {self.max_tokens}")
 
     def text_of(self, row: Row, text: Text) -> str:
+        """The text of the row, without the stop string that ended it."""
         return text.decode(row.token_ids, skip_special_tokens=self.skip_special_tokens)[: row.stop_at]
 
 
@@ -86,6 +87,7 @@ class CompletionRequest(Generation, kw_only=True):
             raise ValueError(f"prompt: found {len(self.prompt)} prompts: must be at most {MAX_PROMPTS}")
 
     def choice(self, row: Row, text: Text) -> dict[str, Any]:
+        """The fields of one choice that /v1/completions has of its own: text, logprobs, ids of the prompt."""
         prompt_ids = row.prompt_ids if self.return_token_ids else None
         found = {"text": self.text_of(row, text), "logprobs": None, "prompt_token_ids": prompt_ids}
         if self.logprobs is None:
@@ -114,6 +116,7 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
+        """The message as chat templates take it, its parts joined to one text."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
@@ -137,6 +140,8 @@ class ChatRequest(Generation, kw_only=True):
             raise ValueError("top_logprobs needs logprobs = true")
 
     def choice(self, row: Row, text: Text) -> dict[str, Any]:
+        """The fields of one choice that /v1/chat/completions has of its own: message and logprobs."""
+
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
             token = text.token(token_id)
             return {"token": token, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(token.encode())}

@@ -59,6 +59,7 @@ class SamplingParams(Struct, kw_only=True):
 
     @property
     def stops(self) -> list[str]:
+        """The stop strings as a list, also when the client sent a single one."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 

@@ -59,6 +59,7 @@ class AdapterGate:
             self._layers = apply_lora_to_model(model, lora.rank, 1, lora.target_modules, AdapterRouting(1))
 
     def __call__(self, name: str, folder: Path) -> str:
+        """Check the adapter's names and shapes against the model, and keep its size for `check_sizes`."""
         try:
             tensors, config = load_peft(folder)
             check_served_adapter(self._layers, shapes_of(tensors), config)

@@ -67,17 +67,20 @@ class VllmControl:
         self.lifespan = lambda _: app.router.lifespan_context(app)
 
     async def complete(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of vLLM's /v1/completions to `body`. Raises ApiError, also when the client goes away."""
         answered: dict[str, Any] | None = msgspec.json.decode(await self._answer(request, COMPLETIONS, body))
         if answered is None:
             raise ApiError(400, "The client has closed the connection.")
         return answered
 
     async def load_adapter(self, request: Request, name: str, folder: Path) -> None:
+        """Have vLLM load the adapter, and unload it again if its layers do not hold it. Raises ApiError."""
         path = await asyncio.to_thread(self._gate, name, folder)
         await self._answer(request, LOAD, {"lora_name": name, "lora_path": path})
         await self._verify(name)
 
     async def unload_adapter(self, name: str) -> None:
+        """Take `name` out of vLLM's table and free its weights. Raises ApiError 404."""
         if name not in self._requests:
             raise ApiError(404, f"The lora adapter {name!r} cannot be found.", param="lora_name")
         number = self._requests[name].lora_int_id
@@ -102,6 +105,7 @@ class VllmControl:
         raise ApiError(status, error["message"], param=error.get("param"))
 
     async def generate_one(self) -> None:
+        """Generate one token with the base model."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -118,10 +122,14 @@ class VllmControl:
             await self.unload_adapter(name)
             logger.error("adapter %s has no effect in vLLM: %s", name, error)
             raise ApiError(
-                500, f"vLLM does not serve adapter {name!r} correctly: {error}.", param="lora_name"
+                400, f"vLLM does not serve adapter {name!r} correctly: {error}.", param="lora_name"
             ) from error
 
     async def load_weights(self, folder: Path) -> None:
+        """Give all workers the new weights while nothing generates; none takes them over before all have them.
+
+        Raises ApiError. A failure of the takeover itself sets `failed`.
+        """
         source = await self._source(folder)
         async with self._paused():
             await self._stage(*source)
@@ -139,6 +147,7 @@ class VllmControl:
         return (broadcast.host, broadcast.port, label, uuid.uuid4().hex, num_workers, broadcast.timeout_s)
 
     async def load_base(self) -> None:
+        """Have all workers reload the weights of the start, while nothing generates; a failure sets `failed`."""
         async with self._paused():
             await self._apply()
 

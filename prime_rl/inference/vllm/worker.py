@@ -70,6 +70,7 @@ class FileSystemWeightUpdateWorker(_WeightUpdateWorker):
     """Weights from a model folder."""
 
     def prl_stage_weights(self, folder: str) -> Staged:
+        """Map the weights file of `folder` into memory and keep its tensors until they are applied or dropped."""
         try:
             return self._prl_keep(load_tensors(Path(folder) / WEIGHTS_FILE, mapped=True))
         except (ValueError, OSError) as error:
@@ -88,6 +89,10 @@ class NCCLWeightUpdateWorker(_WeightUpdateWorker):
     def prl_stage_weights(
         self, host: str, port: int, label: str, ticket: str, num_workers: int, timeout_s: float
     ) -> Staged:
+        """Receive the weights `label` from the trainer at `host`:`port`, and keep them until applied or dropped.
+
+        The first call makes the receiver for this worker; later ones use it again.
+        """
         if self._prl_receiver is None:
             before = self.parallel_config.data_parallel_index * self.parallel_config.world_size
             rank = 1 + before + self.rank

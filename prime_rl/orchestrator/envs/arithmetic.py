@@ -53,6 +53,7 @@ class ArithmeticEnvironment:
         self._examples = {split: _make(split, count, args, seed) for split, count in counts.items()}
 
     def examples(self, split: Split) -> Sequence[Example]:
+        """The sums of a split, which were made at the start."""
         return self._examples[split]
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:

@@ -86,7 +86,9 @@ class Environment(Protocol):
     """Examples, and how a rollout of one of them goes. `id` is that of its `[[env]]` table."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """The `id` of its `[[env]]` table."""
+        ...
 
     def examples(self, split: Split) -> Sequence[Example]:
         """All examples of a split, always the same ones in the same order; the splits share no example."""

@@ -61,9 +61,11 @@ class RolloutMeter:
     This one does nothing; `metrics.PhaseClock` accounts for the time.
     """
 
-    def enter_environment(self) -> None: ...
+    def enter_environment(self) -> None:
+        """A rollout begins in the environment's code."""
 
-    def leave_environment(self) -> None: ...
+    def leave_environment(self) -> None:
+        """A rollout has ended there, however it went."""
 
     def begin_turn(self) -> None:
         """From the environment's code to the policy."""
@@ -100,9 +102,11 @@ class CheckedEnvironment:
 
     @property
     def id(self) -> str:
+        """The id of its `[[env]]` table."""
         return self._env.id
 
     def examples(self, split: Split) -> Sequence[Example]:
+        """The environment's own examples, without what the run puts around their questions."""
         return self._env.examples(split)
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:

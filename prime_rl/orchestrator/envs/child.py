@@ -61,12 +61,14 @@ class RemotePolicy:
         self._answer: asyncio.Future[str] | None = None
 
     async def complete(self, messages: Sequence[Message]) -> str:
+        """Ask the orchestrator for the turn after `messages` and wait for it; one turn at a time."""
         async with self._turn:
             self._answer = asyncio.get_running_loop().create_future()
             self._send(Ask(self._key, [{"role": m["role"], "content": m["content"]} for m in messages]))
             return await self._answer
 
     def answer(self, text: str, num_tokens: int) -> None:
+        """Note the length of the orchestrator's answer, and give it to the turn that waits for it."""
         self.answer_lens.append(num_tokens)
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(text)
@@ -85,10 +87,12 @@ class Host:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def ready(self) -> Ready:
+        """Ids of all examples, and the levels of those to train on."""
         train, held = ([each for (of, _), each in self._examples.items() if of == split] for split in SPLITS)
         return Ready([each.id for each in train], [each.level for each in train], [each.id for each in held])
 
     def take(self, request: Request) -> None:
+        """Start a rollout, give one its answer, or cancel one. An answer to a rollout that has ended is ignored."""
         if isinstance(request, Start):
             self._policies[request.key] = RemotePolicy(request.key, self._send)
             task = self._tasks[request.key] = asyncio.get_running_loop().create_task(self._run(request))
@@ -99,6 +103,7 @@ class Host:
             self._cancel(request.key)
 
     async def close(self) -> None:
+        """Cancel all rollouts, and wait until they have ended."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)

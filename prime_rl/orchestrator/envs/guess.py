@@ -53,6 +53,7 @@ class GuessNumberEnvironment:
         self._examples = {split: self._make(split, count, seed) for split, count in counts.items()}
 
     def examples(self, split: Split) -> Sequence[Example]:
+        """The games of a split, which were drawn at the start."""
         return self._examples[split]
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:

@@ -218,6 +218,7 @@ class ProcessEnvironment:
 
     @property
     def id(self) -> str:
+        """The id of its `[[env]]` table, PROVIDER:NAME."""
         return self._id
 
     def examples(self, split: Split) -> Sequence[Example]:
@@ -270,6 +271,7 @@ class ProcessEnvironment:
             del child.inboxes[key]
 
     async def close(self) -> None:
+        """End the process, which is killed after EXIT_GRACE_S, and what reads from it and watches it."""
         child, self._child = self._child, None
         if child is not None:
             await child.close()

@@ -48,6 +48,7 @@ class ReasoningGymEnvironment:
         self._splits: dict[Split, list[Example]] = {"eval": held, "train": train}
 
     def examples(self, split: Split) -> Sequence[Example]:
+        """The examples of a split, which were made at the start; with a curriculum level by level."""
         return self._splits[split]
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:

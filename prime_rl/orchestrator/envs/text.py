@@ -71,9 +71,11 @@ class TextEnvironment:
 
     @property
     def id(self) -> str:
+        """The id of its task, such as `reverse-text`."""
         return self._task.id
 
     def examples(self, split: Split) -> Sequence[Example]:
+        """The words of a split, which were drawn at the start."""
         return self._examples[split]
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:

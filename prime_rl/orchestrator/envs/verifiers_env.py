@@ -71,6 +71,7 @@ class VerifiersEnvironment:
             raise ValueError(f"the taskset has {len(tasks)} tasks, and num_eval_examples = {num_eval} takes them all")
 
     def examples(self, split: Split) -> Sequence[Example]:
+        """The tasks of a split by their ids; their content stays with verifiers."""
         return self._splits[split]
 
     @contextlib.asynccontextmanager

@@ -33,7 +33,7 @@ ASSUMED_GPU_GIB = 80.0
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that is shown. `hardware` says in words on what."""
+    """Everything that is shown. `hardware`: on what, in words."""
 
     model: str
     dtype: str
@@ -45,6 +45,7 @@ class Answer:
     split: Split | None
 
     def as_json(self) -> dict[str, Any]:
+        """The one object that `prl fit --json` prints; sizes in GiB, null for what does not apply."""
         memory = self.memory
         sizes = {
             "peak": memory.peak,
@@ -112,7 +113,7 @@ def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: 
 
 
 def _share_of_trainer(system: SystemConfig, device_type: str) -> tuple[float, str]:
-    """The part of a device's memory that is the trainer's, and what a message says of the rest."""
+    """The part of a device's memory that is the trainer's, and words for the rest."""
     if device_type == "cpu":
         return CPU_SHARE, ""
     if _has_one_gpu(system):
@@ -134,10 +135,10 @@ def _has_one_gpu(system: SystemConfig) -> bool:
 def _hardware(device_type: str, gib: float | None, num_gpus: int) -> tuple[float, str]:
     if device_type == "cpu":
         gib = gib or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        return gib, f"a CPU with {gib:.0f} GB"
+        return gib, f"a CPU with {gib:.0f} GiB"
     source = ""
     if gib is None and torch.cuda.is_available():
         gib = torch.cuda.get_device_properties(0).total_memory / GIB
     elif gib is None:
         gib, source = ASSUMED_GPU_GIB, " (assumed; --gpu-memory names another)"
-    return gib, f"{num_gpus} GPU{'s' if num_gpus > 1 else ''} of {gib:.0f} GB{source}"
+    return gib, f"{num_gpus} GPU{'s' if num_gpus > 1 else ''} of {gib:.0f} GiB{source}"

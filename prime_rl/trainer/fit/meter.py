@@ -47,6 +47,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def reset_peak(self) -> None:
+        """Begin a new peak from what is alive."""
         self.peak = self.alive
 
     def copy_on_host(self, tensor: Tensor) -> Tensor:

@@ -77,14 +77,17 @@ class Setting:
 
     @property
     def num_rows(self) -> int:
+        """Rows of a pass."""
         return max(1, self.tokens // self.seq_len)
 
     @property
     def row_tokens(self) -> int:
+        """Tokens of each row, so that all rows together have `tokens`."""
         return self.tokens // self.num_rows
 
     @property
     def modes(self) -> dict[str, bool]:
+        """What `adapt_model` and `train_whole` take, by the names of their arguments."""
         return {"checkpoints": self.checkpoints, "offloads": self.offloads, "packs": self.packs}
 
 

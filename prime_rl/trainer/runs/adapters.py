@@ -62,6 +62,10 @@ class SlotAdapters:
         return min((layer.rank for layer in self.layers.values()), default=None)
 
     def register(self, name: str, layer: MultiLoRALinear) -> None:
+        """Take up `layer`, which reads the slots' scaling from then on.
+
+        Raises ValueError when it does not have one adapter for each slot.
+        """
         if len(layer.lora_A) != len(self.scaling):
             raise ValueError(
                 f"layer {name} has n_adapters = {len(layer.lora_A)}, the manager {len(self.scaling)} slots"
@@ -75,6 +79,7 @@ class SlotAdapters:
         return lora.alpha if self.scaling[run_idx] == scale_of(lora) else self.scaling[run_idx] * rank_of(lora)
 
     def named_parameters(self, run_idx: int) -> list[tuple[str, nn.Parameter]]:
+        """A and B of each layer, at the trainer's rank, as NAME.lora_A and NAME.lora_B."""
         named = []
         for name, layer in self.layers.items():
             lora_A, lora_B = layer.parameters_of(run_idx)
@@ -96,6 +101,7 @@ class SlotAdapters:
         reset_adapter(self.layers, run_idx, generator, rank_of(lora), dtype_of(lora))
 
     def scale_of(self, lora: RunLoRAConfig) -> float:
+        """alpha / rank of the run's config."""
         return scale_of(lora)
 
 

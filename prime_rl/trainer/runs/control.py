@@ -172,11 +172,13 @@ class Evictions:
         self.unwritten: dict[str, str] = {}
 
     def add(self, run_id: str, reason: str) -> None:
+        """Evict the run for `reason`, which becomes one line of at most MAX_REASON_CHARS, and try to write it."""
         self.unwritten[run_id] = printable(" ".join(reason.split()))[:MAX_REASON_CHARS]
         logger.warning("evicting %s: %s", run_id, self.unwritten[run_id])
         self.write()
 
     def write(self) -> None:
+        """Try to write each reason that is not on disk; what fails is logged and stays for the next call."""
         for run_id, reason in list(self.unwritten.items()):
             run = RunDir(self._output_dir / run_id)
             try:

@@ -50,6 +50,7 @@ class Candidate:
 
     @property
     def claim(self) -> Claim:
+        """What its place in the order of admission depends on."""
         return Claim(self.run.run_id, self.config.priority, self.landed_ns, self.config.preempt)
 
 

@@ -25,19 +25,22 @@ logger = logging.getLogger(__name__)
 class RunHook(Protocol):
     """Called on all ranks when a run is created or deleted, and on rank 0 when it is forgotten."""
 
-    def __call__(self, run_idx: int, run_id: str, /) -> None: ...
+    def __call__(self, run_idx: int, run_id: str, /) -> None:
+        """A run comes to this slot or leaves it."""
 
 
 class DiscoveredHook(Protocol):
     """Called on rank 0 when a run is admitted, before any rank creates it."""
 
-    def __call__(self, run_idx: int, run_id: str, config: OrchestratorConfig, /) -> None: ...
+    def __call__(self, run_idx: int, run_id: str, config: OrchestratorConfig, /) -> None:
+        """A run is admitted; this slot will be its own."""
 
 
 class ConfigValidationHook(Protocol):
     """Whether the trainer can serve a config: (True, "") or (False, what is wrong)."""
 
-    def __call__(self, config: OrchestratorConfig, /) -> tuple[bool, str]: ...
+    def __call__(self, config: OrchestratorConfig, /) -> tuple[bool, str]:
+        """Judge a new config of any run; the message is what people read."""
 
 
 class RunLife(Protocol):

@@ -34,7 +34,8 @@ def sync_runs() -> None:
 class PostCreationCallback(Protocol):
     """Called on all ranks with each new optimizer and its slot."""
 
-    def __call__(self, optimizer: Optimizer, run_idx: int, /) -> None: ...
+    def __call__(self, optimizer: Optimizer, run_idx: int, /) -> None:
+        """Take note of the optimizer of the run that has this slot."""
 
 
 class MultiLoRAOptimizer:
@@ -56,6 +57,7 @@ class MultiLoRAOptimizer:
         self._post_creation.append(callback)
 
     def optimizer_creation_hook(self, run_idx: int, run_id: str) -> None:
+        """Make the optimizer of a run that comes, then call the callbacks with it."""
         run, manager = self._manager.run(run_idx), self._manager
         weights = FlatWeights(manager.get_named_parameters_for_run(run_idx), manager.rank_of(run_idx))
         run.optimizer = RunOptimizer(run.config, weights, manager.dtype_of(run_idx), self._world, run.progress.step)

@@ -137,6 +137,7 @@ class Channel:
 
     @property
     def is_master(self) -> bool:
+        """Whether this is rank 0, which sends."""
         return self.rank == 0
 
     def send(self, messages: Sequence[Message]) -> None:

@@ -80,6 +80,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
+        """Whether no difference was found: not with neighbours, and not from what was published."""
         return self.is_isolated and self.reached.ok is not False
 
 
@@ -182,6 +183,7 @@ class Progress:
             print(f"\r\033[Kreplaying {what}: step {done} of {self._num_steps}", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        """Erase the line."""
         if self._is_shown:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 

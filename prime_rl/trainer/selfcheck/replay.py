@@ -50,6 +50,7 @@ class Recording:
 
     @property
     def num_steps(self) -> int:
+        """Updates that a replay makes."""
         return self.last - self.start
 
 
