@@ -30,7 +30,7 @@ from prime_rl.multinode.records import (
 
 MASTER_RANK = 0
 # Failed connections of all workers until the master counts as lost: as many as missed heartbeats until one is suspect.
-# A single worker counts as lost after one more: by then the records of the others would have shown that it is not alone.
+# A single worker counts as lost after one more: by then the records of the others would show that it is not alone.
 CUT_OFF_AFTER_BEATS = SUSPECT_AFTER_BEATS
 
 

@@ -59,7 +59,7 @@ from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.pools import Pools
 from prime_rl.orchestrator.publication import base_model, choose_publication, clear_inference, connect
-from prime_rl.orchestrator.report import BatchReporter, Reporter
+from prime_rl.orchestrator.report import BatchReporter, RunReporter
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.samples import SampleKeeper
@@ -84,7 +84,7 @@ async def orchestrate(
         await clear_inference(config, run)
     wake = Wake()
     cleanup.enter_context(woken_by_signals(wake))
-    reporter = Reporter(writer)
+    reporter = RunReporter(writer)
     loop = await run_beside(set_up(config, run, writer, reporter, wake, cleanup), guard(run, stop, reporter.tick, wake))
     evaluation = [loop.evaluator.loop()] if loop.evaluator else []
     await run_beside(
@@ -100,7 +100,7 @@ async def set_up(
     config: OrchestratorConfig,
     run: RunDir,
     writer: StatusWriter,
-    reporter: Reporter,
+    reporter: RunReporter,
     wake: Wake,
     cleanup: AsyncExitStack,
 ) -> BatchLoop:
@@ -151,7 +151,7 @@ async def set_up(
             "progress": client.num_sampled_tokens + policy.version + scheduler.ledger.step,
         }
 
-    status = Reporter(writer, scheduler.waiting_on, figures)
+    status = RunReporter(writer, scheduler.waiting_on, figures)
     batches = BatchReporter(run, scheduler, client, status, envs, sampler)
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     cleanup.callback(lambda: ending.note(scheduler.ledger.step - 1))
@@ -216,7 +216,7 @@ def make_ledger(config: OrchestratorConfig, progress: Progress) -> GroupLedger:
     )
 
 
-async def resume_done(run: RunDir, config: OrchestratorConfig, reporter: Reporter) -> None:
+async def resume_done(run: RunDir, config: OrchestratorConfig, reporter: RunReporter) -> None:
     """Wait until the trainer has gone back to `ckpt.resume_step`, if the run asks for that."""
     while pending_request(run, config.ckpt.resume_step):
         reporter.wait_for(f"the trainer to go back to ckpt.resume_step = {config.ckpt.resume_step}")
