@@ -150,13 +150,10 @@ class Node:
         """Failed probes of the master: one at each beat of this node's clock since it was cut off the network."""
         cut_at = next((at for at, rank in self.world.cut if rank in (self.rank, MASTER_RANK)), self.world.now)
         beat_s = self.member.setting.heartbeat_s
-        return int(self._clock() // beat_s - self._clock_at(cut_at) // beat_s)
+        return int(self._clock() // beat_s - self._clock(cut_at) // beat_s)
 
-    def _clock(self) -> float:
-        return self._clock_at(self.world.now)
-
-    def _clock_at(self, time_s: float) -> float:
-        return time_s * self._rate + self._offset
+    def _clock(self, at_s: float | None = None) -> float:
+        return (self.world.now if at_s is None else at_s) * self._rate + self._offset
 
     def live(self) -> None:
         self.world.at(self.world.now, self.wake)
