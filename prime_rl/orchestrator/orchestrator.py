@@ -116,7 +116,6 @@ async def set_up(
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_batch_bytes(config.batch_size, seq_len))
     reporter.update(step=progress.step)
 
-    # -- tasks ----
     publication = await choose_publication(config, run, reporter.wait_for, cleanup)
     client = connect(config, run, publication, phases.note_trouble)
     cleanup.push_async_callback(client.close)
@@ -143,15 +142,7 @@ async def set_up(
         if config.eval
         else None
     )
-
-    def figures() -> dict[str, object]:
-        return {
-            "policy_version": max(0, policy.version),
-            "num_in_flight": scheduler.ledger.num_in_flight,
-            "progress": client.num_sampled_tokens + policy.version + scheduler.ledger.step,
-        }
-
-    status = RunReporter(writer, scheduler.waiting_on, figures)
+    status = make_reporter(writer, scheduler, policy, client)
     batches = BatchReporter(run, scheduler, client, status, envs, sampler)
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     cleanup.callback(lambda: ending.note(scheduler.ledger.step - 1))
@@ -159,7 +150,7 @@ async def set_up(
 
 
 def make_sampler(config: OrchestratorConfig, envs: Environments, progress: Progress) -> ExampleSampler:
-    """The example order, with what `progress` knows of the examples. Raises CheckpointError."""
+    """The example order, with what `progress` holds about the examples. Raises CheckpointError."""
     pools = Pools(envs, {env.label: env.reward_range for env in config.env})
     curricula = Curricula.of(config.env, envs)
     try:
@@ -201,6 +192,21 @@ def make_scheduler(
     )
     cleanup.push_async_callback(scheduler.close)
     return scheduler
+
+
+def make_reporter(
+    writer: StatusWriter, scheduler: Scheduler, policy: PolicyVersions, client: InferenceClient
+) -> RunReporter:
+    """The status file while batches are made: what the scheduler waits for, and how far it is."""
+
+    def figures() -> dict[str, object]:
+        return {
+            "policy_version": max(0, policy.version),
+            "num_in_flight": scheduler.ledger.num_in_flight,
+            "progress": client.num_sampled_tokens + policy.version + scheduler.ledger.step,
+        }
+
+    return RunReporter(writer, scheduler.waiting_on, figures)
 
 
 def make_ledger(config: OrchestratorConfig, progress: Progress) -> GroupLedger:
