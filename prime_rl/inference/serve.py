@@ -26,7 +26,7 @@ BACKLOG = 2048
 
 
 class EngineFailed(RuntimeError):
-    """The engine ended by itself while the server was up."""
+    """The engine ended unasked while the server was up."""
 
 
 class _Server(uvicorn.Server):

@@ -1,7 +1,7 @@
 """What a node and the master of a group do next: pure functions of what is seen on disk and the reader's own clock.
 
 The master alone moves the group: it gathers the nodes, releases phase after phase when all members have arrived, gives
-up on the dead, and ends the group with a reason and an exit code. A worker follows the newest record of a live master,
+up dead nodes, and ends the group with a reason and an exit code. A worker follows the newest record of a live master,
 and leaves when the record ends or no longer changes. `claim` decides which process owns a rank. Nothing here reads a
 file or sleeps.
 """
