@@ -78,7 +78,7 @@ async def _share(
 
 
 async def _group(model: str, seed: str, choose: Callable[[], InferenceClient], places: asyncio.Semaphore) -> None:
-    """All conversations of one group: one request for their first turns, then each goes on by itself."""
+    """All conversations of one group: one request for their first turns, then each goes on alone."""
     draw = random.Random(seed)
     prompt = _tokens(draw, NUM_PROMPT)
 

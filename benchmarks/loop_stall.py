@@ -6,7 +6,7 @@ least to hide behind, and vLLM on a CPU takes minutes to read the prompts with a
 adapter at a time, and NUM_SLOTS requests to load wait for that. Each adapter is unloaded as soon as it is there, to
 make room for the next. A delay is a gap between two tokens beyond the usual gap, in usual gaps, which are decode steps.
 vLLM streams, so each request's own tokens are timed; the embedded engine decodes all requests in one step and its count
-of tokens is polled. As many seconds without a load show what this machine delays by itself.
+of tokens is polled. As many seconds without a load show what this machine delays on its own.
 """
 
 from __future__ import annotations

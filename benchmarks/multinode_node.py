@@ -1,7 +1,7 @@
 """`python -m benchmarks.multinode_node RANK NUM_NODES FOLDER NUM_ITERATIONS HOLD`: one node whose work takes no time.
 
 With HOLD 1 the last rank never ends its rollouts, so all others wait for it. The master prints the seconds of each
-iteration. Also makes the members of a group that lives in one process.
+iteration. Also makes the members of a group that runs in one process.
 """
 
 from __future__ import annotations

@@ -147,12 +147,13 @@ class Node:
         self.member = Member(setting, own, self, self.work, clock=self._clock, unreached=self._unreached)
 
     def _unreached(self, epoch: str) -> int:
-        """Failed probes of the master: one a beat since this node was cut off the network."""
-        since = [at for at, rank in self.world.cut if rank in (self.rank, MASTER_RANK)]
-        return int((self.world.now - since[0]) / self.member.setting.heartbeat_s) if since else 0
+        """Failed probes of the master: one at each beat of this node's clock since it was cut off the network."""
+        cut_at = next((at for at, rank in self.world.cut if rank in (self.rank, MASTER_RANK)), self.world.now)
+        beat_s = self.member.setting.heartbeat_s
+        return int(self._clock() // beat_s - self._clock(cut_at) // beat_s)
 
-    def _clock(self) -> float:
-        return self.world.now * self._rate + self._offset
+    def _clock(self, at_s: float | None = None) -> float:
+        return (self.world.now if at_s is None else at_s) * self._rate + self._offset
 
     def live(self) -> None:
         self.world.at(self.world.now, self.wake)

@@ -31,7 +31,7 @@ class ShotConfig(BaseConfig):
 
 
 class PromptConfig(BaseConfig):
-    """How the policy is asked: what the environment itself says, with a system prompt, a template and examples."""
+    """How the policy is asked: the environment's own question, with a system prompt, a template and examples."""
 
     system: str | None = None
     """System prompt, in place of the environment's own; null leaves that."""

@@ -1,4 +1,4 @@
-"""The flags of `prl fit`, and the models that it knows by name: no torch, so that help and errors come at once."""
+"""The flags of `prl fit`, and the shapes of models by name: no torch, so that help and errors come at once."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class RunLifetime(BaseConfig):
     """Runs that wait for a slot are admitted by priority, highest first, then by age. Read while it runs."""
 
     preempt: bool = False
-    """Whether the run may take the slot of a run of lower priority, which is saved, waits, and comes back by itself."""
+    """Whether the run may take the slot of a run of lower priority, which is saved, waits, and continues later."""
 
     init: InitConfig = InitConfig()
     """Where the adapter starts."""

@@ -112,7 +112,7 @@ class AdvantageConfig(BaseConfig):
 
     reward_weights: dict[RewardName, Annotated[float, Field(allow_inf_nan=False)]] = Field({}, max_length=16)
     """Single rewards of the environments to learn from, with their weights, for example
-    `{ accuracy = 1.0, format = 0.2 }`: each gets its advantages over the group by itself, and their weighted sum
+    `{ accuracy = 1.0, format = 0.2 }`: each gets its own advantages over the group, and their weighted sum
     counts. Every rollout must have all of them. Empty: the one reward of the environment."""
 
 

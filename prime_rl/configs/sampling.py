@@ -56,7 +56,7 @@ class SamplingConfig(BaseConfig):
 
     @property
     def request_fields(self) -> dict[str, Any]:
-        """What every request says, under vLLM's names: the temperature, and all that is not off."""
+        """The fields of every request, under vLLM's names: the temperature, and all that is not off."""
         own = {"max_tokens", "min_tokens", "seed", "chat_template_kwargs"}
         return {"temperature": self.temperature, **self.model_dump(exclude=own, exclude_defaults=True)}
 

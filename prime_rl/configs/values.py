@@ -29,7 +29,7 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, value in one, value in other) for all keys of two configs that differ; null where there is none.
+    """(key, value in one, value in other) for all keys of two configs that differ; null where a key is missing.
 
     A default equals the same value in the file, unless one of the two is not valid.
     """

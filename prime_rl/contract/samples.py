@@ -264,7 +264,7 @@ def read_ratios(path: Path, step: int | None = None) -> dict[int, dict[int, list
 
 
 def token_ratios(tokens: SampleTokens, ratios: Sequence[float | None]) -> list[float | None]:
-    """The log-ratio of each of `tokens`; None where there is none."""
+    """The log-ratio of each of `tokens`; None for a token without one."""
     left = iter(ratios)
     return [None if logprob is None else next(left, None) for logprob in tokens.logprobs]
 

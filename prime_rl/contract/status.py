@@ -131,7 +131,7 @@ class TrainerStatus(Status, kw_only=True):
 
     @property
     def headline(self) -> tuple[object, ...]:
-        """Also who has a slot and who waits for one: no run publishes a version before it is told of as active."""
+        """Also who has a slot and who waits for one: no run publishes a version before it is shown as active."""
         return *super().headline, frozenset(self.runs), tuple(self.waiting)
 
 
@@ -156,7 +156,7 @@ class InferenceStatus(Status, kw_only=True):
 class Crash(msgspec.Struct, frozen=True, kw_only=True):
     """One unrequested end of a daemon.
 
-    `kind`: crash; start (it ended by itself, or was not ready in time: no crash); stall (ended because it got nowhere).
+    `kind`: crash; start (it ended, or was not ready in time: no crash); stall (ended because it got nowhere).
     `at` in Unix seconds; `exit_code` is null when it is not known, negative for a signal.
     """
 
@@ -303,7 +303,7 @@ def read_status(path: Path, kind: type[StatusT]) -> StatusT | None:
 
 
 def is_alive(status: Status | None, now: float) -> bool:
-    """Whether the writer of `status` still lives: fresh enough, and on this machine its pid is that very process.
+    """Whether the writer of `status` still runs: fresh enough, and on this machine its pid is that very process.
 
     `now` is Unix seconds. A status from the future (clock skew) counts as fresh. When the clock was set forward, all
     look lost until their next write: use `is_there` before starting, ending or moving anything.

@@ -54,7 +54,7 @@ def check_sweep_name(name: str) -> str:
 
 
 def read_plan(output: OutputDir, name: str) -> SweepPlan | None:
-    """The plan of a sweep; None when there is none that can be read."""
+    """The plan of a sweep; None when it is missing or damaged, or of another version."""
     try:
         data = read_file(output.sweep(check_sweep_name(name)), limit=MAX_PLAN_BYTES)
         plan = msgspec.json.decode(data, type=SweepPlan)

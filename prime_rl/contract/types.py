@@ -184,7 +184,7 @@ class BadBatchError(ValueError):
 
 
 class _Head(msgspec.Struct):
-    """What tells how to decode a batch file."""
+    """What is needed to decode a batch file."""
 
     version: int = LISTS_VERSION
 

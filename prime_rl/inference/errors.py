@@ -1,6 +1,6 @@
 """Errors that a client of the server sees: OpenAI's error shape, one clear line, never a traceback.
 
-Used by the guard of both engines and by the embedded engine. Knows no web framework.
+Used by the guard of both engines and by the embedded engine. Independent of a web framework.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,127}")
 
 
 class EngineControl(Protocol):
-    """What the front needs of an engine. `request` is the one that is answered: it tells when the client goes away."""
+    """What the front needs of an engine. `request` is the one that is answered: it shows when the client goes away."""
 
     @property
     def endpoints(self) -> Mapping[str, Callable[..., Any]]:
@@ -169,7 +169,7 @@ class Front:
             with await self.turnstile.enter():
                 self._check_room(name)
                 await self._engine.load_adapter(request, name, folder)
-                # Nobody would unload it: its client has gone, and may have unloaded the name before it was there.
+                # Nothing would unload it: its client has gone, and may have unloaded the name before it was there.
                 if await request.is_disconnected():
                     await self._engine.unload_adapter(name)
                     raise ApiError(400, "The client has closed the connection.")

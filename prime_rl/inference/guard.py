@@ -18,7 +18,7 @@ from prime_rl.inference.weight_files import WEIGHTS_FILE
 MAX_BODY_BYTES = 16 * 2**20
 # Beyond this the connection is closed in the middle of the body.
 MAX_DISCARDED_BYTES = 16 * MAX_BODY_BYTES
-# The supervisor must be able to see whether the server lives without knowing the key.
+# The supervisor must be able to see whether the server runs, without the key.
 OPEN_ROUTES = frozenset({"/health"})
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 

@@ -1,6 +1,6 @@
 """A folder of this process's own for what a foreign program leaves behind: gone when the process ends, or soon after.
 
-An exclusive lock on the folder proves that its owner lives. The kernel drops the lock of a process that is killed, and
+An exclusive lock on the folder proves that its owner runs. The kernel drops the lock of a process that is killed, and
 the next process that makes such a folder removes unlocked ones.
 """
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prime_rl.contract.status import StatusWriter
+from prime_rl.utils.rates import TokenRate
 
 # Long enough to be steady over one batch of requests, short enough to show an idle server as idle.
 WINDOW_S = 5.0
@@ -25,7 +25,7 @@ class Snapshot:
     kv_use: float | None = None
 
 
-class Reporter:
+class EngineReporter:
     """Writes a snapshot into the status file at every `tick`, with the rate over the last WINDOW_S."""
 
     def __init__(
@@ -33,8 +33,7 @@ class Reporter:
     ) -> None:
         self._status = status
         self._read = read
-        self._clock = clock
-        self._history: deque[tuple[float, int]] = deque()
+        self._rate = TokenRate(WINDOW_S, clock)
 
     def tick(self) -> None:
         """Read a snapshot and update the status file with it."""
@@ -45,13 +44,5 @@ class Reporter:
             num_waiting=snapshot.num_waiting,
             progress=snapshot.num_tokens,
             kv_use=None if snapshot.kv_use is None else round(snapshot.kv_use, 4),
-            tokens_per_s=round(self._rate(snapshot.num_tokens), 1),
+            tokens_per_s=round(self._rate.per_s(snapshot.num_tokens), 1),
         )
-
-    def _rate(self, num_tokens: int) -> float:
-        now = self._clock()
-        self._history.append((now, num_tokens))
-        while len(self._history) > 2 and now - self._history[1][0] >= WINDOW_S:
-            self._history.popleft()
-        then, before = self._history[0]
-        return (num_tokens - before) / (now - then) if now > then else 0.0

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from prime_rl.contract.status import StatusWriter
-from prime_rl.inference.reporting import Reporter
+from prime_rl.inference.reporting import EngineReporter
 
 # How long requests in flight may still take after a stop was asked for; below the supervisor's grace.
 DRAIN_S = 5
@@ -26,7 +26,7 @@ BACKLOG = 2048
 
 
 class EngineFailed(RuntimeError):
-    """The engine ended by itself while the server was up."""
+    """The engine ended unasked while the server was up."""
 
 
 class _Server(uvicorn.Server):
@@ -42,7 +42,7 @@ async def serve(
     stop: Callable[[], bool],
     engine_alive: Callable[[], bool],
     status: StatusWriter,
-    reporter: Reporter,
+    reporter: EngineReporter,
     abort: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until `stop()`; let requests in flight finish for DRAIN_S, then `abort()` them. Raises EngineFailed."""
@@ -71,7 +71,7 @@ async def serve(
         raise EngineFailed("the engine has failed; its error is in the log")
 
 
-async def _report(server: uvicorn.Server, status: StatusWriter, reporter: Reporter) -> None:
+async def _report(server: uvicorn.Server, status: StatusWriter, reporter: EngineReporter) -> None:
     while not server.started:
         await asyncio.sleep(POLL_S)
     status.update(state="serving", waiting_on=None)

@@ -3,7 +3,7 @@
 Out of autograd's hands because of what it would add: a temporary for every product, a second sum into the output and
 into the gradient of the inputs, and a multiplication by the scale as large as the activations. Here both low-rank
 products are added in place, and the scale goes onto x A^T, which is K wide. A gated MLP is one operation too: it keeps
-its input alone, and backward makes what lies between again, at two products of seven. Knows no modules.
+its input alone, and backward makes what lies between again, at two products of seven. Independent of modules.
 
 Dimensions: N tokens of all rows, I inputs, O outputs, W width of an MLP, K rank, G groups (neighbouring tokens of one
 adapter), M tokens of a group.
@@ -269,7 +269,7 @@ class BatchedPlan:
 
 
 class LoopedPlan:
-    """Each group by itself. `h` is `[N, K]`."""
+    """Each group separately. `h` is `[N, K]`."""
 
     def __init__(self, groups: Sequence[TokenGroup]) -> None:
         self.adapters = [group.adapter for group in groups]

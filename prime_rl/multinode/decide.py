@@ -1,7 +1,7 @@
 """What a node and the master of a group do next: pure functions of what is seen on disk and the reader's own clock.
 
 The master alone moves the group: it gathers the nodes, releases phase after phase when all members have arrived, gives
-up on the dead, and ends the group with a reason and an exit code. A worker follows the newest record of a live master,
+up dead nodes, and ends the group with a reason and an exit code. A worker follows the newest record of a live master,
 and leaves when the record ends or no longer changes. `claim` decides which process owns a rank. Nothing here reads a
 file or sleeps.
 """
@@ -29,7 +29,8 @@ from prime_rl.multinode.records import (
 )
 
 MASTER_RANK = 0
-# Failed connections until a worker with a heartbeat counts as lost: as many as missed heartbeats until one is suspect.
+# Failed connections of all workers until the master counts as lost: as many as missed heartbeats until one is suspect.
+# A single worker counts as lost after one more: by then the records of the others would show that it is not alone.
 CUT_OFF_AFTER_BEATS = SUSPECT_AFTER_BEATS
 
 
@@ -212,7 +213,7 @@ def _why_lost(setting: GroupSetting, group: GroupRecord, view: View, rank: int) 
     where = node.position or "no phase yet"
     if _has_stood_still(setting, node):
         return f"{node} {_stands_still(node)} (limit {setting.loop_timeout_s:g} s), last in {where}"
-    if node.unreached >= CUT_OFF_AFTER_BEATS:
+    if node.unreached > CUT_OFF_AFTER_BEATS:
         return f"{node} is cut off: {node.unreached} failed connections to the master's address, last in {where}"
     if _health(setting, sighting, view.now) is NodeHealth.DEAD:
         return f"{node} is dead: no heartbeat for {sighting.silent_s(view.now):.1f} s, last in {where}"

@@ -65,7 +65,7 @@ class Child:
         return self._process.returncode
 
     def failure(self) -> str | None:
-        """Why it failed, with its last lines; None while it lives or when it ended well."""
+        """Why it failed, with its last lines; None while it runs or when it ended well."""
         code = self.exit_code
         if code in (None, 0):
             return None

@@ -26,7 +26,7 @@ LOOP_STALLED_SHARE = 0.25
 
 
 class NodeState(enum.StrEnum):
-    """A node's state, set by itself. The last three are final."""
+    """A node's state, set by the node. The last three are final."""
 
     JOINING = "joining"
     RUNNING = "running"

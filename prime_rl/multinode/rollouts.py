@@ -44,7 +44,7 @@ class Rollouts:
             tasks = list(plan.parts.get(rank, ()))
             if not tasks:
                 return Nothing()
-            if path is None:  # once: a server that ends by itself is not started again and again
+            if path is None:  # once: a server that ends unasked is not started again and again
                 path = place.iteration.rank_file(
                     split, rank, plan.policy_version, place.proofs.key, place.setting.incarnation
                 )

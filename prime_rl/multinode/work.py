@@ -43,7 +43,7 @@ class _Order:
 
 
 class WorkThread:
-    """Makes calls one after another, in a thread that lives as long as the process and that no exit waits for.
+    """Makes calls one after another, in a thread that lasts as long as the process and that no exit waits for.
 
     One thread for all: to the kernel the thread that started a child is its parent, and the keepers of this node's
     children end them when their parent ends (`utils.keeper`).

@@ -35,7 +35,7 @@ def compute_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int], con
 def weighted_advantages(
     rewards: Mapping[str, Sequence[float]], lengths_G: Sequence[int], config: AdvantageConfig
 ) -> list[float]:
-    """The advantages of several rewards, each over its group by itself, summed with `config.reward_weights`.
+    """The advantages of several rewards, each taken separately over its group, summed with `config.reward_weights`.
 
     A reward that varies little then counts as much as one that varies much. GDPO, arXiv 2601.05242, without its last
     normalisation over the batch.

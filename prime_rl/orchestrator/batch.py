@@ -27,7 +27,7 @@ from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import RunEnded, check_run
 from prime_rl.orchestrator.logprobs import check_temperature
 from prime_rl.orchestrator.pool import InferenceClient
-from prime_rl.orchestrator.report import BatchReporter, Reporter
+from prime_rl.orchestrator.report import BatchReporter, RunReporter
 from prime_rl.orchestrator.rollout import Group, Rollout
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.samples import SampleKeeper
@@ -50,7 +50,7 @@ class BatchLoop:
     evaluator: Evaluator | None
     batches: BatchReporter
     samples: SampleKeeper
-    reporter: Reporter
+    reporter: RunReporter
     ending: Ending
 
     async def make_all(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,8 +29,6 @@ _HOLDERS: dict[Phase, str] = {
 }
 # A trainer that always has a batch to work on holds the run up once it is waited for this share of the time.
 TRAINER_SHARE = 0.1
-# Several batches may lie ready at once and then none for long: the token rate is taken over at least this.
-RATE_WINDOW_S = 10.0
 # The end of the metrics file in which the newest evaluation is looked for.
 TAIL_BYTES = 1_000_000
 
@@ -107,23 +104,6 @@ class PhaseClock(RolloutMeter):
             self._spent_s["environment"] += share * passed_s
             passed_s *= 1 - share
         self._spent_s[phase] += passed_s
-
-
-class TokenRate:
-    """Tokens per second over the last RATE_WINDOW_S or longer, from a running total."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._seen = deque([(clock(), 0)])
-
-    def per_s(self, total: int) -> float:
-        """Note `total`, the tokens so far, and return the rate; 0.0 while no time has passed."""
-        now_s = self._clock()
-        while len(self._seen) > 1 and now_s - self._seen[1][0] >= RATE_WINDOW_S:
-            self._seen.popleft()
-        since_s, before = self._seen[0]
-        self._seen.append((now_s, total))
-        return (total - before) / (now_s - since_s) if now_s > since_s else 0.0
 
 
 def bottleneck(time_s: Mapping[Phase, float], num_ahead: int) -> str | None:

@@ -59,7 +59,7 @@ from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.pools import Pools
 from prime_rl.orchestrator.publication import base_model, choose_publication, clear_inference, connect
-from prime_rl.orchestrator.report import BatchReporter, Reporter
+from prime_rl.orchestrator.report import BatchReporter, RunReporter
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.samples import SampleKeeper
@@ -84,7 +84,7 @@ async def orchestrate(
         await clear_inference(config, run)
     wake = Wake()
     cleanup.enter_context(woken_by_signals(wake))
-    reporter = Reporter(writer)
+    reporter = RunReporter(writer)
     loop = await run_beside(set_up(config, run, writer, reporter, wake, cleanup), guard(run, stop, reporter.tick, wake))
     evaluation = [loop.evaluator.loop()] if loop.evaluator else []
     await run_beside(
@@ -100,7 +100,7 @@ async def set_up(
     config: OrchestratorConfig,
     run: RunDir,
     writer: StatusWriter,
-    reporter: Reporter,
+    reporter: RunReporter,
     wake: Wake,
     cleanup: AsyncExitStack,
 ) -> BatchLoop:
@@ -116,7 +116,6 @@ async def set_up(
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_batch_bytes(config.batch_size, seq_len))
     reporter.update(step=progress.step)
 
-    # -- tasks ----
     publication = await choose_publication(config, run, reporter.wait_for, cleanup)
     client = connect(config, run, publication, phases.note_trouble)
     cleanup.push_async_callback(client.close)
@@ -143,15 +142,7 @@ async def set_up(
         if config.eval
         else None
     )
-
-    def figures() -> dict[str, object]:
-        return {
-            "policy_version": max(0, policy.version),
-            "num_in_flight": scheduler.ledger.num_in_flight,
-            "progress": client.num_sampled_tokens + policy.version + scheduler.ledger.step,
-        }
-
-    status = Reporter(writer, scheduler.waiting_on, figures)
+    status = make_reporter(writer, scheduler, policy, client)
     batches = BatchReporter(run, scheduler, client, status, envs, sampler)
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     cleanup.callback(lambda: ending.note(scheduler.ledger.step - 1))
@@ -159,7 +150,7 @@ async def set_up(
 
 
 def make_sampler(config: OrchestratorConfig, envs: Environments, progress: Progress) -> ExampleSampler:
-    """The example order, with what `progress` knows of the examples. Raises CheckpointError."""
+    """The example order, with what `progress` holds about the examples. Raises CheckpointError."""
     pools = Pools(envs, {env.label: env.reward_range for env in config.env})
     curricula = Curricula.of(config.env, envs)
     try:
@@ -203,6 +194,21 @@ def make_scheduler(
     return scheduler
 
 
+def make_reporter(
+    writer: StatusWriter, scheduler: Scheduler, policy: PolicyVersions, client: InferenceClient
+) -> RunReporter:
+    """The status file while batches are made: what the scheduler waits for, and how far it is."""
+
+    def figures() -> dict[str, object]:
+        return {
+            "policy_version": max(0, policy.version),
+            "num_in_flight": scheduler.ledger.num_in_flight,
+            "progress": client.num_sampled_tokens + policy.version + scheduler.ledger.step,
+        }
+
+    return RunReporter(writer, scheduler.waiting_on, figures)
+
+
 def make_ledger(config: OrchestratorConfig, progress: Progress) -> GroupLedger:
     """The groups that are still to be made."""
     return GroupLedger(
@@ -216,7 +222,7 @@ def make_ledger(config: OrchestratorConfig, progress: Progress) -> GroupLedger:
     )
 
 
-async def resume_done(run: RunDir, config: OrchestratorConfig, reporter: Reporter) -> None:
+async def resume_done(run: RunDir, config: OrchestratorConfig, reporter: RunReporter) -> None:
     """Wait until the trainer has gone back to `ckpt.resume_step`, if the run asks for that."""
     while pending_request(run, config.ckpt.resume_step):
         reporter.wait_for(f"the trainer to go back to ckpt.resume_step = {config.ckpt.resume_step}")

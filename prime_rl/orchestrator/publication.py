@@ -36,8 +36,8 @@ class Publication(Protocol):
     """How the versions of one run get to the servers; `client` has these, and calls `equip` for one that comes back.
 
     Attributes:
-        first: the version that is served before any is published: 0, the base model, or -1 where that is none of the
-            run's versions, because it starts from an adapter.
+        first: the version that is served before any is published: 0, the base model, or -1 where that is not a
+            version of the run, because it starts from an adapter.
     """
 
     first: int

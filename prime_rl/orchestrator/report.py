@@ -9,19 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.status import StatusWriter
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
-from prime_rl.orchestrator.metrics import TokenRate, batch_metrics, bottleneck, write_metrics
+from prime_rl.orchestrator.metrics import batch_metrics, bottleneck, write_metrics
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import Scheduler
+from prime_rl.utils.rates import TokenRate
 
 logger = logging.getLogger("orchestrator")
 
 # How often the status file follows figures that change all the time; a new wait is written at once.
 REPORT_S = 2.0
+# Several batches may be ready at once and then none for long: the token rate is taken over at least this.
+RATE_WINDOW_S = 10.0
 
 
-class Reporter:
+class RunReporter:
     """Keeps `control/status.json` true: a new wait at once, figures that changed every REPORT_S, nothing else.
 
     Args:
@@ -72,7 +75,7 @@ class BatchReporter:
         run: RunDir,
         scheduler: Scheduler,
         client: InferenceClient,
-        reporter: Reporter,
+        reporter: RunReporter,
         envs: Mapping[str, CheckedEnvironment],
         sampler: ExampleSampler,
     ) -> None:
@@ -82,7 +85,7 @@ class BatchReporter:
         self._scheduler = scheduler
         self._client = client
         self._reporter = reporter
-        self._rate = TokenRate()
+        self._rate = TokenRate(RATE_WINDOW_S)
 
     def report(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Returns the figures of the batch."""

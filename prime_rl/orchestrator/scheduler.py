@@ -40,7 +40,7 @@ class Scheduler:
 
     Args:
         make_group: makes the group of one index, and notes the version of each of its requests; raises GroupFailed.
-        phases: takes account of where the time goes, from `start` on; `client` tells it of trouble.
+        phases: takes account of where the time goes, from `start` on; `client` reports trouble to it.
         max_groups: groups in flight at one time.
         has_signal: whether a group is worth training on.
     """

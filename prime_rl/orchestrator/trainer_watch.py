@@ -1,4 +1,4 @@
-"""Whether the trainer lives, by its status file, and the message of a run that waits for its next policy.
+"""Whether the trainer runs, by its status file, and the message of a run that waits for its next policy.
 
 A look costs one `stat` as long as the heartbeat comes: fifty runs that wait look several times a second. The file is
 read when it changed, and the process is looked for only when a heartbeat is late. Starts nothing: the
@@ -42,7 +42,7 @@ class TrainerWatch:
         return self._read() is not None
 
     def trouble(self, now: float) -> str | None:
-        """Why no update will come, e.g. "the trainer is down: it stopped 40 s ago"; None while it lives.
+        """Why no update will come, e.g. "the trainer is down: it stopped 40 s ago"; None while it runs.
 
         `now` is Unix seconds. A workspace without a status file has no trainer that could be down.
         """

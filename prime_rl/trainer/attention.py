@@ -107,7 +107,7 @@ VarlenKernel = Callable[[Tensor, Tensor, Tensor, Segments, float | None], Tensor
 
 @cache
 def varlen_kernel() -> VarlenKernel:
-    """The best one that is installed; told in the log. Query `[N, H, D]`, key and value `[N, K, D]`."""
+    """The best one that is installed; named in the log. Query `[N, H, D]`, key and value `[N, K, D]`."""
     has_flash = importlib.util.find_spec("flash_attn") is not None
     logger.info("packed rows: attention of %s", "flash-attn" if has_flash else "torch (varlen_attn)")
     return _flash_attn if has_flash else _torch_varlen

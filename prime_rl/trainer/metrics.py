@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import resource
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -22,6 +21,7 @@ from prime_rl.trainer.kept import RatioWriter
 from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
+from prime_rl.utils.rates import TokenRate
 from prime_rl.utils.text import printable
 
 PHASES = ("wait", "forward_backward", "optim", "broadcast", "checkpoint")
@@ -116,27 +116,6 @@ def last_metrics_step(run: RunDir) -> int:
     return 0
 
 
-class TokenRate:
-    """Tokens per second of wall time over the last RATE_WINDOW_S, waits included."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began = clock()
-        self._updates: deque[tuple[float, int]] = deque()
-
-    def add(self, num_tokens: int) -> None:
-        """Note an update of `num_tokens` at this moment."""
-        self._updates.append((self._clock(), num_tokens))
-
-    def per_s(self) -> float:
-        """The rate now; a process younger than the window is measured since its start."""
-        now = self._clock()
-        while self._updates and self._updates[0][0] < now - RATE_WINDOW_S:
-            self._updates.popleft()
-        seconds = min(RATE_WINDOW_S, now - self._began)
-        return sum(num_tokens for _, num_tokens in self._updates) / seconds if seconds else 0.0
-
-
 class StatusReporter:
     """Keeps `trainer/status.json`: what the trainer does, or what it waits for, and every slot."""
 
@@ -145,7 +124,8 @@ class StatusReporter:
         self._manager = manager
         self._num_updates = 0
         self._progress = 0
-        self._rate = TokenRate()
+        self._rate = TokenRate(RATE_WINDOW_S)
+        self._num_tokens = 0
         self._time_s: dict[str, float] = {}
         self._total_s = dict.fromkeys(PHASES, 0.0)
 
@@ -168,7 +148,7 @@ class StatusReporter:
         self._num_updates += 1
         self._time_s = dict(time_s)
         self.spent(time_s)
-        self._rate.add(num_tokens)
+        self._num_tokens += num_tokens
         self.training()
 
     def spent(self, time_s: dict[str, float]) -> None:
@@ -191,7 +171,7 @@ class StatusReporter:
             time_s=self._time_s,
             total_s=self._total_s,
             num_updates=self._num_updates,
-            tokens_per_s=self._rate.per_s(),
+            tokens_per_s=self._rate.per_s(self._num_tokens),
         )
 
     def _runs(self) -> dict[str, TrainerRunStatus]:

@@ -2,7 +2,7 @@
 
 So a disk that is slow or hangs for one run's folder holds up that run alone. When a job fails, what the same run still
 has to write is dropped and nothing more of it is taken. The main thread learns of each end in `take_results`, so every
-decision stays with it. Knows no files and no tensors.
+decision stays with it. Independent of files and tensors.
 """
 
 from __future__ import annotations

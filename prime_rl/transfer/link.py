@@ -74,7 +74,7 @@ def answer_key(ticket: str) -> str:
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """What tells a GPU from all others, on any machine; None for a CPU."""
+    """What identifies a GPU, on any machine; None for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
@@ -88,7 +88,7 @@ def listen(host: str, port: int, timeout_s: float) -> TCPStore:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
-        # torch by itself listens on every address of the machine.
+        # Without a socket torch listens on every address of the machine.
         master_listen_fd=sock.detach(),
     )
 

@@ -16,11 +16,11 @@ def set_up_memory() -> bool:
     """What happens to the memory of the tensors of a pass on a CPU. Call it before the first tensor is made.
 
     Left alone, glibc decides by what was freed last, and a block that goes back to the system is cleared when it comes
-    again: a third of a pass. Here blocks of up to 32 MiB lie in one heap and are used again. The tensors go in another
+    again: a third of a pass. Here blocks of up to 32 MiB are in one heap and are used again. The tensors go in another
     order than they came, so the heap has holes; a pass that is to take little memory calls `give_back_holes` from time
     to time. What holes take is in `fit.predict`.
 
-    Returns whether the C library knows such a thing.
+    Returns whether the C library has this setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     return mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _MOST_BYTES) == 1

@@ -59,7 +59,7 @@ def end_all(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
 
 
 def living(child: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """What lives below this process; orphans that became ours are reaped on the way."""
+    """The processes below this one; orphans that became ours are reaped on the way."""
     child.poll()
     for process in psutil.Process().children():
         if process.pid != child.pid:

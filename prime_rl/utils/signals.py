@@ -11,7 +11,7 @@ import queue
 import signal
 from types import FrameType
 
-# A shell's exit code for a process that a signal ended; ours exit by themselves with the same code.
+# A shell's exit code for a process that a signal ended; ours exit with the same code.
 EXIT_TERMINAL_GONE = 128 + signal.SIGHUP
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM

@@ -221,7 +221,8 @@ def test_a_full_queue_is_said_together_with_when_to_come_again(server: RunningSe
         wait_for(lambda: num_running(server) == 4, "rows to run", timeout_s=PATIENCE_S)
         response = ask(100)
         assert response.status_code == 503 and response.headers["retry-after"] == "1"
-        said = re.fullmatch(r"(\d+) choices already wait, at most 256 may .+: try again in 1 s\.", error_of(response))
+        words = r"(\d+) choices already wait, at most 256 may \(embedded\.max_waiting\): try again in 1 s\."
+        said = re.fullmatch(words, error_of(response))
         # Four of the 200 run; where this came late, others have run and ended before.
         assert said is not None and 156 < int(said[1]) <= 196, error_of(response)
     wait_for(lambda: num_running(server) == 0, "the rows to be free", timeout_s=PATIENCE_S)

@@ -20,7 +20,7 @@ from prime_rl.inference.checks import StartError, base_url, bind, check_model, i
 from prime_rl.inference.embedded.protocol import ChatRequest, CompletionRequest, parsed
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import MAX_BODY_BYTES, Guard, confined_adapter
-from prime_rl.inference.reporting import WINDOW_S, Reporter, Snapshot
+from prime_rl.inference.reporting import WINDOW_S, EngineReporter, Snapshot
 from prime_rl.inference.serve import EngineFailed, serve
 from prime_rl.inference.vllm.arguments import command_line, environment, round_rank, server_arguments
 
@@ -229,7 +229,7 @@ async def test_the_loop_of_an_idle_server_turns(tmp_path: Path) -> None:
         writer.update(state=f"look {writer.status.loop}")
         return (writer.status.loop or 0) >= 3
 
-    reporter = Reporter(writer, Snapshot)
+    reporter = EngineReporter(writer, Snapshot)
     await asyncio.wait_for(
         serve(echo, bind("127.0.0.1", 0), stop=stop, engine_alive=lambda: True, status=writer, reporter=reporter), 60
     )
@@ -248,8 +248,8 @@ def test_tokens_per_second_are_those_of_the_last_seconds(tmp_path: Path) -> None
     writer = StatusWriter(OutputDir(tmp_path).inference_status, InferenceStatus())
     first = Snapshot(adapters=["run_a@v1"], num_running=3, num_waiting=1, kv_use=0.25)
     snapshots = [replace(first, num_tokens=n) for n in (0, 100, 300)]
-    times = [0.0, 1.0, 2.0]
-    reporter = Reporter(writer, lambda: snapshots.pop(0), clock=lambda: times.pop(0))
+    times = [0.0, 0.0, 1.0, 2.0]
+    reporter = EngineReporter(writer, lambda: snapshots.pop(0), clock=lambda: times.pop(0))
     rates = []
     for _ in range(3):
         reporter.tick()
@@ -275,7 +275,7 @@ async def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:
             stop=lambda: False,
             engine_alive=lambda: alive.pop(0),
             status=writer,
-            reporter=Reporter(writer, Snapshot),
+            reporter=EngineReporter(writer, Snapshot),
         )
     assert alive == []
     writer.close()

@@ -24,7 +24,7 @@ from prime_rl.orchestrator.checkpoint import (
 )
 from prime_rl.orchestrator.evaluate import next_due
 from prime_rl.orchestrator.ledger import MAX_FILTERED_BATCHES, GroupLedger
-from prime_rl.orchestrator.metrics import TokenRate, last_eval_step, write_metrics
+from prime_rl.orchestrator.metrics import last_eval_step, write_metrics
 from prime_rl.orchestrator.rollout import Group, Rollout, derive_seed
 from prime_rl.orchestrator.sampler import ExampleSampler
 from tests.orchestrator_support import TalkEnv, make_run
@@ -370,14 +370,6 @@ def test_checkpoints_are_due_at_the_interval_and_at_the_end() -> None:
 
 
 # -- figures ----
-
-
-def test_the_token_rate_is_taken_over_a_window_of_batches() -> None:
-    now = [0.0]
-    rate = TokenRate(lambda: now[0])
-    assert rate.per_s(50) == 0.0  # no time has passed
-    for now[0], total, expected in ((2.0, 100, 50), (2.0, 100, 50), (12.0, 600, 50), (22.0, 600, 0)):
-        assert rate.per_s(total) == expected
 
 
 def test_metrics_lines_are_json_and_the_newest_evaluation_is_found(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ _OFF = {**_CUTS, **_PENALTIES, "min_tokens": 0}
 
 
 class SamplingParams(Struct, kw_only=True):
-    """How one request is sampled, in the fields of clients; what is not said here is in `configs.sampling`.
+    """How one request is sampled, in the fields of clients; the rest is described in `configs.sampling`.
 
     Attributes:
         n: choices of each prompt.

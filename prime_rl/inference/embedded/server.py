@@ -15,7 +15,7 @@ from prime_rl.inference.embedded.model import ModelError, Served, load_model
 from prime_rl.inference.embedded.text import Text
 from prime_rl.inference.front import build_app
 from prime_rl.inference.limits import max_model_len
-from prime_rl.inference.reporting import Reporter
+from prime_rl.inference.reporting import EngineReporter
 from prime_rl.inference.serve import EngineFailed, serve
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ async def _serve(context: ServerContext, served: Served, text: Text) -> None:
             stop=context.stop,
             engine_alive=lambda: engine.alive,
             status=context.status,
-            reporter=Reporter(context.status, engine.stats),
+            reporter=EngineReporter(context.status, engine.stats),
             abort=engine.stop,
         )
     finally:

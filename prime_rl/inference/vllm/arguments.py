@@ -24,7 +24,7 @@ MIN_BATCHED_TOKENS = 8192
 
 
 def environment(config: InferenceConfig, tmp: Path) -> dict[str, str]:
-    """Environment variables of vLLM for this config; its sockets lie in `tmp`."""
+    """Environment variables of vLLM for this config; its sockets are in `tmp`."""
     env = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -53,7 +53,7 @@ def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: boo
         "logprobs_mode": config.logprobs_mode,
         # Else top_k, top_p and temperature of the model's own generation config would apply unasked.
         "generation_config": "vllm",
-        # Let its processes end by themselves: killed ones leave shared memory behind.
+        # Give its processes time to end: killed ones leave shared memory behind.
         "shutdown_timeout": 2,
         "worker_extension_cls": WORKER_EXTENSION_CLS[config.broadcast.type],
     }

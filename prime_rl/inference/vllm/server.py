@@ -25,7 +25,7 @@ from prime_rl.inference.context import ServerContext
 from prime_rl.inference.front import build_app
 from prime_rl.inference.limits import adapter_bytes, check_adapter_room, max_model_len
 from prime_rl.inference.private_tmp import private_tmp
-from prime_rl.inference.reporting import Reporter, Snapshot
+from prime_rl.inference.reporting import EngineReporter, Snapshot
 from prime_rl.inference.serve import POLL_S, EngineFailed, serve
 from prime_rl.inference.vllm.adapters import AdapterGate
 from prime_rl.inference.vllm.arguments import CPU_LORAS_PER_LORA, command_line, environment, server_arguments
@@ -113,7 +113,7 @@ async def _serve(context: ServerContext, arguments: dict[str, Any], started: thr
             stop=context.stop,
             engine_alive=lambda: not (engine.errored or control.failed),
             status=context.status,
-            reporter=Reporter(context.status, lambda: _snapshot(sorted(adapters))),
+            reporter=EngineReporter(context.status, lambda: _snapshot(sorted(adapters))),
         )
 
 

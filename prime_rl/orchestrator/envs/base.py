@@ -22,7 +22,7 @@ class BuiltInArgs(BaseConfig):
     """What `[env.args]` of every built-in environment has."""
 
     wording: Literal["full", "short"] = "full"
-    """How the policy is asked: "full" tells what to do and which form of answer counts, as a chat model expects it;
+    """How the policy is asked: "full" describes the task and which form of answer counts, as a chat model expects it;
     "short" is a few words, which is all that the base model of `prl make-base` was taught."""
 
 

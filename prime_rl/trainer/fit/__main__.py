@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         complain("prl fit", error)
         return 2
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # torch and transformers take seconds to import: not before the question is known to be one.
+    # torch and transformers take seconds to import: not before the flags are read and checked.
     with heavy_imports():
         from prime_rl.trainer.fit.answer import answer
         from prime_rl.trainer.fit.auto import DoesNotFit

@@ -17,7 +17,7 @@ CPU_SHARE = 0.5
 
 
 class DoesNotFit(ValueError):
-    """Not even the least fits; the message is one line that tells what to lower."""
+    """Not even the least fits; the message is one line that names what to lower."""
 
 
 def with_numbers(

@@ -56,7 +56,7 @@ class Setting:
         offloads: whether they keep what they need for that in the memory of the host, apart from the device's.
         packs: whether rows lie end to end.
         num_ranks: GPUs that the model is sharded over.
-        host_copies: copies of all trained weights that lie in the same memory.
+        host_copies: copies of all trained weights in the same memory.
         reuses_blocks: whether memory is a heap with holes: on a CPU.
         lean_mlps: whether gated MLPs are computed again, where layers are not.
     """

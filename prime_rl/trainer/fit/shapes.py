@@ -10,7 +10,7 @@ from prime_rl.configs.fit_flags import SHAPES
 
 
 class UnknownModel(ValueError):
-    """No such shape, folder or model; the message is one line that says what there is."""
+    """No such shape, folder or model; the message is one line with the names that exist."""
 
 
 def model_config(name: str) -> PretrainedConfig:

@@ -157,7 +157,7 @@ class Channel:
             self._store.add("beat", 1)
 
     def peek(self) -> Message:
-        """Other ranks: the next message, left in place. Waits for it as long as rank 0 lives."""
+        """Other ranks: the next message, left in place. Waits for it as long as rank 0 runs."""
         if self._peeked is None:
             key = f"message/{self._message_number + 1}/{self.rank}"
             self._wait(key, f"rank {self.rank}: rank 0 to send message {self._message_number + 1}")

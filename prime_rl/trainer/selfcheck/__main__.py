@@ -2,9 +2,9 @@
 
     python -m prime_rl.trainer.selfcheck WORKSPACE [--json] [--tolerance 1e-4] [--run ID]...
 
-Each run is trained again by itself, then together with all others: in other slots, in small and in large packs. Two
+Each run is trained again alone, then together with all others: in other slots, in small and in large packs. Two
 lines each run report by how much its adapter differs, relative to its size: with neighbours from without, and the one
-that the workspace published from the one that was trained again by itself. The workspace is only read. How a recording
+that the workspace published from the one that was trained again alone. The workspace is only read. How a recording
 is replayed is in `replay`.
 """
 
@@ -136,7 +136,7 @@ def check(
 
 
 def _published(recording: Recording) -> dict[str, Tensor] | Reached:
-    """The adapter to compare, or why there is none."""
+    """The adapter to compare, or why nothing can be compared."""
     from prime_rl.trainer.selfcheck.replay import ReplayError, read_published
 
     try:
