@@ -18,6 +18,7 @@ from typing import Any
 
 from prime_rl.orchestrator.curriculum import Curricula
 from prime_rl.orchestrator.envs.base import Environment, Example
+from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.pools import Pools
 
 # For one that stands in for a settled example; if nearly all are settled, the example itself is as good as any.
@@ -33,7 +34,7 @@ class Pick:
 
 
 class ExampleSampler:
-    """The endless example order of a run. Raises ValueError for an environment without train examples.
+    """The endless example order of a run. Raises EnvironmentBroken for one without train examples.
 
     Args:
         weights: by the names of `envs`; without, all are alike.
@@ -66,7 +67,7 @@ class ExampleSampler:
         self._rounds = array("I")
         self._counts = [0] * len(given)
         if empty := [name for name, examples in self._examples if not examples]:
-            raise ValueError(f"env {empty[0]}: its train split has no examples: change its args, or the environment")
+            raise EnvironmentBroken(f"env {empty[0]}: its train split has no examples: change its args or its code")
         self._of_level: dict[tuple[str, int], list[Example]] = {}
         for name, examples in self._examples:
             for example in examples:

@@ -22,9 +22,11 @@ from prime_rl.orchestrator.checkpoint import (
     find_progress,
     save_state,
 )
+from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.evaluate import next_due
 from prime_rl.orchestrator.ledger import MAX_FILTERED_BATCHES, GroupLedger
 from prime_rl.orchestrator.metrics import last_eval_step, write_metrics
+from prime_rl.orchestrator.orchestrator import FINAL
 from prime_rl.orchestrator.rollout import Group, Rollout, derive_seed
 from prime_rl.orchestrator.sampler import ExampleSampler
 from tests.orchestrator_support import TalkEnv, make_run
@@ -83,9 +85,10 @@ def test_weights_are_shares_of_any_stretch_and_skip_no_example(weights: dict[str
     assert [late.pick(index) for index in (399, 12, 200)] == [picks[index] for index in (399, 12, 200)]
 
 
-def test_an_environment_without_examples_is_refused() -> None:
-    with pytest.raises(ValueError, match="env empty"):
-        ExampleSampler({"empty": TalkEnv(num_examples=0)}, seed=0)
+def test_an_environment_without_examples_ends_its_run() -> None:
+    with pytest.raises(EnvironmentBroken, match=r"^env b: its train split has no examples"):
+        ExampleSampler({"a": TalkEnv(), "b": TalkEnv(num_examples=0)}, seed=0)
+    assert EnvironmentBroken in FINAL
 
 
 def test_seeds_differ_by_every_part() -> None:

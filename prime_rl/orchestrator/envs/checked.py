@@ -52,7 +52,7 @@ class Interrupted(EnvironmentFault):
 
 
 class EnvironmentBroken(RuntimeError):
-    """The environment fails too often to go on."""
+    """The environment fails too often to go on, or has no examples."""
 
 
 class RolloutMeter:
