@@ -245,6 +245,5 @@ async def test_more_marked_runs_than_fit_into_the_charts_are_counted(workspace: 
         screen = app.screen
         assert isinstance(screen, RunScreen) and screen.run_id == first
         assert screen.charts.view.compare == tuple(table.run_ids[1 : MAX_COMPARED + 1])
-        assert f"7 of 8 runs are drawn beside {first}; w chooses others" in [
-            note.message for note in app._notifications
-        ]
+        words = f"7 of 8 runs are drawn beside {first}; w chooses others"
+        await until(pilot, lambda: any(note.message == words for note in app._notifications), words)
