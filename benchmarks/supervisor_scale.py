@@ -62,7 +62,7 @@ class Job(Allocation):
     nodes: tuple[str, ...] = ()
     commands: list[Sequence[str]] = field(default_factory=list)
 
-    def usable_nodes(self, timeout_s: float = 0.0) -> list[str]:
+    def usable_nodes(self, timeout_s: float | None = None) -> list[str]:
         """All nodes of the job."""
         return list(self.nodes)
 

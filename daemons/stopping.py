@@ -5,6 +5,7 @@ What people ask for is `up_and_down`; a Slurm job is ended by `submit`.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -118,4 +119,6 @@ def _holder(output: OutputDir) -> ProcessId:
         )
     if not info.lives_here():
         raise LaunchError(f"the supervisor runs on another machine or is unknown ({info}): run prl down there")
+    if info.pid == os.getpid():  # the console, whose other thread starts the workspace
+        raise LaunchError("the workspace is being started here: stop it when it is up")
     return info.process

@@ -197,7 +197,8 @@ def _short(path: Path) -> Path:
 def _make_model(name: str, output: OutputDir, stop: Callable[[], bool], say: Say, is_quiet: bool) -> None:
     """Under the workspace's lock, so that `prl status` and `prl down` find who is at work here.
 
-    Where another process has the lock nothing is made, and `starting.prepare` names it. Raises LaunchError.
+    Not in the console (`is_quiet`), which `prl down` would end. Where another process has the lock nothing is made, and
+    `starting.prepare` names it. Raises LaunchError.
     """
     from daemons.base_model import make_base_model
 
@@ -206,10 +207,13 @@ def _make_model(name: str, output: OutputDir, stop: Callable[[], bool], say: Say
         return
     try:
         stopping.refuse_rival(output)
-        lock.write_info(time.time())
-        make_base_model(name, stop, say, is_quiet=is_quiet)
+        if not is_quiet:
+            lock.write_info(time.time())
+            make_base_model(name, stop, say, is_quiet=False)
     finally:
         lock.release()
+    if is_quiet:
+        make_base_model(name, stop, say, is_quiet=True)
 
 
 def _reap(child: subprocess.Popen[bytes]) -> None:

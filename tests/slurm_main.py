@@ -91,7 +91,7 @@ class Acts:
 
 def main(folder: Path) -> None:
     # No supervisor's loop waits here: a controller on a busy host is given the time it takes.
-    slurm.COMMAND_TIMEOUT_S = PATIENCE_S
+    slurm.COMMAND_TIMEOUT_S = slurm.FIRST_TIMEOUT_S = PATIENCE_S
     output = OutputDir(folder)
     output.daemons.mkdir(parents=True)
     acts = Acts(output)

@@ -174,7 +174,7 @@ def workspace_view(workspace: Workspace, disk: DiskView | None, holder: Supervis
     if workspace.daemons:
         parts += [daemons_table(workspace.daemons), Text("")]
     elif holder is not None and holder.lives_here():
-        words = f"prl up is preparing ({holder}): it builds a missing base model, then it starts the daemons"
+        words = f"prl up is preparing ({holder}): it may have to build a base model, then it starts the daemons"
         parts.append(cell(words, 1_000))
     else:
         parts.append(Text("nothing is running: start the workspace with prl up"))

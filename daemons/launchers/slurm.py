@@ -49,7 +49,9 @@ from prime_rl.utils.secrets import handed_over, nameless_file, read_secret
 ENGINE = "slurm"
 # A controller that is busy answers within moments; one that is away must not stop the supervisor's loop for long.
 COMMAND_TIMEOUT_S = 5.0
-# What a person or a first start asks waits longer: a controller may be restarting, and no daemon waits meanwhile.
+# The first question decides whether `prl up` succeeds; the loop still turns before the supervisor counts as stalled.
+FIRST_TIMEOUT_S = 12.0
+# A command of a person waits longer: a controller may be restarting, and the job waits in its queue meanwhile.
 PATIENT_TIMEOUT_S = 60.0
 # After srun has ended, what its agents wrote last may still be on its way through a shared folder.
 SETTLE_S = 4.0
@@ -86,10 +88,11 @@ class Allocation:
         job = environ.get("SLURM_JOB_ID")
         return cls(job, environ.get("SLURM_RESTART_COUNT", "0")) if job else None
 
-    def usable_nodes(self, timeout_s: float = PATIENT_TIMEOUT_S) -> list[str]:
+    def usable_nodes(self, timeout_s: float | None = None) -> list[str]:
         """The nodes that the job has now and that can run a step, in its order. Raises LaunchError.
 
-        A node that was lost is not the job's any more, also when it is back. `timeout_s`: for each question to Slurm.
+        A node that was lost is not the job's any more, also when it is back. `timeout_s`: of each command, as in
+        `run_slurm`.
         """
         nodelist = run_slurm("squeue", "-h", "-j", self.job, "-o", "%N", timeout_s=timeout_s).strip()
         names = run_slurm("scontrol", "show", "hostnames", nodelist, timeout_s=timeout_s).split()
@@ -150,6 +153,7 @@ class Slurm:
         self._started: dict[str, tuple[str, Place]] = {}
         self._lost: dict[str, float] = {}
         self._usable: tuple[float, list[str]] | None = None
+        self._has_asked = False
         self._last_resorts: dict[str, threading.Thread] = {}
         self._beats = Beats()
 
@@ -258,7 +262,8 @@ class Slurm:
         now = time.monotonic()
         self._lost = {node: at for node, at in self._lost.items() if now - at < AVOID_S}
         if self._usable is None or now - self._usable[0] > NODES_KNOWN_S:
-            self._usable = (now, here.usable_nodes(COMMAND_TIMEOUT_S if self._started else PATIENT_TIMEOUT_S))
+            limit_s, self._has_asked = None if self._has_asked else FIRST_TIMEOUT_S, True
+            self._usable = (now, here.usable_nodes(limit_s))
         usable = self._usable[1]
         up = [node for node in usable if node not in self._lost] or usable
         taken, trainer = dict(self._started.values()), trainer_spec(self.output)

@@ -51,7 +51,10 @@ class ProbeServer:
 
 
 def patience_s(every_s: float) -> float:
-    """Timeout of one probe: the pause before it and three failed probes take as long as a dead node is silent."""
+    """Timeout of one probe: the pause before it and three failed probes take as long as a dead node is silent.
+
+    That many count against the master; a single worker has one more.
+    """
     return (dead_after_s(every_s) - every_s) / SUSPECT_AFTER_BEATS
 
 

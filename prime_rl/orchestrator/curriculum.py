@@ -89,7 +89,7 @@ class Curricula:
         made = {}
         for config in configs:
             if config.curriculum is not None:
-                num_levels = 1 + max(example.level for example in envs[config.label].examples("train"))
+                num_levels = 1 + max((example.level for example in envs[config.label].examples("train")), default=0)
                 made[config.label] = Curriculum(config.curriculum, num_levels, config.reward_range[1])
         return cls(made)
 

@@ -150,7 +150,7 @@ async def set_up(
 
 
 def make_sampler(config: OrchestratorConfig, envs: Environments, progress: Progress) -> ExampleSampler:
-    """The example order, with what `progress` holds about the examples. Raises CheckpointError."""
+    """The example order, with what `progress` holds about the examples. Raises CheckpointError, EnvironmentBroken."""
     pools = Pools(envs, {env.label: env.reward_range for env in config.env})
     curricula = Curricula.of(config.env, envs)
     try:

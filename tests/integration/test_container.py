@@ -18,7 +18,7 @@ from tests.patience import PATIENCE_S
 ROOT = Path(__file__).parents[2]
 IMAGE = "localhost/prl:test"
 # The base image, or a package, cannot be had here.
-NO_NETWORK = ("pull", "registry", "dns error", "error sending request", "Temporary failure", "timed out")
+NO_NETWORK = ("dial tcp", "dns error", "error sending request", "NewConnectionError", "Temporary failure")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("container")]
 
 
@@ -44,8 +44,9 @@ def image(program: str) -> Iterator[str]:
     file = ROOT / "deploy" / "container" / "Dockerfile"
     command = [program, "build", "-f", str(file), "--target", "cpu", "-t", IMAGE, *words, str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode and any(sign in done.stderr for sign in NO_NETWORK):
-        pytest.skip(f"the image's parts cannot be fetched here: {done.stderr.strip().splitlines()[-1]}")
+    end = "\n".join(done.stderr.strip().splitlines()[-8:])
+    if done.returncode and any(sign in end for sign in NO_NETWORK):
+        pytest.skip(f"the image's parts cannot be fetched here: {end}")
     assert done.returncode == 0, done.stderr[-4000:]
     yield IMAGE
     engine("rmi", IMAGE, program=program)
@@ -79,6 +80,7 @@ def test_a_workspace_runs_in_it_as_an_ordinary_user_and_goes_on_after_a_stop(
         assert engine("exec", name, "id", "-u", program=program) == "1000\n"
         prl("runs", "add", "/configs/demo/reverse.toml", "--set", "max_steps=1000")
         wait_for(lambda: (run()["step"] or 0) >= 2, "the second step", timeout_s=PATIENCE_S)
+        assert engine("exec", name, "stat", "-c", "%u", "/workspace/run_reverse", program=program) == "1000\n"
         engine("stop", name, program=program)
         assert engine("inspect", "--format", "{{.State.ExitCode}}", name, program=program) == "0\n"
         engine("start", name, program=program)
@@ -88,5 +90,3 @@ def test_a_workspace_runs_in_it_as_an_ordinary_user_and_goes_on_after_a_stop(
         wait_for(lambda: run()["step"] > step, "a step after the stop", timeout_s=PATIENCE_S)
     finally:
         engine("rm", "-f", name, program=program)
-    owners = {path.stat().st_uid for path in place.glob("run_*")}
-    assert owners == {1000}

@@ -18,6 +18,7 @@ from daemons import actions
 from daemons.cli import run
 from daemons.commands.views import runs_table
 from daemons.workspace_reader import read_workspace
+from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunStatus
 from prime_rl.utils.process import ProcessId
@@ -108,3 +109,21 @@ def test_the_head_of_a_list_is_enough(prl: Prl) -> None:
         ["bash", "-c", command], capture_output=True, text=True, env=prl.env, timeout=PATIENCE_S, check=False
     )
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
+
+
+def test_down_ends_a_start_that_builds_the_base_model(tmp_path: Path) -> None:
+    """From another terminal, which sees it under way; nothing is left of it."""
+    prl = [sys.executable, "-m", "daemons.cli"]
+    where = ["--output-dir", str(tmp_path / "out")]
+
+    def told(*words: str) -> str:
+        return subprocess.run([*prl, *words, *where], capture_output=True, text=True, check=True).stdout
+
+    up = subprocess.Popen([*prl, "up", *where], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: "prl up is preparing" in told("status"), "the start to be under way", timeout_s=PATIENCE_S)
+        assert "stopped, no process is left" in told("down")
+        assert up.wait(PATIENCE_S) == 130
+    finally:
+        up.kill()
+    assert told("status").startswith("nothing is running") and not (tmp_path / "models" / "base").exists()

@@ -11,9 +11,10 @@ import tomli_w
 from daemons.cli import run as prl
 from daemons.commands.up import choose_system
 from daemons.launchers.base import LaunchError
+from daemons.pidfile import SupervisorLock
 from daemons.specs import UP
 from daemons.starting import prepare
-from daemons.up_and_down import make_ready
+from daemons.up_and_down import make_ready, stop_workspace
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir
 
@@ -89,7 +90,29 @@ def test_while_the_base_model_is_made_status_tells_of_it_and_a_second_up_is_refu
 
     monkeypatch.setattr("daemons.base_model.make_base_model", make)
     with pytest.raises(LaunchError, match="no base model"):
-        make_ready(wanted, output, stop=lambda: False, say=print, is_quiet=True)
+        make_ready(wanted, output, stop=lambda: False, say=print, is_quiet=False)
     look()
     assert seen[0].startswith(f"prl up is preparing (pid {os.getpid()} since ")
     assert seen[1:] == ["nothing is running: start the workspace with prl up"]
+
+
+def test_the_console_is_not_ended_while_it_starts_the_workspace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the lock for the moment of `prepare` alone, and `stop` in its other thread does not end it then."""
+    wanted = choose_system([], tmp_path / "h")
+    output = OutputDir(wanted.system.output_dir)
+    was_running: list[bool] = []
+
+    def make(*args: object, **options: object) -> None:
+        was_running.append(stop_workspace(output.path, say=print))
+
+    monkeypatch.setattr("daemons.base_model.make_base_model", make)
+    assert make_ready(wanted, output, stop=lambda: False, say=print, is_quiet=True) is not None
+    assert was_running == [False]
+    lock = SupervisorLock.acquire(output)
+    assert lock is not None
+    lock.write_info(0.0)
+    with pytest.raises(LaunchError, match=r"^the workspace is being started here: stop it when it is up$"):
+        stop_workspace(output.path, say=print)
+    lock.release()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from prime_rl.contract.layout import OutputDir
+from tests.patience import PATIENCE_S
 
 WITHOUT_RAY = """
 import sys, time
@@ -30,6 +31,10 @@ def test_without_the_package_the_reason_has_the_command_that_installs_it(tmp_pat
     output = OutputDir(tmp_path)
     output.daemons.mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_RAY, str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", WITHOUT_RAY, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
     )
     assert done.stdout == 'the package ray is not installed: pip install "prl-multirun[ray]"\n', done.stderr

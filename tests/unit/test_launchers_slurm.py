@@ -30,6 +30,8 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, body in answers.items():
         put_command(folder, name, body)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
+    for name in ("COMMAND_TIMEOUT_S", "FIRST_TIMEOUT_S"):
+        monkeypatch.setattr(slurm, name, PATIENCE_S)
     return folder
 
 
@@ -48,7 +50,7 @@ def test_a_command_that_fails_is_told_by_its_first_line_or_exit_code(commands: P
     assert str(caught.value) == f"squeue -h failed: {said}"
 
 
-def test_slurm_has_longer_to_answer_while_no_daemon_runs(
+def test_slurm_has_longer_to_answer_the_first_question(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm, "COMMAND_TIMEOUT_S", 0.0)  # nothing answers in no time

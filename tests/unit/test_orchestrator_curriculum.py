@@ -15,6 +15,7 @@ from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.reasoning_gym import CurriculumConfig
 from prime_rl.orchestrator.curriculum import Curricula, Curriculum
 from prime_rl.orchestrator.envs import Example
+from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.sampler import ExampleSampler
 from tests.orchestrator_support import TalkEnv
 
@@ -145,3 +146,10 @@ def test_an_invalid_curriculum_is_refused_with_the_config(family: str, args: dic
     with pytest.raises(ValueError, match="args") as caught:
         EnvConfig(id=f"reasoning-gym:{family}", args=args)
     assert message in str(caught.value)
+
+
+def test_an_environment_without_examples_is_left_to_the_sampler() -> None:
+    config = EnvConfig(id="reasoning-gym:chain_sum", args={"curriculum": {}})
+    envs = {config.label: TalkEnv(num_examples=0)}
+    with pytest.raises(EnvironmentBroken, match="its train split has no examples"):
+        ExampleSampler(envs, 5, curricula=Curricula.of([config], envs))

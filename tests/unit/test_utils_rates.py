@@ -1,4 +1,4 @@
-"""The token rate: over a window of wall time, so that bursts do not make it jump and long work does not either."""
+"""The token rate: over a window of wall time, so that bursts do not make it jump, nor work that takes longer."""
 
 from __future__ import annotations
 

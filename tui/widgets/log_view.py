@@ -267,8 +267,9 @@ class LogView(Vertical, can_focus=False):
             return
         if not self.rows.lines:
             words = f"no log yet: {RunDir(Path(data.run_id)).log}"
-            if data.size and self.request.level:
-                words = f"no lines of level {LEVELS[self.request.level]} or above"
+            if data.size:
+                some = f" of level {LEVELS[self.request.level]} or above" if self.request.level else " in it yet"
+                words = f"no lines{some}"
             self._where.update(Text.styled(words, "muted"))
             return
         share = min(self._bottom_offset() / max(data.size, 1), 1.0)

@@ -135,13 +135,14 @@ class Engine:
         One adapter at a time. Raises ApiError 400 with one clear line.
         """
         slot = self._free_slot()
-        # Not closed here: when this is cancelled, its thread still reads. It is closed when neither needs it.
+        # Not closed when this is cancelled: its thread still reads, and closes it by dropping it.
         parts = served_parts(self.served.layers, folder)
         try:
             while (part := await asyncio.to_thread(next, parts, None)) is not None:
                 await self.change(partial(part.put, slot))
                 self.served.routing.scaling[slot] = part.config.scaling
         except (ValueError, OSError) as error:
+            parts.close()
             raise ApiError(400, f"adapter {name!r} is refused: {error}", param="lora_path") from error
         self._adapters[name] = slot, str(folder)
 
