@@ -344,6 +344,6 @@ def run_slurm(*command: str, timeout_s: float | None = None) -> str:
     except OSError as error:
         raise LaunchError(f"cannot run {command[0]}: {error}") from error
     if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        raise LaunchError(f"{' '.join(command)} failed: {said.splitlines()[0]}")
+        output = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        raise LaunchError(f"{' '.join(command)} failed: {output.splitlines()[0]}")
     return done.stdout

@@ -67,6 +67,28 @@ def turns_of(sample: TrainingSample) -> list[list[int]]:
     return [[token for _, token in group] for is_ours, group in itertools.groupby(marked, lambda m: m[0]) if is_ours]
 
 
+def check_sample(sample: TrainingSample, fake: LooksIntoTheBox, prompts: list[Any]) -> None:
+    """Both turns of the policy have a loss and the advantages of the taskset; the rest is the prompt and the tool's."""
+    turns = turns_of(sample)
+    assert len(turns) == 2 and all(turn in fake.sampled for turn in turns)
+    assert sum(sample.loss_mask) == sum(map(len, turns))
+    # The second prompt is the first, the first answer as it was sampled, and the tool's result.
+    assert sample.token_ids[: len(sample.token_ids) - len(turns[1])] in prompts
+    assert all((logprob != 0.0) == ours for logprob, ours in zip(sample.logprobs, sample.loss_mask, strict=True))
+    assert sample.reward == (1.0 if len(turns[1]) < 20 else 0.75)
+    assert sample.example_id in {"word-box/task-1", "word-box/task-3", "word-box/task-4"}
+    own = [value for value, ours in zip(sample.token_advantages, sample.loss_mask, strict=False) if ours]
+    first, second = ([0.5] * len(turns[0]), [float(at) for at in range(len(turns[1]))])
+    assert (
+        own
+        == {
+            "word-box/task-1": first + second,
+            "word-box/task-3": [],
+            "word-box/task-4": first + [0.0] * len(second),
+        }[sample.example_id]
+    )
+
+
 @pytest.mark.slow
 async def test_a_run_on_a_taskset_with_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{TASKSETS}{os.pathsep}{os.environ.get('PYTHONPATH', os.getcwd())}")
@@ -102,24 +124,7 @@ async def test_a_run_on_a_taskset_with_a_tool(tmp_path: Path, monkeypatch: pytes
     samples = [sample for step in (1, 2) for sample in read_batch(run.rollout_file(step)).samples]
     assert len(samples) == 8
     for sample in samples:
-        turns = turns_of(sample)
-        assert len(turns) == 2 and all(turn in fake.sampled for turn in turns)
-        assert sum(sample.loss_mask) == sum(map(len, turns))
-        # The second prompt is the first, the first answer as it was sampled, and the tool's result.
-        assert sample.token_ids[: len(sample.token_ids) - len(turns[1])] in prompts
-        assert all((logprob != 0.0) == ours for logprob, ours in zip(sample.logprobs, sample.loss_mask, strict=True))
-        assert sample.reward == (1.0 if len(turns[1]) < 20 else 0.75)
-        assert sample.example_id in {"word-box/task-1", "word-box/task-3", "word-box/task-4"}
-        own = [value for value, ours in zip(sample.token_advantages, sample.loss_mask, strict=False) if ours]
-        first, second = ([0.5] * len(turns[0]), [float(at) for at in range(len(turns[1]))])
-        assert (
-            own
-            == {
-                "word-box/task-1": first + second,
-                "word-box/task-3": [],
-                "word-box/task-4": first + [0.0] * len(second),
-            }[sample.example_id]
-        )
+        check_sample(sample, fake, prompts)
     lines = [json.loads(line) for line in run.orchestrator_metrics.read_text().splitlines()]
     steps = [line for line in lines if "reward/mean" in line]
     for line in steps:
