@@ -12,7 +12,7 @@ define CHECK_PYTHON
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-gpu lock demo test test-all coverage test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs docs-check wheel clean
+.PHONY: help install install-test install-gpu lock demo test test-slow test-all coverage test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs docs-check wheel clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -42,12 +42,15 @@ demo: install ## three runs on two slots, on this machine, from nothing to a rep
 test: install-test ## what to run before every commit: all tests but the slow ones, in some minutes
 	@$(PYTEST) -m "not slow"
 
+test-slow: install-test ## what `make test` leaves out, with the full budgets
+	@PRL_TEST_BUDGET=full $(PYTEST) -m slow
+
 test-all: install-test ## every test (real processes, real vLLM on the CPU), with the full budgets
 	@PRL_TEST_BUDGET=full $(PYTEST)
 
 coverage: install-test ## the same, and which lines and branches they reach, in all processes: build/coverage
 	@rm -rf build/coverage
-	@PRL_TEST_BUDGET=full PRL_TEST_LIMIT_S=120 COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
+	@PRL_TEST_BUDGET=full COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
 		COVERAGE_FILE=$(CURDIR)/build/coverage/data $(PYTEST); result=$$?; \
 	export COVERAGE_FILE=$(CURDIR)/build/coverage/data; \
 	$(BIN)/coverage combine -q && $(BIN)/coverage report; exit $$result

@@ -1,18 +1,16 @@
-"""What each test costs, measured so that a busy machine changes nothing: recorded, listed, and limited.
+"""What each test costs, measured so that a busy machine changes little: recorded and listed, never a failure.
 
-A plugin of pytest, loaded by `conftest.py`. `build/durations.json` keeps the figures; a test that costs more than
-`LIMIT_S` and is not marked `slow` fails.
+A plugin of pytest, loaded by `conftest.py`. `build/durations.json` keeps the figures; the output ends with the dearest.
 
 The cost of a test is `max(CPU seconds, seconds - pressure)`. CPU seconds are those of the test's process and of all
 that it started and that still belong to it (not what a daemon does that has left its parent); other programs do not add
 to them. The pressure is the time during the test in which
 some process of this machine waited for a CPU (/proc/pressure/cpu): a test can be late in it without being slow, so it
 does not count. On an idle machine the cost is the time that the test took; on a busy one it is less or the same,
-never more. Before a test fails, its cost is divided by the slowness of this machine, if it is above one: the CPU time
-of a fixed piece of work beside that of the machine for which the limit was set.
+never more.
 
 Counted are a test and its own fixtures. Fixtures that several tests share (module, session) are listed for
-themselves and have no limit.
+themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import contextlib
 import json
 import os
 import re
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,11 +27,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LIMIT_S = float(os.environ.get("PRL_TEST_LIMIT_S", "10"))
 FILE = Path(os.environ.get("PRL_TEST_DURATIONS", ROOT / "build" / "durations.json"))
 NUM_SHOWN = 10
-# CPU seconds of `_work` on the machine for which the limit was set: two cores of an Intel Xeon at 2.50 GHz.
-REFERENCE_S = 0.03
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PRESSURE = Path("/proc/pressure/cpu")
 
@@ -84,25 +78,6 @@ def cost_s(start: Reading, end: Reading) -> float:
     return max(end.cpu_s - start.cpu_s, end.time_s - start.time_s - (end.pressure_s - start.pressure_s))
 
 
-def slowness() -> float:
-    """How many times slower than the reference this machine works now; measured in CPU time, in about 0.3 s."""
-    return statistics.median(_work_s() for _ in range(5)) / REFERENCE_S
-
-
-def _work_s() -> float:
-    start = time.process_time()
-    _work()
-    return time.process_time() - start
-
-
-def _work() -> None:
-    """What tests do most: interpreted code over small objects."""
-    rows = [{"id": number, "text": str(number) * 3} for number in range(4_000)]
-    for _ in range(2):
-        text = json.dumps(sorted(rows, key=lambda row: row["text"]))
-        rows = [dict(row) for row in json.loads(text)]
-
-
 _shared = pytest.StashKey[list[float]]()
 _cost = pytest.StashKey[float]()
 _costs: dict[str, float] = {}
@@ -146,29 +121,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         item.user_properties.append(("cost_s", round(item.stash[_cost], 2)))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
-    report: pytest.TestReport = yield
-    if report.when == "call" and report.passed and not item.get_closest_marker("slow"):
-        words = too_dear(item.stash[_cost])
-        if words:
-            report.outcome, report.longrepr = "failed", words
-    return report
-
-
-def too_dear(found_s: float) -> str | None:
-    """Why a test that costs `found_s` here may not be unmarked; None where it may."""
-    if found_s <= LIMIT_S:
-        return None
-    slow = max(1.0, slowness())
-    if found_s / slow <= LIMIT_S:
-        return None
-    return (
-        f"It costs {found_s:.1f} s here and {found_s / slow:.1f} s on the reference machine; a test that is not marked "
-        f"`slow` may cost {LIMIT_S:g} s. Make it quicker, or mark it and keep a quicker test that guards the same."
-    )
-
-
 def without_group(nodeid: str) -> str:
     """xdist puts `@group` at the end of the ids of tests that stay together."""
     test, _, _ = nodeid.rpartition("@")
@@ -193,9 +145,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"dearest {title} (seconds of CPU, or of waiting on an idle machine)")
         for name, value in sorted(costs.items(), key=lambda each: -each[1])[:NUM_SHOWN]:
             terminalreporter.write_line(f"{value:8.1f}  {name}")
-    terminalreporter.write_line(
-        f"all tests {sum(_costs.values()):.0f} s, this machine's slowness {slowness():.2f}; {FILE}"
-    )
+    terminalreporter.write_line(f"all tests {sum(_costs.values()):.0f} s; {FILE}")
     _save()
 
 

@@ -1,4 +1,4 @@
-"""The limit for what a test may cost: it stands on every machine, however slow and busy."""
+"""The cost of a test: measured, listed, and never a reason to fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests import durations
 from tests.budgets import in_full
-from tests.durations import LIMIT_S, ROOT, Reading, cost_s, without_group
+from tests.durations import ROOT, Reading, cost_s, without_group
 
 START = Reading(time_s=100.0, cpu_s=10.0, pressure_s=50.0)
 
@@ -46,15 +46,6 @@ def test_without_pressure_figures_only_cpu_time_counts(monkeypatch: pytest.Monke
     start = Reading.now()
     end = Reading(start.time_s + 60.0, start.cpu_s + 1.0, start.pressure_s + 60.0)
     assert start.pressure_s == start.time_s and cost_s(start, end) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(("slowness", "is_refused"), [(1.0, True), (2.0, False), (0.5, True)])
-def test_the_limit_is_that_of_the_reference_machine(
-    monkeypatch: pytest.MonkeyPatch, slowness: float, is_refused: bool
-) -> None:
-    monkeypatch.setattr(durations, "slowness", lambda: slowness)
-    assert (durations.too_dear(1.5 * LIMIT_S) is not None) == is_refused
-    assert durations.too_dear(LIMIT_S) is None
 
 
 @pytest.mark.parametrize(
@@ -91,22 +82,18 @@ def test_marked(): work()
 
 
 @pytest.mark.parametrize("workers", ["0", *in_full("1")])
-def test_a_test_that_costs_too_much_fails_unless_it_is_marked_slow(tmp_path: Path, workers: str) -> None:
-    """In its own pytest, where a fifth of a second is the limit; also when a worker runs the tests."""
+def test_what_tests_cost_is_listed_and_fails_none(tmp_path: Path, workers: str) -> None:
+    """In its own pytest; also when a worker runs the tests."""
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: is slow\n")
     file = tmp_path / "build" / "durations.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-p", "tests.durations", "-n", workers]
-    environment = {**os.environ, "PRL_TEST_LIMIT_S": "0.1", "PRL_TEST_DURATIONS": str(file), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PRL_TEST_DURATIONS": str(file), "PYTHONPATH": str(ROOT)}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     done = subprocess.run([*command, "."], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
-    assert (
-        "FAILED test_some.py::test_late" in done.stdout
-        and "FAILED test_some.py::test_late_in_its_fixture" in done.stdout
-    )
-    assert "is not marked `slow`" in done.stdout.replace("\n", " ")
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout + done.stderr
     assert "dearest tests" in done.stdout and "dearest shared fixtures" in done.stdout
+    assert done.stdout.index("test_late") < done.stdout.index("test_quick")  # the dearest first
     found = json.loads(file.read_text())
     assert found["tests"].keys() == {f"test_some.py::{name}" for name in NAMES}
     assert found["tests"]["test_some.py::test_quick"] < 0.5 < found["tests"]["test_some.py::test_marked"]
