@@ -1,0 +1,188 @@
+"""Runs and requests that do harm, each beside two good runs of a living system: the good ones notice nothing.
+
+Both reach their last step; their weights are those that their batches lead to in a trainer of their own; no daemon was
+started more than once again; and the guilty run ends by itself, with a reason that names it. Quicker, each at the
+process that it attacks: `test_inference_engine`, `test_inference_sampling`, `test_trainer_faults`, `test_envs_run`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from prime_rl.contract.status import InferenceStatus, read_status
+from tests.patience import PATIENCE_S
+from tests.system_support import ROOT, Workspace, closed, make_workspace
+
+NUM_STEPS = 8
+GOOD = ("run_good_a", "run_good_b")
+BAD = "run_bad"
+TOLERANCE = 1e-4
+ENDED = {"failed", "evicted", "invalid", "finished"}
+SPARSE_BYTES = 2 << 30
+
+
+@pytest.fixture
+def neighbours(tmp_path: Path, untaught_model: Path) -> Iterator[Workspace]:
+    """A workspace with the embedded engine and a slot for each run; the good runs keep their batches."""
+    yield from closed(make_workspace(tmp_path, untaught_model, slots=3))
+
+
+@pytest.fixture
+def neighbours_on_vllm(tmp_path: Path, untaught_model: Path) -> Iterator[Workspace]:
+    yield from closed(make_workspace(tmp_path, untaught_model, slots=3, engine="vllm"))
+
+
+def config(workspace: Workspace, name: str, *changes: tuple[str, str], max_steps: int = NUM_STEPS) -> Path:
+    """The TOML file of a run, with some of its lines changed."""
+    path = workspace.write_run(name, max_steps=max_steps, seed=ord(name[-1]))
+    text = path.read_text().replace("[ckpt]", "[ckpt]\nkeep_rollouts = true")
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
+def add_good(workspace: Workspace) -> None:
+    workspace.up()
+    for run_id in GOOD:
+        workspace.prl("runs", "add", str(config(workspace, run_id.removeprefix("run_"))))
+
+
+def put_bad(workspace: Workspace, *changes: tuple[str, str]) -> None:
+    """Add the guilty run as somebody would who does not ask `prl` first: its file lands in its folder."""
+    path = config(workspace, "bad", *changes)
+    control = workspace.run_dir(BAD).control
+    control.mkdir(parents=True)
+    part = control / "part"
+    part.write_text(path.read_text())
+    part.rename(workspace.run_dir(BAD).orch_toml)
+
+
+def check_good(workspace: Workspace, *, daemons: tuple[str, ...] = ("trainer", "inference", *GOOD)) -> None:
+    """The good runs reach their end with the weights of undisturbed ones, and nothing had to be started twice again."""
+    seen: dict[str, int] = {}
+
+    def are_done() -> bool:
+        for daemon in workspace.json("status")["daemons"]:
+            seen[daemon["name"]] = max(daemon["num_restarts"], seen.get(daemon["name"], 0))
+        runs = workspace.runs()
+        assert not any(runs[run_id]["state"] in ENDED - {"finished"} for run_id in GOOD), runs
+        return all((runs[run_id]["state"], runs[run_id]["run_idx"]) == ("finished", None) for run_id in GOOD)
+
+    workspace.wait(are_done, "both good runs to reach their last step")
+    assert all(workspace.runs()[run_id]["step"] == NUM_STEPS for run_id in GOOD)
+    assert {name: seen.get(name, 0) for name in daemons if seen.get(name, 0) > 1} == {}
+    command = [sys.executable, "-m", "prime_rl.trainer.selfcheck", str(workspace.output_dir), "--json"]
+    command += [f"--tolerance={TOLERANCE}", *(f"--run={run_id}" for run_id in GOOD)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = json.loads(done.stdout)["runs"]
+    assert {each["run_id"] for each in verdicts} == set(GOOD)
+    for each in verdicts:
+        assert each["reached"]["ok"] and each["num_steps"] == NUM_STEPS, each
+
+
+def reason_of_bad(workspace: Workspace) -> str:
+    """Wait until the guilty run has ended, and return the reason that people are shown."""
+    workspace.wait(lambda: workspace.state(BAD) in ENDED, f"{BAD} to end by itself")
+    found = workspace.runs()[BAD]
+    assert found["state"] != "finished", found
+    return str(found["reason"])
+
+
+def inference_url(workspace: Workspace) -> str:
+    status = read_status(workspace.paths.inference_status, InferenceStatus)
+    assert status is not None and status.base_url
+    return status.base_url
+
+
+LR = ("lr = 0.003", "lr = 1e15")
+TEMPERATURE = ("max_tokens = 12", "max_tokens = 12\ntemperature = 1e-39")
+BATCH_SIZE = ("batch_size = 16", "batch_size = 4000000")
+TOO_SHORT = ("seed = ", "seq_len = 4\nseed = ")
+# The change of its config, and what the reason must name.
+HOSTILE = {
+    "a learning rate that ruins its weights": (LR, r"not finite.*lr|lr.*not finite"),
+    "a temperature that no float can divide by": (TEMPERATURE, r"sampling\.temperature"),
+    "a batch that no trainer can hold": (BATCH_SIZE, r"batch_size"),
+    "prompts longer than its sequences": (TOO_SHORT, r"seq_len"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_run_that_does_harm_ends_alone(neighbours: Workspace, name: str) -> None:
+    change, reason = HOSTILE[name]
+    add_good(neighbours)
+    put_bad(neighbours, change)
+    assert re.search(reason, reason_of_bad(neighbours)), reason_of_bad(neighbours)
+    check_good(neighbours)
+
+
+@pytest.mark.slow
+def test_a_batch_file_of_two_gigabytes_ends_its_run_alone(neighbours: Workspace) -> None:
+    """A sparse one, which takes no disk."""
+    add_good(neighbours)
+    file = neighbours.run_dir(BAD).rollout_file(1)
+    file.parent.mkdir(parents=True)
+    with file.open("wb") as made:
+        made.truncate(SPARSE_BYTES)
+    put_bad(neighbours)
+    reason = reason_of_bad(neighbours)
+    assert "rollouts/step_1" in reason and "bytes" in reason, reason
+    check_good(neighbours)
+
+
+@pytest.mark.slow
+def test_requests_that_do_harm_are_refused(neighbours: Workspace) -> None:
+    add_good(neighbours)
+    attack(neighbours)
+    check_good(neighbours)
+
+
+def attack(workspace: Workspace) -> None:
+    """Ask for what once ended the engine, until the good runs are through; each is refused with the field's name."""
+    hostile = [
+        ({"temperature": 1e-320}, "temperature"),
+        ({"temperature": 1e-39}, "temperature"),
+        ({"repetition_penalty": 1e-320}, "repetition_penalty"),
+        ({"prompt": "x" * 2_000_000}, "prompt"),
+        ({"prompt": ["x" * 2_000_000] * 8}, "prompt"),
+    ]
+    url = inference_url(workspace)
+    while True:
+        for fields, named in hostile:
+            body = {"model": str(workspace.model), "prompt": "x", "max_tokens": 4, **fields}
+            answer = httpx.post(f"{url}/completions", json=body, timeout=PATIENCE_S)
+            assert answer.status_code in (400, 413), answer.text
+            assert named in answer.text or "long" in answer.text, answer.text
+        if all(workspace.runs()[run_id]["state"] == "finished" for run_id in GOOD):
+            return
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in HOSTILE if HOSTILE[name][0] is not BATCH_SIZE])
+def test_a_run_that_does_harm_ends_alone_on_vllm(neighbours_on_vllm: Workspace, name: str) -> None:
+    change, reason = HOSTILE[name]
+    add_good(neighbours_on_vllm)
+    put_bad(neighbours_on_vllm, change)
+    assert re.search(reason, reason_of_bad(neighbours_on_vllm)), reason_of_bad(neighbours_on_vllm)
+    check_good(neighbours_on_vllm)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_requests_that_do_harm_are_refused_on_vllm(neighbours_on_vllm: Workspace) -> None:
+    add_good(neighbours_on_vllm)
+    attack(neighbours_on_vllm)
+    check_good(neighbours_on_vllm)
