@@ -35,7 +35,7 @@ from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import LOST_AFTER_S
 from prime_rl.utils import keeper
 from prime_rl.utils.process import ProcessId, boot_id
-from prime_rl.utils.secrets import handed_over
+from prime_rl.utils.secrets import handed_over, seal
 from prime_rl.utils.signals import StopFlag
 
 # In the environment of a daemon and all below it: which start they belong to.
@@ -387,6 +387,7 @@ def main(args: list[str]) -> int:
     if not argv:
         parser.error("the daemon's command must follow --")
     keeper.inherit_orphans()
+    seal()  # before the keys come
     output = OutputDir(options.output_dir)
     make_folder(output.starts)
     agent = Agent(output, options.name, options.start_id, options.node)
