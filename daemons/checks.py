@@ -120,7 +120,7 @@ def check_output_dir(path: Path) -> Check:
         return Check("output_dir", "broken", f"cannot read and write {place}", "choose another with --output-dir")
     folders = [path, *path.glob("*/"), *path.glob("daemons/*/"), *path.glob(f"{RUN_PREFIX}*/control/")]
     if found := [str(each) for each in folders if path == place and _may_others_write(each.lstat())]:
-        more = f" and {len(found) - 1} more folders" if len(found) > 1 else ""
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         advice = f"chmod go-w {found[0]}" if len(found) == 1 else f"chmod -R go-w {path}"
         return Check("output_dir", "warning", f"other users of this machine may write to {found[0]}{more}", advice)
     return Check("output_dir", "ok", f"{path}" if path.exists() else f"{path} does not exist yet; prl up creates it")

@@ -80,7 +80,7 @@ def loot(pid):
 
 
 def _become_ordinary() -> None:
-    """Runs before the program: another uid that may read files, as Python may stand in a home of root's, and no more."""
+    """Runs before the program: another uid, which may read files (Python may be in a home of root) and no more."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
     os.setgroups([])

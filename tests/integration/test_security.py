@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import tempfile
@@ -17,10 +16,7 @@ import psutil
 import pytest
 
 from daemons.exports import _staged
-from daemons.launchers.members import find_members, kill_all
 from daemons.pidfile import SupervisorLock
-from daemons.process import spawn
-from daemons.specs import orchestrator_spec
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir, list_rollout_steps
 from prime_rl.orchestrator.whole_weights import lease
