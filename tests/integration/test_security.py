@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
+import pickle
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -17,8 +20,13 @@ import pytest
 
 from daemons.exports import _staged
 from daemons.pidfile import SupervisorLock
+from prime_rl.configs.base import load_config
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir, list_rollout_steps
+from prime_rl.contract.status import RunStatus, read_status
+from prime_rl.contract.types import read_batch
+from prime_rl.lora.tensor_files import load_tensors
 from prime_rl.orchestrator.whole_weights import lease
 from prime_rl.utils.process import ProcessId
 from tests.attacker_support import CANARY, LOOT, OTHER_UID, ROOT, ordinary
@@ -289,3 +297,84 @@ async def test_another_account_cannot_take_a_lock_of_the_workspace(public: Path)
     assert modes == [0o600, 0o600, 0o700]
     assert not locks_it(output.supervisor_lock) and not locks_it(output.weights_lock)
     assert stat.S_IMODE((public / "export").stat().st_mode) == 0o755
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, made: Path) -> None:
+        self._made = made
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self._made),)
+
+
+def test_a_pickle_in_the_place_of_any_file_of_a_run_runs_nothing(tmp_path: Path) -> None:
+    data = pickle.dumps(Payload(tmp_path / "ran"))
+    pickle.loads(data)
+    (tmp_path / "ran").rmdir()  # the attack works where something is unpickled
+    file = tmp_path / "file"
+    readers: list[Callable[[], object]] = [
+        lambda: read_batch(file),
+        lambda: load_tensors(file),
+        lambda: load_config(OrchestratorConfig, file),
+    ]
+    for content in (data, b"__import__('os').mkdir('ran')", b'{"": "!!python/object/apply:os.mkdir [ran]"}'):
+        file.write_bytes(content)
+        for read in readers:
+            with pytest.raises(Exception):  # noqa: B017, PT011 (each has its own; what counts is what it did)
+                read()
+        assert read_status(file, RunStatus) is None
+        assert not (tmp_path / "ran").exists()
+
+
+def test_no_module_can_run_what_a_file_holds() -> None:
+    """The calls that turn text or bytes into code, and models that may bring theirs, in each module of the product."""
+    runs = {"eval", "exec", "__import__"} | {"pickle", "cPickle", "dill", "marshal", "shelve"}
+    for path in [path for package in ("prime_rl", "daemons", "tui") for path in (ROOT / package).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.Call):
+                names += [node.func.id] if isinstance(node.func, ast.Name) else []
+                may = [ast.unparse(each.value) for each in node.keywords if each.arg == "trust_remote_code"]
+                loads = isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
+                assert may == ["False"] * loads, f"{path}:{node.lineno}: or transformers asks at a terminal"
+            assert not runs.intersection(names), f"{path}:{getattr(node, 'lineno', 0)}"
+
+
+REMOTE_CODE = """
+import sys
+from prime_rl.configs.base import build
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.limits import max_model_len
+from prime_rl.trainer.model import ModelError, _load_base
+import torch
+for load in (lambda: _load_base(sys.argv[1], torch.float32),
+             lambda: max_model_len(build(InferenceConfig, {"model": {"name": sys.argv[1]}}, ""))):
+    try:
+        load()
+    except (ModelError, ValueError) as error:
+        print("custom code" in str(error) or "trust_remote_code" in str(error))
+"""
+
+
+@pytest.mark.slow
+def test_a_base_model_runs_no_code_of_its_own(tmp_path: Path) -> None:
+    model, ran = tmp_path / "model", tmp_path / "ran"
+    model.mkdir()
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}})
+    )
+    (model / "evil.py").write_text(f"import os\nos.mkdir({str(ran)!r})\nclass Evil: pass\n")
+    done = subprocess.run(
+        [sys.executable, "-c", REMOTE_CODE, str(model)],
+        env={**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
+        input="y\n" * 9,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        timeout=PATIENCE_S,
+    )
+    assert done.stdout == "True\nTrue\n", done.stderr
+    assert not ran.exists()
