@@ -244,7 +244,7 @@ class Agent:
             if (grace_s := self._requested()) is not None:
                 self.end(None, grace_s)
             self._kill_in_time()
-            _reap_orphans(self._child)
+            keeper.orphans((self._child.pid,))  # reaped; without this each would stay as a zombie
             self.beat()
         self._kill_rest()
         self._close(self._child.returncode, self.record.reason)
@@ -283,12 +283,8 @@ class Agent:
 
     def _kill_rest(self) -> None:
         """What the daemon left behind is a child of ours now."""
-        assert self._child is not None
         deadline = time.monotonic() + DEFAULT_GRACE_S
-        while (left := keeper.living(self._child)) and time.monotonic() < deadline:
-            for process in left:
-                keeper.send_signal(process, signal.SIGKILL)
-            psutil.wait_procs(left, timeout=LOOK_S)
+        while keeper.end_orphans(patience_s=LOOK_S) and time.monotonic() < deadline:
             self.beat()
 
     def _close(self, exit_code: int | None, reason: str | None) -> None:
@@ -334,16 +330,6 @@ def _end_earlier_starts(output: OutputDir, name: str, start_id: str) -> None:
             if other and (marks.get(WORKSPACE_MARK), marks.get(DAEMON_MARK)) == (workspace, name) and pid not in me:
                 found.add(ProcessId.of(pid))
     send_kill(found)
-
-
-def _reap_orphans(child: subprocess.Popen[bytes]) -> None:
-    """What the daemon's processes leave behind becomes ours; without this each would stay as a zombie."""
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            if ended.si_pid == child.pid:
-                child.poll()
-            else:
-                os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def _pidfd(pid: int) -> int | None:

@@ -27,6 +27,7 @@ GRACE_S = 1.5
 POLL_S = 0.1
 # How long processes are killed that start others as fast as they can.
 ORPHANS_END_S = 5.0
+ORPHANS_POLL_S = 0.001
 
 
 def main(argv: list[str]) -> int:
@@ -133,6 +134,7 @@ def end_orphans(
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() >= deadline:
             break
+        time.sleep(ORPHANS_POLL_S)
     return left
 
 
