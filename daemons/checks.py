@@ -6,8 +6,11 @@ A check returns what was found and, unless it is ok, what to do. `warning`: it w
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import grp
 import os
+import pwd
 import stat
 import tempfile
 import time
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from daemons.disk import DiskView
+from prime_rl.contract.layout import RUN_PREFIX
 from prime_rl.contract.status import HEARTBEAT_S
 from prime_rl.utils.extras import install_command
 from prime_rl.utils.mounts import events_come, file_system_type
@@ -114,10 +118,20 @@ def check_output_dir(path: Path) -> Check:
         return Check("output_dir", "broken", f"{place} is not a folder", "choose another with --output-dir")
     if not os.access(place, os.W_OK | os.X_OK | os.R_OK):
         return Check("output_dir", "broken", f"cannot read and write {place}", "choose another with --output-dir")
-    info = place.stat()
-    if path == place and info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
-        return Check("output_dir", "warning", f"every user of this machine may write to {path}", f"chmod o-w {path}")
+    folders = [path, *path.glob("*/"), *path.glob("daemons/*/"), *path.glob(f"{RUN_PREFIX}*/control/")]
+    if found := [str(each) for each in folders if path == place and _may_others_write(each.lstat())]:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        advice = f"chmod go-w {found[0]}" if len(found) == 1 else f"chmod -R go-w {path}"
+        return Check("output_dir", "warning", f"other users of this machine may write to {found[0]}{more}", advice)
     return Check("output_dir", "ok", f"{path}" if path.exists() else f"{path} does not exist yet; prl up creates it")
+
+
+def _may_others_write(info: os.stat_result) -> bool:
+    """Whether a folder is writable for all, or for a group that is not its owner's alone (by its name)."""
+    with contextlib.suppress(KeyError):  # a number without a name is a group of others
+        if stat.S_ISDIR(info.st_mode) and pwd.getpwuid(info.st_uid).pw_name == grp.getgrgid(info.st_gid).gr_name:
+            return bool(info.st_mode & stat.S_IWOTH)
+    return stat.S_ISDIR(info.st_mode) and bool(info.st_mode & (stat.S_IWOTH | stat.S_IWGRP))
 
 
 def check_file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Check:

@@ -168,8 +168,8 @@ def _staged(out: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".exporting", dir=out.parent))
     try:
         with _locked(folder):
-            folder.chmod(0o755)
             yield folder
+            folder.chmod(0o755)  # not before: whoever may read it may lock it
             for path in folder.iterdir():
                 _sync(path)
             _sync(folder)

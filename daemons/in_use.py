@@ -23,8 +23,11 @@ def users_of_run(output_dir: Path, run_id: str) -> list[str]:
         return users(output, output.run(run_id))
 
 
-def users(output: OutputDir, run: RunDir) -> list[str]:
-    """What must release a run before its folder may move."""
+def users(output: OutputDir, run: RunDir, *, claimed: bool = True) -> list[str]:
+    """What must release a run before its folder may move; without `claimed`, only what others than the run report.
+
+    The owner of a run may write anything into its status file, so what it claims must not keep the run for ever.
+    """
     found = []
     trainer = read_status(output.trainer_status, TrainerStatus)
     if trainer is not None and is_there(trainer):
@@ -32,7 +35,7 @@ def users(output: OutputDir, run: RunDir) -> list[str]:
             found.append(f"the trainer (slot {trainer.runs[run.run_id].run_idx})")
         elif run.run_id in trainer.waiting and run.evicted.exists():
             found.append("the trainer (its queue)")
-    status = read_status(run.status, RunStatus)
+    status = read_status(run.status, RunStatus) if claimed else None
     daemon = read_status(output.daemon_status(run.run_id), DaemonStatus)
     if status is not None and is_elsewhere(status) and is_there(status):
         return [*found, f"its orchestrator (pid {status.pid} on {status.host})"]
@@ -43,12 +46,17 @@ def users(output: OutputDir, run: RunDir) -> list[str]:
     return found
 
 
-def wait_until_released(output: OutputDir, run: RunDir, not_done: str, wait_s: float, on_progress: Progress) -> None:
-    """Wait until an evicted run is released. Raises ActionError; `not_done` is its text, such as "was not deleted"."""
+def wait_until_released(
+    output: OutputDir, run: RunDir, not_done: str, wait_s: float, on_progress: Progress, *, claimed: bool = True
+) -> None:
+    """Wait until an evicted run is released. Raises ActionError; `not_done` is its text, such as "was not deleted".
+
+    `claimed`: as in `users`.
+    """
     said: list[str] = []
 
     def free() -> bool:
-        said[:] = users(output, run)
+        said[:] = users(output, run, claimed=claimed)
         if said:
             on_progress(f"waiting for {' and '.join(said)} to release {run.run_id}")
         return not said

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from prime_rl.contract.files import WaitTimeout, open_file, read_file, read_text, wait_for, write_atomic
+from prime_rl.contract.files import WaitTimeout, open_lock, read_file, read_text, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import HEARTBEAT_S, MAX_STATUS_BYTES
 from prime_rl.utils.process import ProcessId, boot_id
@@ -107,7 +107,7 @@ class SupervisorLock:
         Raises OSError when the workspace is not writable.
         """
         output.daemons.mkdir(parents=True, exist_ok=True)
-        fd = open_file(output.supervisor_lock, os.O_RDWR | os.O_CREAT)
+        fd = open_lock(output.supervisor_lock)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

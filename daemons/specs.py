@@ -7,6 +7,8 @@ starts nothing (`supervisor` does).
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -211,6 +213,18 @@ def monitors_spec(output: OutputDir, system: SystemConfig | None = None) -> Daem
     """It reads its config itself: there is none where only runs ask for monitors."""
     module = module_of(MONITORS, (system or saved_system(output)).deployment.modules)
     return DaemonSpec(MONITORS, tuple(python_module(module, str(output.path))), output.log(MONITORS))
+
+
+def daemon_of(argv: Sequence[str]) -> tuple[str | None, str | None]:
+    """(workspace, name) of the daemon that was started with `argv`; None for both when it is none of ours."""
+    options = dict(itertools.pairwise(argv))
+    with contextlib.suppress(ValueError, IndexError):
+        if options.get("-m") == _MODULES[MONITORS]:
+            return argv[-1], MONITORS
+        config = Path(options["@"] if "-m" in options and "@" in options else "")
+        name = config.parts[-3] if config.name == "orch.toml" else config.stem
+        return str(config.parents[2]), replica_name(int(options.get("--replica", 0))) if name == INFERENCE else name
+    return None, None
 
 
 def orchestrator_spec(run: RunDir, system: SystemConfig | None = None) -> DaemonSpec:

@@ -48,7 +48,9 @@ from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, StatusWriter
 from prime_rl.utils.clock import SteadyClock
+from prime_rl.utils.keeper import inherit_orphans
 from prime_rl.utils.logger import complain, setup_logger
+from prime_rl.utils.secrets import seal
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.text import one_line
 from prime_rl.utils.watch import Watcher
@@ -336,6 +338,7 @@ def supervise(output: OutputDir, lock: SupervisorLock, stop: StopFlag, *, foregr
     """
     signal.signal(signal.SIGHUP, lambda signum, frame: stop.set())
     setup_logger("supervisor", stream=sys.stdout if foreground else None)
+    seal()
     try:
         system = load_config(SystemConfig, output.component_config(SYSTEM))
         # What `prl up` decided holds for every daemon that is started from here, whichever shell this was started in.
@@ -344,6 +347,8 @@ def supervise(output: OutputDir, lock: SupervisorLock, stop: StopFlag, *, foregr
         lock.write_info(time.time())
         relay = LogRelay(sys.stdout) if foreground else None
         launcher = launcher_of(system.deployment, output)
+        if system.deployment.engine == "local" and os.getpid() != 1:  # 1 inherits what is not its daemons' either
+            inherit_orphans()
         supervisor = Supervisor(output, system.supervisor, launcher, lock, stop, relay=relay)
         left = supervisor.run()
     finally:

@@ -39,18 +39,20 @@ def delete_run(
     wait_s: float = 60.0,
     on_progress: Progress = lambda message: None,
     reason: str = "",
+    claimed: bool = True,
 ) -> Path:
     """Move a run to the trash and return its path there; `undelete_run` restores it.
 
     A run that trains, or whose orchestrator lives, is refused unless `force`: then it is evicted, and the move waits up
-    to `wait_s` seconds until trainer and orchestrator have released it. Raises ActionError.
+    to `wait_s` seconds until trainer and orchestrator have released it. Without `claimed` that only the run's own
+    status file names an orchestrator counts for nothing. Raises ActionError.
     """
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"deleting {run_id}"):
         if not output.run(run_id).path.exists() and (lies := _in_trash(output, run_id)):
             return lies
         run = existing_run(output, run_id)
-        in_use_by = users(output, run)
+        in_use_by = users(output, run, claimed=claimed)
         if in_use_by and not force:
             raise ActionError(
                 f"{run_id} is in use by {' and '.join(in_use_by)}: evict it first (prl runs evict {run_id} "
@@ -62,7 +64,12 @@ def delete_run(
             pass
         if not run.evicted.exists() and run.control.exists():
             write_atomic(run.evicted, DELETED_NOTE)
-        wait_until_released(output, run, "was not deleted", wait_s, on_progress)
+        try:
+            wait_until_released(output, run, "was not deleted", wait_s, on_progress, claimed=claimed)
+        except ActionError as error:
+            if users(output, run, claimed=False):
+                raise
+            raise ActionError(f"{error}, or, as only its own status file names that, add --force") from error
         lies = _move_to_trash(output, run)
         output.start_request(run_id).unlink(missing_ok=True)
         audit.record(output, "delete", run_id, reason=reason, detail=f"to {lies.name}")

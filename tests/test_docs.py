@@ -54,6 +54,12 @@ def test_tests_exist(document: str, path: str, name: str) -> None:
     assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{document}: {path}::{name}"
 
 
+def test_each_promise_of_security_names_its_tests() -> None:
+    rows = [line for line in TEXT[ROOT / "SECURITY.md"].splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    assert [row for row in rows if not TEST_NAME.search(row.strip("| ").rpartition(" | ")[2])] == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_no_sentence_breaks_off(path: Path) -> None:
     """A paragraph and an item of a list end with a mark, unless a list or a table goes on from there."""

@@ -33,6 +33,7 @@ from prime_rl.contract.nodes import BeatWatch, SeenNode
 from prime_rl.contract.status import NodeStatus, Status, StatusWriter, read_status
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.process import ProcessId
+from prime_rl.utils.secrets import close_handed
 from prime_rl.utils.signals import StopFlag
 
 logger = logging.getLogger("alerts")
@@ -171,6 +172,7 @@ def main(argv: Sequence[str]) -> int:
         setup_logger("alerts", config.log.level)
         targets = [Target(name, send) for name, send in message_targets(config, os.environ)]
         heart = dead_man(config, os.environ)
+        close_handed()
     except (ConfigError, TargetError) as error:
         complain("alerts", error)
         return 2

@@ -107,6 +107,9 @@ def delete(
     run_ids: RunIdsArgument,
     output_dir: OutputDirOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; evict a run in use first.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also a run that only its own status file shows as in use; asks.")
+    ] = False,
     wait: Annotated[
         float, typer.Option(min=0, help="Seconds to wait until trainer and orchestrator release the run.")
     ] = 60.0,
@@ -122,10 +125,15 @@ def delete(
     progress = _say_once()
 
     def act(run_id: str) -> str:
-        if not actions.users_of_run(place, run_id):
+        in_use_by = actions.users_of_run(place, run_id)
+        if force and in_use_by:
+            _confirm(f"{run_id}: {' and '.join(in_use_by)} uses it; do not wait for what only it says itself?", yes)
+        elif not in_use_by:
             _confirm(f"move {run_id} to the trash?", yes)
         try:
-            trashed = actions.delete_run(place, run_id, force=yes, wait_s=wait, on_progress=progress, reason=reason)
+            trashed = actions.delete_run(
+                *(place, run_id), force=yes, wait_s=wait, on_progress=progress, reason=reason, claimed=not force
+            )
         except KeyboardInterrupt:
             complain(f"{run_id} was not deleted and stays evicted: delete it again, or prl runs readmit {run_id}")
             raise

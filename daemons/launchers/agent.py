@@ -35,7 +35,7 @@ from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import LOST_AFTER_S
 from prime_rl.utils import keeper
 from prime_rl.utils.process import ProcessId, boot_id
-from prime_rl.utils.secrets import handed_over
+from prime_rl.utils.secrets import handed_over, seal
 from prime_rl.utils.signals import StopFlag
 
 # In the environment of a daemon and all below it: which start they belong to.
@@ -244,7 +244,7 @@ class Agent:
             if (grace_s := self._requested()) is not None:
                 self.end(None, grace_s)
             self._kill_in_time()
-            _reap_orphans(self._child)
+            keeper.orphans((self._child.pid,))  # reaped; without this each would stay as a zombie
             self.beat()
         self._kill_rest()
         self._close(self._child.returncode, self.record.reason)
@@ -283,12 +283,8 @@ class Agent:
 
     def _kill_rest(self) -> None:
         """What the daemon left behind is a child of ours now."""
-        assert self._child is not None
         deadline = time.monotonic() + DEFAULT_GRACE_S
-        while (left := keeper.living(self._child)) and time.monotonic() < deadline:
-            for process in left:
-                keeper.send_signal(process, signal.SIGKILL)
-            psutil.wait_procs(left, timeout=LOOK_S)
+        while keeper.end_orphans(patience_s=LOOK_S) and time.monotonic() < deadline:
             self.beat()
 
     def _close(self, exit_code: int | None, reason: str | None) -> None:
@@ -336,16 +332,6 @@ def _end_earlier_starts(output: OutputDir, name: str, start_id: str) -> None:
     send_kill(found)
 
 
-def _reap_orphans(child: subprocess.Popen[bytes]) -> None:
-    """What the daemon's processes leave behind becomes ours; without this each would stay as a zombie."""
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            if ended.si_pid == child.pid:
-                child.poll()
-            else:
-                os.waitpid(ended.si_pid, os.WNOHANG)
-
-
 def _pidfd(pid: int) -> int | None:
     with contextlib.suppress(AttributeError, OSError):  # an old kernel, or too many open files
         return os.pidfd_open(pid)
@@ -387,6 +373,7 @@ def main(args: list[str]) -> int:
     if not argv:
         parser.error("the daemon's command must follow --")
     keeper.inherit_orphans()
+    seal()  # before the keys come
     output = OutputDir(options.output_dir)
     make_folder(output.starts)
     agent = Agent(output, options.name, options.start_id, options.node)

@@ -21,6 +21,7 @@ from daemons.process import spawn
 from daemons.specs import DaemonSpec
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus
+from prime_rl.utils.keeper import end_orphans
 from prime_rl.utils.process import ProcessId, boot_id
 
 ENGINE = "local"
@@ -61,7 +62,8 @@ class Local:
         return Alive(process)
 
     def has_news(self) -> bool:
-        """`Launcher.has_news`. Orphans of daemons that have ended are reaped on the way."""
+        """`Launcher.has_news`. Orphans of daemons are reaped on the way, and killed when they left their session."""
+        end_orphans(self._sessions(), lambda session: session not in self._sessions(), patience_s=0.0)
         own = frozenset(each.pid for each, child in self._children.items() if isinstance(child, OwnChild))
         return any_ended([child for each, child in self._children.items() if each not in self._killed], own)
 
@@ -109,8 +111,13 @@ class Local:
         return find_members(self.output.path, [], None, but=but)
 
     def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
-        """`Launcher.kill`. Our own children are reaped at every turn of the wait."""
-        return kill_all(strays, reap=self._reaping(tick))
+        """`Launcher.kill`, and all orphans. Our own children are reaped at every turn of the wait."""
+        left = kill_all(strays, reap=self._reaping(tick))
+        return left | {ProcessId.of(pid) for pid in end_orphans(self._sessions())}
+
+    def _sessions(self) -> set[int]:
+        """Of the daemons, each the first process of its own."""
+        return {handle.pid for handle in self._children}
 
     def _kill_living(self, handle: Handle) -> None:
         send_kill(find_members(self.output.path, [_process(handle)], {handle.name}))

@@ -1,7 +1,8 @@
 """The processes that belong to daemons of this machine: found, and ended with proof.
 
 A daemon is known by pid and start time, never by pid alone. What belongs to it is found three ways: same session,
-descendants, and the marks in the environment (`process`), which children inherit.
+descendants, and the marks in the environment (`process`), which children inherit. The environment of a process that
+holds a key cannot be read: `specs` tells what its command line means.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from daemons.process import DAEMON_MARK, KILL_WAIT_S, WORKSPACE_MARK
+from daemons.specs import daemon_of
 from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, wait_for
 from prime_rl.utils.process import ProcessId
 
@@ -90,17 +92,18 @@ def _process_table() -> Iterable[_Row]:
             parent, session = process.ppid(), os.getsid(pid)
         except (psutil.Error, OSError):
             continue
-        try:
-            environ = process.environ()
-        except (psutil.Error, OSError):
-            environ = {}
-        yield _Row(
-            identity,
-            parent,
-            session,
-            environ.get(WORKSPACE_MARK),
-            environ.get(DAEMON_MARK, environ.get(_OLD_DAEMON_MARK)),
-        )
+        yield _Row(identity, parent, session, *_marks(process))
+
+
+def _marks(process: psutil.Process) -> tuple[str | None, str | None]:
+    """(workspace, daemon) of a process. One that is sealed shows no environment: then by its command."""
+    with contextlib.suppress(psutil.Error, OSError):
+        environ = process.environ()
+        return environ.get(WORKSPACE_MARK), environ.get(DAEMON_MARK, environ.get(_OLD_DAEMON_MARK))
+    with contextlib.suppress(psutil.Error, OSError):
+        if process.uids().real == os.getuid():  # another user's is not ours, whatever its command line is
+            return daemon_of(process.cmdline())
+    return None, None
 
 
 def send_kill(members: Iterable[ProcessId]) -> set[ProcessId]:

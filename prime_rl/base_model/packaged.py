@@ -84,10 +84,10 @@ def convert(weights: Path, folder: Path) -> None:
         from transformers.utils import logging as transformers_logging
     transformers_logging.disable_progress_bar()
     place, file = weights.parent, weights.name
-    tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file)
+    tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file, trust_remote_code=False)
     quantised = GgufConfig(dequantize=True, gguf_file=file)
     loaded = AutoModelForCausalLM.from_pretrained(
-        place, gguf_file=file, dtype=torch.float32, quantization_config=quantised
+        place, gguf_file=file, dtype=torch.float32, quantization_config=quantised, trust_remote_code=False
     )
     config = loaded.config
     if hasattr(config, "quantization_config"):  # what is written has none

@@ -91,6 +91,17 @@ def open_append(path: Path) -> BinaryIO:
     return os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
 
 
+def open_lock(path: Path) -> int:
+    """Descriptor of the file at `path`, made when it is not there, to lock. Raises as `open_file` does.
+
+    Whoever may read a file may lock it, so this one is for its owner only, also where it was for all.
+    """
+    fd = open_file(path, os.O_RDWR | os.O_CREAT, 0o600)
+    with contextlib.suppress(PermissionError):  # it is another account's, which this one may write
+        os.fchmod(fd, 0o600)
+    return fd
+
+
 def file_problem(path: Path) -> str | None:
     """Why `path` is refused in the place of a file; None when it is a regular file, or not there."""
     try:

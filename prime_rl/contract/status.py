@@ -305,10 +305,15 @@ def read_status(path: Path, kind: type[StatusT]) -> StatusT | None:
 def is_alive(status: Status | None, now: float) -> bool:
     """Whether the writer of `status` still runs: fresh enough, and on this machine its pid is that very process.
 
-    `now` is Unix seconds. A status from the future (clock skew) counts as fresh. When the clock was set forward, all
-    look lost until their next write: use `is_there` before starting, ending or moving anything.
+    `now` is Unix seconds. When the clock was set, all look lost until their next write: use `is_there` before starting,
+    ending or moving anything.
     """
-    return status is not None and now - status.updated_at <= LOST_AFTER_S and is_there(status)
+    return status is not None and _is_fresh(status, now) and is_there(status)
+
+
+def _is_fresh(status: Status, now: float) -> bool:
+    """Clocks of machines differ by less; a time further ahead was made up, and would be fresh for ever."""
+    return abs(now - status.updated_at) <= LOST_AFTER_S
 
 
 def is_there(status: Status) -> bool:
@@ -320,7 +325,7 @@ def is_there(status: Status) -> bool:
     if status.state == "stopped":
         return False
     if is_elsewhere(status):
-        return time.time() - status.updated_at <= LOST_AFTER_S
+        return _is_fresh(status, time.time())
     return status.writer.is_running()
 
 

@@ -18,7 +18,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def max_model_len(config: InferenceConfig) -> int:
     """`model.max_model_len`, or the positions that the model has when those are fewer (vLLM would not start then)."""
     wanted = config.model.max_model_len
-    model = AutoConfig.from_pretrained(config.model.name).get_text_config()
+    model = AutoConfig.from_pretrained(config.model.name, trust_remote_code=False).get_text_config()
     positions = getattr(model, "max_position_embeddings", None)
     rope = getattr(model, "rope_parameters", None) or {}
     # Models with stretched positions (YaRN and similar) accept more than `max_position_embeddings`.

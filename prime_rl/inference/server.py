@@ -19,6 +19,7 @@ from prime_rl.inference.child_processes import die_with_parent
 from prime_rl.inference.context import ServerContext
 from prime_rl.utils.heavy import heavy_imports
 from prime_rl.utils.logger import complain, setup_logger
+from prime_rl.utils.secrets import close_handed
 from prime_rl.utils.signals import StopFlag
 
 
@@ -29,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
         config = parse_argv(InferenceConfig, argv)
         logger = setup_logger("inference", config.log.level)
         api_key = read_api_key(config, dict(os.environ))
+        close_handed()
         check_model(config.model.name)
         sock = bind(config.host, config.port)
     except ConfigError as error:

@@ -19,7 +19,7 @@ WEIGHTS_FILE = "model.safetensors"
 def model_shapes(name: str) -> Shapes:
     """Names and shapes of a model's weights as a model folder has them; a tied weight is there once."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name, trust_remote_code=False))
     return shapes_of(dict(model.named_parameters()))
 
 

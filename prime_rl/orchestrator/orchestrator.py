@@ -66,7 +66,9 @@ from prime_rl.orchestrator.samples import SampleKeeper
 from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from prime_rl.orchestrator.trainer_watch import TrainerWatch, trainer_status
+from prime_rl.utils.keeper import end_orphans, inherit_orphans
 from prime_rl.utils.logger import complain, setup_logger
+from prime_rl.utils.secrets import close_handed
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.watch import Watcher
 
@@ -118,6 +120,7 @@ async def set_up(
 
     publication = await choose_publication(config, run, reporter.wait_for, cleanup)
     client = connect(config, run, publication, phases.note_trouble)
+    close_handed()
     cleanup.push_async_callback(client.close)
     reporter.wait_for(lambda now: client.trouble)
     base = await base_model(client, config.model.name)
@@ -301,7 +304,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if other := find_other(run, stop):
         complain("orchestrator", f"{run.run_id} has one already ({other}): stop that first")
         return 1
-    return asyncio.run(run_to_the_end(config, run, stop))
+    inherit_orphans()
+    try:
+        return asyncio.run(run_to_the_end(config, run, stop))
+    finally:
+        if left := end_orphans():
+            logger.error("cannot end processes %s of its environments", left)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from prime_rl.contract.files import make_folder, open_append
+from prime_rl.contract.files import make_folder, open_lock
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.served import parse_weights_name, weights_name
 from prime_rl.orchestrator.client import InferenceError, RequestRefused, ServerClient, UnknownModel
@@ -30,7 +31,7 @@ LEASE_POLL_S = 0.3
 async def lease(path: Path, tell: Callable[[str | None], None]) -> AsyncIterator[None]:
     """Take the weights of the workspace's servers for this process; waits while another run has them."""
     make_folder(path.parent)
-    with open_append(path) as file:  # the kernel gives the lock back however this process ends
+    with os.fdopen(open_lock(path), "r+b") as file:  # the kernel gives the lock back however this process ends
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -300,7 +300,7 @@ def _load_base(name: str, dtype: torch.dtype) -> nn.Module:
         )
     transformers_logging.disable_progress_bar()
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model.name = {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
     logger.info("loaded %s: %d parameters", name, sum(p.numel() for p in model.parameters()))

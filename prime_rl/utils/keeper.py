@@ -15,14 +15,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Container
+from pathlib import Path
 from types import FrameType
 
 import psutil
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 # Nothing that is kept here needs longer: what it has written survives SIGKILL.
 GRACE_S = 1.5
 POLL_S = 0.1
+# How long processes are killed that start others as fast as they can.
+ORPHANS_END_S = 5.0
+ORPHANS_POLL_S = 0.001
 
 
 def main(argv: list[str]) -> int:
@@ -93,6 +98,59 @@ def inherit_orphans() -> None:
     """Whatever a process below this one leaves behind becomes this one's own. Linux only; elsewhere it does nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def orphans(own: Container[int] = ()) -> dict[int, int]:
+    """The children that this process inherited, pid -> session; those that have ended are reaped.
+
+    A process may leave its session and clear its environment, but it cannot join a session of others: `own` are the
+    pids that this process started, and whatever else is a child in another session was inherited.
+    """
+    found: dict[int, int] = {}
+    for pid in _children() if _inherits_orphans() else []:
+        with contextlib.suppress(OSError):  # it has ended, and another thread has reaped it
+            session = os.getsid(pid)
+            if pid not in own and session != os.getsid(0) and os.waitpid(pid, os.WNOHANG) == (0, 0):
+                found[pid] = session
+    return found
+
+
+def end_orphans(
+    own: Container[int] = (), doomed: Callable[[int], bool] = lambda session: True, patience_s: float = ORPHANS_END_S
+) -> list[int]:
+    """SIGKILL the orphans whose session is `doomed`, and what they leave behind, until none is left.
+
+    Returns the pids of those that are left after `patience_s`; with 0 each is killed once. What it does not return is
+    gone: a process below this one becomes its child when its own parent is killed.
+    """
+
+    def find() -> list[int]:
+        return [pid for pid, session in orphans(own).items() if doomed(session)]
+
+    deadline = time.monotonic() + patience_s
+    while left := find() or find():  # the first reaps one that has ended, whose children were not ours yet
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(ORPHANS_POLL_S)
+    return left
+
+
+def _inherits_orphans() -> bool:
+    found = ctypes.c_int()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(found))
+    return bool(found.value)
+
+
+def _children() -> list[int]:
+    pids: list[int] = []
+    for thread in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            pids += map(int, thread.read_text().split())
+    return pids
 
 
 if __name__ == "__main__":

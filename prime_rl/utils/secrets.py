@@ -1,15 +1,19 @@
 """API keys: from an environment variable, or from a file that only its owner may read. Nowhere else, and never shown.
 
 The variable `PRL_API_KEY` holds the key itself, `PRL_API_KEY_FILE` names a file with the key in it; so for every other
-name that a config gives. Neither an error nor a config ever has the key in it.
+name that a config gives. Neither an error nor a config ever has the key in it. A process that has a key is sealed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import os
 import re
+import signal
 import stat
+import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from typing import IO
@@ -22,6 +26,9 @@ _FD_FOLDER = "/dev/fd/"
 MAX_KEY_BYTES = 4096
 # What an HTTP header may contain.
 _KEY = re.compile(r"[\x21-\x7e]+")
+# A sealed process writes the stacks of its threads to standard error when it gets this.
+STACKS_SIGNAL = signal.SIGUSR2
+_PR_SET_DUMPABLE = 4
 
 
 class SecretError(RuntimeError):
@@ -67,6 +74,28 @@ def _handed_keys(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
+def seal() -> None:
+    """Let no other process of this account read this one's memory, environment and open files. Linux only.
+
+    No debugger can look at it either, so that it writes its stacks by itself: see STACKS_SIGNAL.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0)
+        faulthandler.register(STACKS_SIGNAL, file=2)
+
+
+def seal_if_handed() -> None:
+    """Seal a process that was handed a key: when its first module is imported, as it holds the key from its start."""
+    if _handed_keys(os.environ):
+        seal()
+
+
+def close_handed() -> None:
+    """Close the files without a name that this process was handed, once it has read all its keys."""
+    for variable in _handed_keys(os.environ):
+        os.close(int(os.environ.pop(variable + FILE_SUFFIX).removeprefix(_FD_FOLDER)))
+
+
 def nameless_file() -> IO[bytes]:
     """A file for its owner only, in memory where the system has such files."""
     if not hasattr(os, "memfd_create"):
@@ -79,12 +108,14 @@ def nameless_file() -> IO[bytes]:
 def read_secret(variable: str, environ: Mapping[str, str]) -> str | None:
     """The key of `variable`, or None when neither it nor its file is named. The variable itself stands over the file.
 
-    Raises SecretError for a file that others may read, that is not there, or that holds no key.
+    This process is sealed before it reads one. Raises SecretError for a file that others may read, that is not there,
+    or that holds no key.
     """
-    if key := environ.get(variable):
-        return _checked(key, variable)
-    name = environ.get(variable + FILE_SUFFIX)
-    return _checked(_read(name, variable + FILE_SUFFIX), name) if name else None
+    key, name = environ.get(variable), environ.get(variable + FILE_SUFFIX)
+    if not key and not name:
+        return None
+    seal()
+    return _checked(key, variable) if key else _checked(_read(name or "", variable + FILE_SUFFIX), name or "")
 
 
 def _read(name: str, variable: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Button, Input, OptionList, Static
 
+from daemons import actions
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunStatus, read_status
 from tests.patience import PATIENCE_S
@@ -190,6 +192,26 @@ async def test_a_live_run_is_deleted_only_with_its_name_and_the_wait_is_shown(wo
     finally:
         holder.kill()
         holder.wait()
+
+
+async def test_a_run_that_only_claims_to_live_can_be_deleted_at_the_second_try(
+    workspace: OutputDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actions, "delete_run", partial(actions.delete_run, wait_s=0.3))
+    run = add_run(workspace, "run_live", step=3)
+    hold(run, os.getpid())
+    async with opened(workspace.path) as (app, pilot):
+        row = acting(app).snapshot.row("run_live")
+        dialog = DeleteDialog(workspace.path, [replace(row, state="active")], lambda ids: None, acting(app).perform)
+        app.call_next(app.push_screen, dialog)
+        await until(pilot, lambda: app.screen is dialog and dialog.query("#name"), "the dialog")
+        await pilot.press(*"run_live", "enter")
+        warning = dialog.query_one(".label", Static)
+        await until(pilot, lambda: "only its own status file" in str(warning.render()), "what it can do now")
+        assert run.path.exists()
+        await pilot.press("enter")
+        entry = await outcome(app, pilot)
+        assert " --yes --force " in entry.command and not run.path.exists()
 
 
 def hold(run: RunDir, pid: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from daemons.alerts import stacks
 from daemons.alerts.stacks import keep_stack
+from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.process import ProcessId, kill_tree
 from tests.patience import PATIENCE_S
@@ -62,6 +63,40 @@ def test_the_stack_of_a_child_that_hangs_is_kept_with_its_parents(
         pytest.skip(caplog.text)
     assert "hang_in_the_rank" in kept.read_text() and "wait_for_the_rank" in kept.read_text()
     assert f"trainer: its stack is in {kept}" in caplog.text
+
+
+SEALED = """
+import time
+from prime_rl.utils.secrets import seal
+
+def hang_with_a_key():
+    print("here", flush=True)
+    time.sleep(1000)
+
+seal()
+hang_with_a_key()
+"""
+
+
+def test_a_sealed_daemon_writes_its_stack_itself_and_lives(
+    output: OutputDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stacks, "TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(stacks.shutil, "which", lambda *args, **options: None)
+    log = output.log("inference")
+    with log.open("wb") as file:
+        daemon = subprocess.Popen([sys.executable, "-c", SEALED], stdout=file, stderr=file)
+    try:
+        wait_for(lambda: log.read_text() == "here\n", "the daemon to hang", timeout_s=PATIENCE_S)
+        with caplog.at_level(logging.INFO, "alerts"):
+            keep_stack(output)("inference", ProcessId.of(daemon.pid)).join()
+        assert daemon.poll() is None, "the signal ends nothing"
+    finally:
+        daemon.kill()
+        daemon.wait()
+    kept = output.logs / "stacks" / "inference.txt"
+    assert "hang_with_a_key" in kept.read_text() and "here" not in kept.read_text()
+    assert caplog.messages == [f"inference: its stack is in {kept}"]
 
 
 def test_a_process_of_another_machine_is_left_alone(output: OutputDir, caplog: pytest.LogCaptureFixture) -> None:

@@ -129,7 +129,8 @@ def test_alive_needs_a_fresh_file_and_that_very_process(tmp_path: Path) -> None:
         status = TrainerStatus(state="training", updated_at=1000.0)
         status.sign(ProcessId.of(child.pid))
         assert is_alive(status, 1000.0)
-        assert is_alive(status, 900.0), "a clock that is behind invents no death"
+        assert is_alive(status, 1000.0 - LOST_AFTER_S), "a clock that is a little behind invents no death"
+        assert not is_alive(status, 999.9 - LOST_AFTER_S), "a time in the future is not fresh"
         assert not is_alive(status, 1000.1 + LOST_AFTER_S)
         earlier = msgspec.structs.replace(status, pid_start="")
         assert is_alive(earlier, 1000.0), "earlier versions did not write it"
@@ -148,6 +149,8 @@ def test_a_writer_of_another_machine_is_judged_by_its_heartbeat() -> None:
     assert is_elsewhere(far) and is_there(far) and is_alive(far, now)
     silent = msgspec.structs.replace(far, updated_at=now - LOST_AFTER_S - 1)
     assert not is_there(silent) and not is_alive(silent, now)
+    ahead = msgspec.structs.replace(far, updated_at=now + 365 * 86_400)
+    assert not is_there(ahead) and not is_alive(ahead, now), "or a made-up time would be life for a year"
     assert not is_there(msgspec.structs.replace(far, state="stopped"))
     rebooted = msgspec.structs.replace(far, host=socket.gethostname())
     assert not is_elsewhere(rebooted) and not is_there(rebooted), "no process outlives the boot of its machine"

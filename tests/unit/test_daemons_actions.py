@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from daemons import actions
+from daemons import actions, cli
 from daemons.actions import ActionError, WrongUseError
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.validate import key_of, load_run_config
@@ -384,6 +385,38 @@ def test_a_run_whose_orchestrator_lives_is_in_use(workspace: Path, source: Path)
             actions.delete_run(workspace, run.run_id)
         child.communicate(b"\n")
     actions.delete_run(workspace, run.run_id)
+
+
+@pytest.mark.parametrize("forged", [{"host": "elsewhere", "pid_start": "another-boot/1"}, {}])
+def test_a_run_that_claims_an_orchestrator_is_deleted_by_force(
+    workspace: Path, source: Path, forged: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = OutputDir(workspace).run(actions.add_run(workspace, source))
+    status = RunStatus(run_id=run.run_id, state="running", updated_at=time.time())
+    status.sign(ProcessId.of(os.getpid()))  # any process of this account will do
+    run.status.write_bytes(msgspec.json.encode(msgspec.structs.replace(status, **forged)))
+    words = ["runs", "delete", run.run_id, "--yes", "--output-dir", str(workspace)]
+    assert cli.run([*words, "--wait", "0.3"]) == 1 and run.path.exists()
+    assert "or, as only its own status file names that, add --force" in " ".join(capsys.readouterr().err.split())
+    assert cli.run([*words, "--force"]) == 0 and not run.path.exists()
+
+
+def test_a_run_whose_status_is_from_the_future_is_deleted_without_a_wait(workspace: Path, source: Path) -> None:
+    run = OutputDir(workspace).run(actions.add_run(workspace, source))
+    status = RunStatus(run_id=run.run_id, state="running", updated_at=time.time() + 365 * 86_400, pid=1)
+    status = msgspec.structs.replace(status, host="elsewhere", pid_start="another-boot/1")
+    run.status.write_bytes(msgspec.json.encode(status))
+    actions.delete_run(workspace, run.run_id, wait_s=0.0)
+    assert not run.path.exists()
+
+
+def test_force_still_waits_for_what_others_than_the_run_report(
+    workspace: Path, source: Path, trainer: StatusWriter
+) -> None:
+    run_id = actions.add_run(workspace, source, overrides={"sampling": {"max_tokens": 8}})
+    trainer.update(runs={run_id: TrainerRunStatus(run_idx=1)}, state="training")
+    with pytest.raises(ActionError, match=r"the trainer \(slot 1\) did not release it .*: try again$"):
+        actions.delete_run(workspace, run_id, force=True, wait_s=0.3, claimed=False)
 
 
 def test_an_output_dir_that_cannot_be_written_is_one_line(source: Path, tmp_path: Path) -> None:

@@ -108,8 +108,19 @@ def test_the_workspace_must_be_a_folder_that_can_be_written(tmp_path: Path) -> N
     assert checks.check_output_dir(tmp_path / "file").level == "broken"
     assert checks.check_output_dir(tmp_path / "file" / "x").level == "broken"
     assert checks.check_output_dir(tmp_path / "new" / "er").level == "ok"
-    tmp_path.chmod(0o777)
-    assert checks.check_output_dir(tmp_path).advice == f"chmod o-w {tmp_path}"
+    control = tmp_path / "run_a" / "control"
+    control.mkdir(parents=True)
+    assert checks.check_output_dir(tmp_path).level == "ok"
+    control.chmod(0o777)
+    found = checks.check_output_dir(tmp_path)
+    assert found.message == f"other users of this machine may write to {control}"
+    assert (found.level, found.advice) == ("warning", f"chmod go-w {control}")
+    (tmp_path / "daemons").mkdir()
+    os.chown(tmp_path / "daemons", -1, os.getgid())
+    (tmp_path / "daemons").chmod(0o777)
+    found = checks.check_output_dir(tmp_path)
+    assert (found.level, found.advice) == ("warning", f"chmod -R go-w {tmp_path}")
+    assert found.message.endswith(" and 1 more"), found.message
 
 
 def test_a_key_is_judged_and_not_shown(tmp_path: Path) -> None:

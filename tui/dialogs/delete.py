@@ -71,6 +71,8 @@ class DeleteDialog(JobDialog):
         self._run_ids = [row.run_id for row in rows]
         self._deleted = deleted
         self._is_live = any(row.is_live for row in rows)
+        # After a failure of a live one: what only the run's own status file names is not waited for.
+        self._is_forced = False
 
     @property
     def wanted(self) -> str:
@@ -99,9 +101,10 @@ class DeleteDialog(JobDialog):
         """Show how the deletion goes; after a failure the name is asked for, and the next attempt is forced."""
         is_ours = entry.serial == self._serial
         super().show_action(entry)
-        if is_ours and entry.state == "failed" and not self._is_live:
-            # Processes were at work after all: it can be forced, like a live one.
-            self._is_live = True
+        if is_ours and entry.state == "failed":
+            # Processes were at work after all: it can be forced, like a live one; and that again, with --force.
+            self._is_forced, self._is_live = self._is_live, True
+            self.query_one(".label", Static).update(self._warning())
             self._ask()
 
     def _ask(self) -> None:
@@ -110,6 +113,8 @@ class DeleteDialog(JobDialog):
         self.query_one("#name" if self._is_live else "#delete").focus()
 
     def _warning(self) -> Content:
+        if self._is_forced:
+            return Content(f"Or delete what only its own status file shows as in use (--force). Type {self.wanted}:")
         if len(self._rows) == 1:
             return Content("It is in use and will be evicted first. Type its name:")
         return Content(f"Some are in use and will be evicted first. Type {self.wanted}:")
@@ -150,11 +155,11 @@ class DeleteDialog(JobDialog):
         if self._is_live and self.query_one("#name", Input).value.strip() != self.wanted:
             self.say(f"type {self.wanted} to delete", failed=True)
             return
-        output_dir, run_ids, force = self._output_dir, self._run_ids, self._is_live
+        output_dir, run_ids, force, claimed = self._output_dir, self._run_ids, self._is_live, not self._is_forced
         gone: list[str] = []
 
         def act(run_id: str, progress: Progress) -> str:
-            lies = actions.delete_run(output_dir, run_id, force=force, on_progress=progress)
+            lies = actions.delete_run(output_dir, run_id, force=force, on_progress=progress, claimed=claimed)
             gone.append(run_id)
             return f"{run_id}: moved to {lies.parent.name}; u restores it"
 
@@ -164,7 +169,7 @@ class DeleteDialog(JobDialog):
             finally:
                 self._deleted(gone)
 
-        yes = ["--yes"] if force or len(run_ids) > 1 else []
+        yes = [*(["--yes"] if force or len(run_ids) > 1 else []), *([] if claimed else ["--force"])]
         self.start(Job(prl_command(output_dir, "runs", "delete", *run_ids, *yes), work))
 
 

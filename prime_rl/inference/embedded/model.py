@@ -165,7 +165,7 @@ def load_model(config: InferenceConfig) -> Served:
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if config.device == "auto" else config.device)
     model = AutoModelForCausalLM.from_pretrained(
-        config.model.name, dtype=getattr(torch, config.model.dtype_on(device.type))
+        config.model.name, dtype=getattr(torch, config.model.dtype_on(device.type)), trust_remote_code=False
     )
     _refuse_stateful(config.model.name, model)
     use_grouped_attention(model)

@@ -19,7 +19,7 @@ class Text:
     """Tokenizer and chat template of the model in folder (or of hub name) `name`."""
 
     def __init__(self, name: str) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(name)
+        self._tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         self._template_arguments = set(inspect.signature(self._tokenizer.apply_chat_template).parameters)
         self._token_texts: dict[int, str] = {}
 

@@ -54,7 +54,8 @@ class AdapterGate:
         if config.model.lora is not None:
             # A model without weights, only for the names and shapes of its layers.
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.name))
+                shape = AutoConfig.from_pretrained(config.model.name, trust_remote_code=False)
+                model = AutoModelForCausalLM.from_config(shape)
             lora = config.model.lora
             self._layers = apply_lora_to_model(model, lora.rank, 1, lora.target_modules, AdapterRouting(1))
 

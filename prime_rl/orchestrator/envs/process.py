@@ -45,6 +45,7 @@ from prime_rl.orchestrator.envs.frames import (
 )
 from prime_rl.utils.background import Background
 from prime_rl.utils.extras import missing
+from prime_rl.utils.keeper import end_orphans, orphans
 from prime_rl.utils.process import kill_tree
 
 logger = logging.getLogger("orchestrator")
@@ -93,6 +94,8 @@ BASE_VARIABLES = frozenset(
     }
 )
 BASE_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_")
+# The processes of environments that this one has started, and has not reaped.
+_STARTED: set[int] = set()
 # What must be installed for a provider; the extra that installs it has the provider's name.
 MODULES = {"verifiers": "verifiers", "reasoning-gym": "reasoning_gym"}
 
@@ -117,6 +120,7 @@ class _Child:
         self.num_reports = 0
         self._process = process
         self._death: str | None = None
+        _STARTED.add(process.pid)
 
     def send(self, request: Request) -> None:
         assert self._process.stdin is not None
@@ -137,6 +141,8 @@ class _Child:
             self._death = f"the messages of its process cannot be read: {type(error).__name__}: {error}"
             kill_tree(self._process.pid)
         code = await self._process.wait()
+        _STARTED.discard(self._process.pid)
+        end_orphans(_STARTED, lambda session: session == self._process.pid)
         self._end(self._death or f"its process ended with exit code {code}")
 
     def kill(self) -> None:
@@ -169,6 +175,7 @@ class _Child:
 
     def _take(self, report: Report) -> None:
         self.num_reports += 1
+        orphans(_STARTED)  # what has ended of them is reaped: an environment may leave behind thousands
         if isinstance(report, Ready | Refused):
             if self.ready.done():
                 raise ValueError("it is ready a second time")

@@ -20,7 +20,7 @@ def model_config(name: str) -> PretrainedConfig:
         # No row is longer than the model's positions; how many it has costs nothing.
         return AutoConfig.for_model(**shape, max_position_embeddings=131_072)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(name)
+        config: PretrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         if is_folder:
             raise UnknownModel(f"{name}: no readable config.json: {' '.join(str(error).split())}") from error
