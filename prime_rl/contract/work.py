@@ -28,7 +28,7 @@ class Item(msgspec.Struct, frozen=True, order=True):
 
 
 class Work(msgspec.Struct, kw_only=True):
-    """The content of a note. `suspects`: in how many deaths in a row each was in work, and not proven harmless since."""
+    """The content of a note. `suspects`: how many deaths in a row each was in work at, without a proof since."""
 
     version: int = 1
     writer: ProcessId = ProcessId(0)

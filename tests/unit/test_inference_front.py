@@ -39,6 +39,7 @@ class Engine:
         self.tokens = 0
         self.stuck = False
         self.broken = False
+        self.works = True
         self.num_asked = 0
         self.loads: list[tuple[str, Path]] = []
         self.loaded: list[str] = []
@@ -63,6 +64,9 @@ class Engine:
 
     async def unload_adapter(self, name: str) -> None:
         self.loaded.remove(name)
+
+    def alive(self) -> bool:
+        return self.works
 
     def num_tokens(self) -> int:
         return self.tokens
