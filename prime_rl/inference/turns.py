@@ -70,21 +70,21 @@ class Turns:
             yield
         finally:
             self._open[item] -= 1
-            if is_proof and self._alive():
-                self._proofs[run_id] += 1
-                if self._proofs[run_id] == PROOFS:
-                    self._suspects.pop(run_id, None)
-            self._write_note()
+            self._proofs[run_id] += is_proof and self._alive()
+            if is_harmless := self._proofs[run_id] == PROOFS and run_id in self._suspects:
+                del self._suspects[run_id]
+            self._write_note(is_harmless)
             self._changed.set()
 
-    def _write_note(self) -> None:
+    def _write_note(self, suspects_changed: bool = False) -> None:
         """Write it unless it names all that is open already, and no suspect beside that."""
         if not self._alive():
             return
         now, self._open = self._clock(), +self._open
         self._used_at |= dict.fromkeys(self._open, now)
         ended = self._noted - self._open.keys()
-        if self._open.keys() <= self._noted and not any(each.run_id in self._suspects for each in ended):
+        is_stale = suspects_changed or any(each.run_id in self._suspects for each in ended)
+        if self._open.keys() <= self._noted and not is_stale:
             return
         self._used_at = {
             each: at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from daemons.launchers.base import Alive, Ended, Handle
@@ -27,7 +29,8 @@ from daemons.supervisor import Supervisor
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import DaemonStatus, read_status
+from prime_rl.contract.status import Crash, DaemonStatus, read_status
+from prime_rl.contract.work import Item, Work
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.signals import StopFlag
 from tests.daemons_support import PATIENCE_S, RUN_TOML, fake_workspace
@@ -241,3 +244,38 @@ def test_a_run_that_ends_as_it_is_looked_at_has_not_crashed(
     workspace.supervisor.tick()
     status = read_status(output.daemon_status("run_a"), DaemonStatus)
     assert status is not None and (status.state, status.crashes) == ("done", [])
+
+
+def test_a_run_that_ended_inference_twice_is_evicted_and_its_neighbours_are_not(workspace: Workspace) -> None:
+    """The note is that of the process which has ended: one that an earlier process left evicts no run."""
+    output, path = workspace.output, workspace.output.replica_work(0)
+    for run_id in ("run_a", "run_bad"):
+        output.run(run_id).control.mkdir(parents=True)
+    path.parent.mkdir(parents=True)
+    served = [Item(run_id, f"served {run_id}@v3") for run_id in ("run_a", "run_bad")]
+
+    def die(items: list[Item] | None, suspects: dict[str, int], num_crashes: int) -> Crash:
+        workspace.look_until("both to run", workspace.all_run)
+        child = workspace.tell("inference").child
+        assert child is not None
+        if items is not None:
+            path.write_bytes(msgspec.json.encode(Work(writer=child, items=items, suspects=suspects)))
+        os.kill(child.pid, signal.SIGKILL)
+        workspace.look_until("its end", lambda: len(workspace.tell("inference").crashes) == num_crashes)
+        workspace.now += 1000.0
+        return workspace.tell("inference").crashes[-1]
+
+    suspects = {"run_a": 1, "run_bad": 1}
+    crash = die(served, suspects, 1)
+    assert crash.reason == "killed by signal 9 while it served run_a@v3 and served run_bad@v3"
+    assert die(None, {}, 2).reason == "killed by signal 9", "the note is older"
+    assert not output.run("run_bad").evicted.exists()
+    die([Item("run_gone", "served run_gone@v1")], {"run_gone": 1}, 3)
+    die(served[1:], suspects, 4)
+    told = output.run("run_bad").evicted.read_text()
+    why = "killed by signal 9 while it served run_bad@v3"
+    assert told == f"inference ended twice while it served run_bad@v3, last: {why}"
+    assert not output.run("run_a").evicted.exists()
+    (line,) = map(json.loads, output.audit.read_text().splitlines())
+    assert (line["who"], line["action"], line["run_id"], line["reason"]) == ("supervisor", "evict", "run_bad", told)
+    workspace.look_until("both to run", workspace.all_run)
