@@ -154,14 +154,18 @@ class Observer:
         return status if status and daemon.process and _wrote(daemon.process, status) else None
 
     def _work(self, daemon: Daemon) -> Work | None:
-        """What the process that has ended noted last; None when it has noted nothing."""
+        """What the process that has ended noted last; None for nothing. Its suspects can be evicted."""
         if daemon.process is None or daemon.spec.kind not in _READY:
             return None
         is_trainer = daemon.spec.name == TRAINER
         work = read_work(self.output.trainer_work if is_trainer else self.output.replica_work(daemon.spec.replica or 0))
         # The first rank is below the process that was started.
-        is_its = work and (work.writer.is_same(daemon.process) or work.writer.is_started_after(daemon.process))
-        return work if is_its else None
+        if work is None or not (work.writer.is_same(daemon.process) or work.writer.is_started_after(daemon.process)):
+            return None
+        runs = {run_id: RunDir(self.output.path / run_id) for run_id in work.suspects}
+        can_go = {each for each, run in runs.items() if run.control.is_dir() and not os.path.lexists(run.evicted)}
+        work.suspects = {run_id: deaths for run_id, deaths in work.suspects.items() if run_id in can_go}
+        return work
 
     def _trainer_runs(self) -> frozenset[str]:
         trainer = self._read(self.output.trainer_status, TrainerStatus)

@@ -153,7 +153,8 @@ class Front:
         self._health = HealthProbe(engine.generate_one, engine.num_tokens)
         self._one_load = asyncio.Lock()
         self.turnstile = Turnstile()
-        self.turns = Turns(WorkNote(OutputDir(config.output_dir).replica_work(config.replica)), engine.alive)
+        note = WorkNote(OutputDir(config.output_dir).replica_work(config.replica))
+        self.turns = Turns(note, engine.alive, self._health.check)
         self.weights = BASE_WEIGHTS
         self.endpoints: dict[str, Callable[..., Any]] = {
             "/health": self._prove,

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from prime_rl.contract.work import Item, WorkNote
 from prime_rl.inference.errors import ApiError
@@ -30,11 +30,20 @@ class Turns:
 
     Args:
         alive: whether the engine works. The note of one that has failed stays as it is.
+        check: generates a token with the base model. An engine that dies of that is the fault of no suspect.
     """
 
-    def __init__(self, note: WorkNote, alive: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        note: WorkNote,
+        alive: Callable[[], bool],
+        check: Callable[[], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._note = note
         self._alive = alive
+        self._check = check
+        self._is_checked = False
         self._clock = clock
         self._suspects = note.suspects
         self._open: Counter[Item] = Counter()
@@ -50,7 +59,7 @@ class Turns:
 
     def waits_for(self) -> str | None:
         """What requests wait for, in words; None while none waits."""
-        if not +self._waiting:
+        if not self._waiting:
             return None
         served = self._turn[0] or "requests of other runs"
         suspects = ", ".join(sorted(run_id or "the base model" for run_id in self._suspects))
@@ -62,16 +71,17 @@ class Turns:
         run_id = item.run_id
         if self._suspects:
             await self._wait_for_turn(run_id)
-        is_proof = run_id in self._suspects and self._begun[run_id] < PROOFS
-        self._begun[run_id] += is_proof
+        if is_proof := run_id in self._suspects and self._begun[run_id] < PROOFS:
+            self._begun[run_id] += 1
         self._open[item] += 1
         self._write_note()
         try:
             yield
         finally:
             self._open[item] -= 1
-            self._proofs[run_id] += is_proof and self._alive()
-            if is_harmless := self._proofs[run_id] == PROOFS and run_id in self._suspects:
+            if is_proof and self._alive():
+                self._proofs[run_id] += 1
+            if is_harmless := is_proof and self._proofs[run_id] == PROOFS:
                 del self._suspects[run_id]
             self._write_note(is_harmless)
             self._changed.set()
@@ -97,6 +107,9 @@ class Turns:
     async def _wait_for_turn(self, run_id: str) -> None:
         self._waiting[run_id] += 1
         try:
+            if not self._is_checked:
+                await self._check()
+                self._is_checked = True
             async with asyncio.timeout(WAIT_S):
                 while not self._has_turn(run_id):
                     self._changed.clear()
@@ -105,7 +118,7 @@ class Turns:
             message = f"{run_id or 'This request'} waits for {self.waits_for()}."
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S) from None
         finally:
-            self._waiting[run_id] -= 1
+            self._waiting -= Counter([run_id])
             self._changed.set()  # it may have been the next
 
     def _has_turn(self, run_id: str) -> bool:
@@ -114,7 +127,7 @@ class Turns:
             return False
         last, since = self._turn
         if whose != last or now - since >= TURN_S:
-            waiting = {self._whose(each) for each in +self._waiting}
+            waiting = {self._whose(each) for each in self._waiting}
             if whose != min(waiting, key=lambda each: self._served_at.get(each, 0.0)):
                 return False
             self._turn = whose, now

@@ -18,10 +18,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from daemons.daemon import Daemon, State
 from daemons.launchers.base import Alive, Ended, Handle
 from daemons.launchers.local import Local
 from daemons.launchers.members import find_members, kill_all
 from daemons.logs import old_log
+from daemons.observe import Observer
 from daemons.pidfile import SupervisorLock
 from daemons.process import KILL_WAIT_S, spawn
 from daemons.specs import DaemonSpec, write_component_configs
@@ -29,7 +31,7 @@ from daemons.supervisor import Supervisor
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import Crash, DaemonStatus, read_status
+from prime_rl.contract.status import DaemonStatus, read_status
 from prime_rl.contract.work import Item, Work
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.signals import StopFlag
@@ -247,35 +249,50 @@ def test_a_run_that_ends_as_it_is_looked_at_has_not_crashed(
 
 
 def test_a_run_that_ended_inference_twice_is_evicted_and_its_neighbours_are_not(workspace: Workspace) -> None:
-    """The note is that of the process which has ended: one that an earlier process left evicts no run."""
     output, path = workspace.output, workspace.output.replica_work(0)
     for run_id in ("run_a", "run_bad"):
         output.run(run_id).control.mkdir(parents=True)
     path.parent.mkdir(parents=True)
     served = [Item(run_id, f"served {run_id}@v3") for run_id in ("run_a", "run_bad")]
 
-    def die(items: list[Item] | None, suspects: dict[str, int], num_crashes: int) -> Crash:
+    def die(items: list[Item], suspects: dict[str, int], num_crashes: int) -> str:
         workspace.look_until("both to run", workspace.all_run)
         child = workspace.tell("inference").child
         assert child is not None
-        if items is not None:
-            path.write_bytes(msgspec.json.encode(Work(writer=child, items=items, suspects=suspects)))
+        path.write_bytes(msgspec.json.encode(Work(writer=child, items=items, suspects=suspects)))
         os.kill(child.pid, signal.SIGKILL)
         workspace.look_until("its end", lambda: len(workspace.tell("inference").crashes) == num_crashes)
         workspace.now += 1000.0
-        return workspace.tell("inference").crashes[-1]
+        return workspace.tell("inference").crashes[-1].reason
 
-    suspects = {"run_a": 1, "run_bad": 1}
-    crash = die(served, suspects, 1)
-    assert crash.reason == "killed by signal 9 while it served run_a@v3 and served run_bad@v3"
-    assert die(None, {}, 2).reason == "killed by signal 9", "the note is older"
-    assert not output.run("run_bad").evicted.exists()
-    die([Item("run_gone", "served run_gone@v1")], {"run_gone": 1}, 3)
-    die(served[1:], suspects, 4)
+    assert die(served, {}, 1) == "killed by signal 9 while it served run_a@v3 and served run_bad@v3"
+    why = die(served[1:], {"run_a": 1, "run_bad": 1}, 2)
     told = output.run("run_bad").evicted.read_text()
-    why = "killed by signal 9 while it served run_bad@v3"
     assert told == f"inference ended twice while it served run_bad@v3, last: {why}"
     assert not output.run("run_a").evicted.exists()
     (line,) = map(json.loads, output.audit.read_text().splitlines())
     assert (line["who"], line["action"], line["run_id"], line["reason"]) == ("supervisor", "evict", "run_bad", told)
-    workspace.look_until("both to run", workspace.all_run)
+
+
+def test_the_note_is_that_of_the_process_which_has_ended_and_its_suspects_can_be_evicted(tmp_path: Path) -> None:
+    output = OutputDir(tmp_path)
+    for run_id in ("run_a", "run_out"):
+        output.run(run_id).control.mkdir(parents=True)
+    output.run("run_out").evicted.touch()
+    ran = ProcessId.of(os.getpid())
+    daemon = Daemon(DaemonSpec("inference", ("i",), tmp_path / "i.log"), State.RUNNING, process=ran)
+    items = [Item("run_out", "served run_out@v3")]
+    suspects = {"run_a": 1, "run_out": 1, "run_gone": 1, "": 1, "../run_a": 1}
+    path = output.replica_work(0)
+    path.parent.mkdir(parents=True)
+
+    def seen(writer: ProcessId) -> Work | None:
+        path.write_bytes(msgspec.json.encode(Work(writer=writer, items=items, suspects=suspects)))
+        assert Observer(output).see(daemon, Alive(ran), None, 0.0).work is None
+        return Observer(output).see(daemon, Ended(None), None, 0.0).work
+
+    boot, _, ticks = ran.start.partition("/")
+    for writer in (ran, replace(ran, pid=1, start=f"{boot}/{int(ticks) + 1}")):  # the first rank is a child
+        assert seen(writer) == Work(writer=writer, items=items, suspects={"run_a": 1})
+    for writer in (replace(ran, start=f"{boot}/{int(ticks) - 1}"), ProcessId(0), ProcessId(1, 1.0, "other/9")):
+        assert seen(writer) is None

@@ -33,6 +33,7 @@ class Server:
     hostile: Collection[str] = ()
     clock: Clock = field(default_factory=Clock)
     lives: bool = True
+    broken: bool = False
     num_writes: int = 0
 
     def __post_init__(self) -> None:
@@ -44,9 +45,17 @@ class Server:
             write(items)
 
         note.write = counted  # type: ignore[method-assign,assignment]
-        self.turns = Turns(note, lambda: self.lives, self.clock)
+        self.num_checks = 0
+        self.turns = Turns(note, lambda: self.lives, self.check, self.clock)
         self.open: list[str] = []
         self.most_open = 0
+
+    async def check(self) -> None:
+        assert self.open == []
+        self.num_checks += 1
+        if self.broken:
+            self.lives = False
+            raise ApiError(503, "The engine does not generate.")
 
     async def answer(self, run_id: str, until: asyncio.Event | None = None) -> None:
         async with self.turns.work(served(run_id)):
@@ -134,7 +143,7 @@ async def test_suspects_are_served_apart_and_by_turns_until_each_is_proven_harml
     together = asyncio.Event()
     tasks = [asyncio.create_task(server.answer(run_id, together)) for run_id in ends]
     await passed()
-    assert server.open == list(ends)
+    assert server.open == list(ends) and server.num_checks == 1
     together.set()
     await asyncio.gather(*tasks)
 
@@ -154,6 +163,14 @@ async def test_a_suspect_is_no_proof_while_one_of_its_first_requests_runs(tmp_pa
     await server.answer("run_b")
     left = read_work(server.path)
     assert left is not None and left.suspects == {}
+
+
+async def test_an_engine_that_fails_by_itself_is_no_suspects_fault(tmp_path: Path) -> None:
+    leave(tmp_path / "work.json", "run_a", "run_b")
+    server = Server(tmp_path / "work.json", broken=True)
+    with pytest.raises(ApiError, match="does not generate"):
+        await server.answer("run_a")
+    assert server.num_writes == 0 and WorkNote(server.path).suspects == {"run_a": 1, "run_b": 1}
 
 
 async def test_a_turn_ends_in_time_however_much_its_run_asks(tmp_path: Path) -> None:
