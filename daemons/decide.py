@@ -191,31 +191,30 @@ def _ended(daemon: Daemon, spec: DaemonSpec | None, seen: Seen, config: Supervis
     if stopped and daemon.after_stop is After.RESTART:
         return Action(Do.CLEAN, replace(daemon, state=State.BACKOFF, retry_at=now))
     crash = _crash(daemon, before, seen, now)
-    evicts = _culprit(daemon.spec.name, crash, seen.work, config)
+    evicts = _culprit(daemon, seen, config) if crash.kind == "crash" else None
     if evicts:  # without that run it may well work
         daemon = replace(daemon, num_crashes=0, num_early_ends=0, num_looped=0)
     return Action(Do.CLEAN, _after_crash(daemon, crash, before, config, now), evicts)
 
 
-def _culprit(name: str, crash: Crash, work: Work | None, config: SupervisorConfig) -> tuple[str, str] | None:
+def _culprit(daemon: Daemon, seen: Seen, config: SupervisorConfig) -> tuple[str, str] | None:
     """The run that is evicted, and why: it was in work at several crashes, and is the one suspect at this one.
 
     The daemon works for suspects one after another. So a crash of a neighbour evicts no run, however many were in work.
     """
-    items = work.suspected if work and crash.kind == "crash" else []
-    if not work or not items or not (run_id := items[0].run_id) or {each.run_id for each in items} != {run_id}:
-        return None
-    deaths = work.suspects[run_id] + 1
-    if deaths < config.max_deaths_of_run:
+    work, who = seen.work or Work(), "the trainer" if daemon.spec.name == TRAINER else daemon.spec.name
+    found = {item.run_id: item.what for item in work.suspected if item.run_id}
+    run_id, what = next(iter(found.items()), ("", ""))
+    deaths = work.suspects.get(run_id, 0) + 1
+    if len(found) != 1 or deaths < config.max_deaths_of_run:
         return None
     often = "twice" if deaths == 2 else f"{deaths} times in a row"
-    who = "the trainer" if name == TRAINER else name
-    return run_id, f"{who} ended {often} while it {items[0].what}, last: {crash.reason}"
+    return run_id, f"{who} ended {often} while it {what}, last: {_exit_text(seen)}"
 
 
 def _crash(daemon: Daemon, before: State, seen: Seen, now: float) -> Crash:
     """How it ended. A process that exits by itself before it is ready did not start; it has not crashed."""
-    kind, why = "crash", seen.end_reason or _exit_text(daemon.exit_code)
+    kind, why = "crash", _exit_text(seen)
     items = (seen.work.suspected or seen.work.items) if seen.work else []
     if before is State.STOPPING:
         kind, why = ("stall" if daemon.after_stop is After.STALL else "start"), daemon.reason or why
@@ -246,9 +245,10 @@ def _after_crash(daemon: Daemon, crash: Crash, before: State, config: Supervisor
     return replace(daemon, state=State.BACKOFF, retry_at=now + wait_s, reason=crash.reason)
 
 
-def _exit_text(code: int | None) -> str:
-    if code is None:
-        return "it ended"
+def _exit_text(seen: Seen) -> str:
+    code = seen.exit_code
+    if seen.end_reason or code is None:
+        return seen.end_reason or "it ended"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 

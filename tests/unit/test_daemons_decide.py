@@ -428,7 +428,7 @@ def test_a_run_that_was_alone_in_work_at_its_second_crash_is_evicted() -> None:
     assert history.daemon.crashes[-1].reason == (
         "exit code 1 while it served run_a@v3 and served run_b@v3 and served run_bad@v3"
     )
-    reason = "inference ended twice while it served run_bad@v3, last: exit code 1 while it served run_bad@v3"
+    reason = "inference ended twice while it served run_bad@v3, last: exit code 1"
     assert dies(history, noted("run_bad", run_a=1, run_bad=1)) == [("run_bad", reason)]
     trainer = running()
     file = Item("run_a", "read run_a/rollouts/step_1/rollouts.msgpack")
