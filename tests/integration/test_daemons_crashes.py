@@ -19,7 +19,7 @@ from prime_rl.contract.status import DaemonStatus, read_status
 from prime_rl.contract.work import read_work
 from tests.system_support import Workspace, closed, make_workspace
 
-GOOD, BAD, NUM_STEPS = ("run_a", "run_b"), "run_bad", 4
+GOOD, BAD, NUM_STEPS = ("run_a", "run_b"), "run_bad", 40
 
 
 class Fault:
@@ -49,8 +49,8 @@ class Fault:
     def _work(self) -> None:
         while len(self.ended) < 2 and not self._stop.wait(0.005):
             pid, runs = self._runs()
-            if BAD not in runs or (not self.ended and len(runs & {*GOOD}) < 2):
-                continue  # at first all are in work
+            if BAD not in runs or (not self.ended and len(runs) == 1):
+                continue  # at first it is not alone in work
             os.kill(pid, signal.SIGSTOP)
             _, runs = self._runs()
             if BAD in runs:
@@ -68,15 +68,15 @@ def three(tmp_path: Path, untaught_model: Path) -> Iterator[Workspace]:
 
 @pytest.mark.slow
 def test_a_run_that_ends_inference_twice_is_evicted_and_its_neighbours_train_on(three: Workspace) -> None:
-    three.up()
-    for run_id in (*GOOD, BAD):
-        steps = NUM_STEPS if run_id in GOOD else 1000
+    for run_id in (*GOOD, BAD):  # before the start: they begin together
+        steps = NUM_STEPS if run_id in GOOD else 10_000
         source = three.write_run(run_id.removeprefix("run_"), max_steps=steps)
         three.prl("runs", "add", str(source))
+    three.up()
     with Fault(three) as fault:
         three.wait(lambda: three.state(BAD) == "evicted", "the run that ends inference to be evicted")
         three.wait(lambda: {three.state(run_id) for run_id in GOOD} == {"finished"}, "its neighbours to finish")
-    assert fault.ended == [sorted((*GOOD, BAD)), [BAD]], "all were in work at first, and one at last"
+    assert len(fault.ended[0]) > 1 and fault.ended[1] == [BAD], "several were in work at first, and one at last"
     reason = three.run_dir(BAD).evicted.read_text()
     what = rf"(loaded|served) ({BAD}@v\d+|the base model for {BAD})"
     assert re.fullmatch(rf"inference ended twice while it {what}, last: killed by signal 9", reason)
