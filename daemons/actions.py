@@ -58,15 +58,15 @@ _REFUSALS = {
 }
 
 
-def evict_run(output_dir: Path, run_id: str, reason: str) -> bool:
-    """Evict a run from training; false when it is already evicted (its first reason stays)."""
+def evict_run(output_dir: Path, run_id: str, reason: str, *, actor: str | None = None) -> bool:
+    """Evict a run from training; false when it is already evicted (its first reason stays). Default: a person acts."""
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"evicting {run_id}"):
         run = existing_run(output, run_id)
         if run.evicted.exists():
             return False
         write_atomic(run.evicted, printable(reason).strip() or "no reason was given")
-        audit.record(output, "evict", run_id, reason=reason)
+        audit.record(output, "evict", run_id, reason=reason, actor=actor)
         return True
 
 

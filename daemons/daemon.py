@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.status import Crash, Handle
+from prime_rl.contract.work import Work
 from prime_rl.utils.process import ProcessId
 
 
@@ -46,7 +47,8 @@ class Daemon:
 
     `handle` is its last start, for the launcher, until nothing of that is left; `process` its first process while it
     lives. `num_crashes` counts in a row, for the wait before the next start; `num_early_ends` counts starts in a row
-    that ended before the daemon was ready or soon after; `crashes` are the newest, whatever came between. `killed_at`
+    that ended before the daemon was ready or soon after, `num_looped` those that ended too soon after that; `crashes`
+    are the newest, whatever came between. `killed_at`
     is when SIGKILL was last sent to processes of this start; `held_at` since when its run is evicted or paused.
     """
 
@@ -64,6 +66,7 @@ class Daemon:
     num_restarts: int = 0
     num_crashes: int = 0
     num_early_ends: int = 0
+    num_looped: int = 0
     exit_code: int | None = None
     reason: str | None = None
     waiting_on: str | None = None
@@ -78,7 +81,8 @@ class Seen:
     stood still though it had work; None: no work, or it counts none. `loop_still_s`: how long its main loop has not
     turned, once that is longer than the loop may take. `end_reason`: why it ended, where its engine knows more than
     the exit code. `final_state`: written by an orchestrator since this start.
-    `left` are processes of its last start that still run, though SIGKILL was sent to them.
+    `left` are processes of its last start that still run, though SIGKILL was sent to them. `work`: what a process that
+    has ended noted last.
     """
 
     lives: bool = False
@@ -96,6 +100,7 @@ class Seen:
     paused: bool = False
     gone: bool = False
     left: frozenset[int] = frozenset()
+    work: Work | None = None
 
 
 @dataclass(frozen=True)
@@ -125,8 +130,9 @@ class Action:
     """`daemon` is what the daemon is after the action.
 
     KILL and CLEAN send SIGKILL and do not wait: KILL to all that belongs to a daemon that does not end, CLEAN to what a
-    dead one left behind.
+    dead one left behind. `evicts`: a run that ends this daemon again and again, and the reason.
     """
 
     do: Do
     daemon: Daemon
+    evicts: tuple[str, str] | None = None

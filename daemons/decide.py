@@ -5,8 +5,9 @@ r"""What the supervisor does next: a pure function of a snapshot and the clock.
 
 A process that exits by itself before the daemon is ready counts as a failed start, not as a crash. Either way a daemon
 that ends early several times in a row has failed and is left alone until a person restarts it; so is one that refuses
-its config (exit code 2). A daemon that is alive but makes no progress is stalled: this is reported, and the daemon is
-ended only where the config asks for it. It reads no file and sends no signal: `supervisor` does both.
+its config (exit code 2). A run that was in work at crash after crash, and alone at the last, is evicted. A daemon that
+is alive but makes no progress is stalled: this is reported, and the daemon is ended only where the config asks for it.
+It reads no file and sends no signal: `supervisor` does both.
 """
 
 from __future__ import annotations
@@ -15,16 +16,22 @@ from dataclasses import replace
 
 from daemons.daemon import LIVE, Action, After, Daemon, Do, Seen, Snapshot, State
 from daemons.process import KILL_WAIT_S
-from daemons.specs import DaemonSpec
+from daemons.specs import TRAINER, DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.condition import stall_text, utc
 from prime_rl.contract.status import LOST_AFTER_S, Crash
+from prime_rl.contract.work import Work
 
 EXIT_WRONG_USE = 2
 # Enough to see a pattern; the log has them all.
 MAX_CRASHES_KEPT = 10
 # So long an orchestrator that starts takes the cores away from others that start: its imports, several times over.
 LOADS_WITHIN_S = 60.0
+# Crashes later than the early ones are a loop as well, when they are this many times as many, and each came within so
+# many times the longest wait.
+LOOP_TIMES = 3
+LOOP_WAITS = 10
+MAX_ITEMS_SHOWN = 3
 NOT_REQUESTED = "no longer requested by the system file or a run"
 _UNKILLABLE = "hangs in the kernel, SIGKILL was sent"
 _SILENT = "alive, but has not written its status file for more than three heartbeats"
@@ -67,7 +74,8 @@ def _decide_one(
     if seen.gone:
         return Action(Do.FORGET, daemon)
     if asked and daemon.state is not State.BACKOFF:
-        daemon = replace(daemon, state=State.BACKOFF, retry_at=now, num_crashes=0, num_early_ends=0, reason=None)
+        daemon = replace(daemon, state=State.BACKOFF, retry_at=now, reason=None)
+        daemon = replace(daemon, num_crashes=0, num_early_ends=0, num_looped=0)
     if seen.left:
         return _outlived(replace(daemon, retry_at=now) if asked else daemon, seen.left, now)
     if daemon.state is State.BACKOFF:
@@ -182,16 +190,39 @@ def _ended(daemon: Daemon, spec: DaemonSpec | None, seen: Seen, config: Supervis
         return Action(Do.CLEAN, replace(daemon, state=State.DONE, reason=held or "its run is gone"))
     if stopped and daemon.after_stop is After.RESTART:
         return Action(Do.CLEAN, replace(daemon, state=State.BACKOFF, retry_at=now))
-    return Action(Do.CLEAN, _after_crash(daemon, _crash(daemon, before, seen, now), before, config, now))
+    crash = _crash(daemon, before, seen, now)
+    evicts = _culprit(daemon, seen, config) if crash.kind == "crash" else None
+    if evicts:  # without that run it may well work
+        daemon = replace(daemon, num_crashes=0, num_early_ends=0, num_looped=0)
+    return Action(Do.CLEAN, _after_crash(daemon, crash, before, config, now), evicts)
+
+
+def _culprit(daemon: Daemon, seen: Seen, config: SupervisorConfig) -> tuple[str, str] | None:
+    """The run that is evicted, and why: it was in work at several crashes, and is the one suspect at this one.
+
+    The daemon works for suspects one after another. So a crash of a neighbour evicts no run, however many were in work.
+    """
+    work, who = seen.work or Work(), "the trainer" if daemon.spec.name == TRAINER else daemon.spec.name
+    found = {item.run_id: item.what for item in work.suspected if item.run_id}
+    run_id, what = next(iter(found.items()), ("", ""))
+    deaths = work.suspects.get(run_id, 0) + 1
+    if len(found) != 1 or deaths < config.max_deaths_of_run:
+        return None
+    often = "twice" if deaths == 2 else f"{deaths} times in a row"
+    return run_id, f"{who} ended {often} while it {what}, last: {_exit_text(seen)}"
 
 
 def _crash(daemon: Daemon, before: State, seen: Seen, now: float) -> Crash:
     """How it ended. A process that exits by itself before it is ready did not start; it has not crashed."""
-    kind, why = "crash", seen.end_reason or _exit_text(daemon.exit_code)
+    kind, why = "crash", _exit_text(seen)
+    items = (seen.work.suspected or seen.work.items) if seen.work else []
     if before is State.STOPPING:
         kind, why = ("stall" if daemon.after_stop is After.STALL else "start"), daemon.reason or why
-    elif before is State.STARTING and daemon.exit_code is not None and daemon.exit_code >= 0:
+    elif before is State.STARTING and daemon.exit_code is not None and daemon.exit_code >= 0 and not items:
         kind = "start"
+    if items:
+        more = [f"{len(items) - MAX_ITEMS_SHOWN} more"] if len(items) > MAX_ITEMS_SHOWN else []
+        why = f"{why} while it {' and '.join([*(each.what for each in items[:MAX_ITEMS_SHOWN]), *more])}"
     return Crash(at=now, kind=kind, reason=why, exit_code=daemon.exit_code, uptime_s=now - daemon.started_at)
 
 
@@ -202,7 +233,11 @@ def _after_crash(daemon: Daemon, crash: Crash, before: State, config: Supervisor
     is_early = crash.kind == "start" or before is State.STARTING or crash.uptime_s < config.early_crash_s
     early = daemon.num_early_ends + 1 if is_early and crash.kind != "stall" else 0
     crashes = daemon.num_crashes + 1 if crash.uptime_s < config.max_backoff_s else 1
-    daemon = replace(daemon, num_early_ends=early, num_crashes=crashes)
+    is_loop = crash.kind == "crash" and crash.uptime_s < LOOP_WAITS * config.max_backoff_s
+    looped = daemon.num_looped + 1 if is_loop else 0
+    daemon = replace(daemon, num_early_ends=early, num_crashes=crashes, num_looped=looped)
+    if looped >= LOOP_TIMES * config.max_early_crashes:
+        return replace(daemon, state=State.FAILED, reason=f"{looped} crashes in a row, last: {crash.reason}")
     if early >= config.max_early_crashes:
         what = "failed starts" if crash.kind == "start" else "early crashes"
         return replace(daemon, state=State.FAILED, reason=f"{early} {what} in a row, last: {crash.reason}")
@@ -210,9 +245,10 @@ def _after_crash(daemon: Daemon, crash: Crash, before: State, config: Supervisor
     return replace(daemon, state=State.BACKOFF, retry_at=now + wait_s, reason=crash.reason)
 
 
-def _exit_text(code: int | None) -> str:
-    if code is None:
-        return "it ended"
+def _exit_text(seen: Seen) -> str:
+    code = seen.exit_code
+    if seen.end_reason or code is None:
+        return seen.end_reason or "it ended"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 

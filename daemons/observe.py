@@ -22,6 +22,7 @@ from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.condition import stalled_since
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerStatus, is_there, read_status
+from prime_rl.contract.work import Work, read_work
 from prime_rl.utils.process import ProcessId, is_below
 
 _READY = {TRAINER: ("waiting", "training"), INFERENCE: ("serving",)}
@@ -112,6 +113,7 @@ class Observer:
             paused=run.paused if run else False,
             gone=run.gone if run else False,
             left=end.left if end else frozenset(),
+            work=self._work(daemon) if end else None,
         )
 
     def forget(self, name: str) -> None:
@@ -150,6 +152,20 @@ class Observer:
         else:
             status = run.status if run else None
         return status if status and daemon.process and _wrote(daemon.process, status) else None
+
+    def _work(self, daemon: Daemon) -> Work | None:
+        """What the process that has ended noted last; None for nothing. Its suspects can be evicted."""
+        if daemon.process is None or daemon.spec.kind not in _READY:
+            return None
+        is_trainer = daemon.spec.name == TRAINER
+        work = read_work(self.output.trainer_work if is_trainer else self.output.replica_work(daemon.spec.replica or 0))
+        # The first rank is below the process that was started.
+        if work is None or not (work.writer.is_same(daemon.process) or work.writer.is_started_after(daemon.process)):
+            return None
+        runs = {run_id: RunDir(self.output.path / run_id) for run_id in work.suspects}
+        can_go = {each for each, run in runs.items() if run.control.is_dir() and not os.path.lexists(run.evicted)}
+        work.suspects = {run_id: deaths for run_id, deaths in work.suspects.items() if run_id in can_go}
+        return work
 
     def _trainer_runs(self) -> frozenset[str]:
         trainer = self._read(self.output.trainer_status, TrainerStatus)

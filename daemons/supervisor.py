@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from daemons.actions import evict_run
 from daemons.daemon import LIVE, Action, Daemon, Do, Seen, Snapshot, State
 from daemons.decide import decide
+from daemons.errors import ActionError
 from daemons.halving import Halving
 from daemons.launchers import launcher_of
 from daemons.launchers.base import Alive, Ended, Launcher, LaunchError, Left
@@ -251,6 +253,8 @@ class Supervisor:
             self._launcher.stop(daemon.handle, 0.0)
         elif action.do is Do.CLEAN:
             self._clean(daemon, look.node if isinstance(look, Ended) else 0)
+            if action.evicts:
+                self._evict(*action.evicts)
         elif action.do is Do.FORGET:
             self._forget(name)
             return
@@ -280,6 +284,13 @@ class Supervisor:
         log = node_log(daemon.spec.log, node)
         tail: list[str] = [one_line(line, _TAIL_LINE_CHARS) for line in log_tail(log)]
         self._records.keep_tail(daemon.spec.name, [f"==> {log.name} <==", *tail] if node and tail else tail)
+
+    def _evict(self, run_id: str, reason: str) -> None:
+        logger.error("evicting %s: %s", run_id, reason)
+        try:
+            evict_run(self.output.path, run_id, reason, actor=SUPERVISOR)
+        except ActionError as error:  # it is gone, or its folder cannot be written: the daemon is started anyway
+            logger.error("%s", error)
 
     def _forget(self, name: str) -> None:
         self._daemons.pop(name, None)

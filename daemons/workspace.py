@@ -188,6 +188,7 @@ def waits_for(
     slot: TrainerRunStatus | None,
     position: int | None,
     daemon: DaemonView | None,
+    broken: str | None = None,
 ) -> str | None:
     """What a run waits for; None when it waits for nothing.
 
@@ -196,16 +197,24 @@ def waits_for(
         slot: its slot, as the trainer reports it.
         position: in the queue for slots, from 1.
         daemon: its orchestrator, as the supervisor records it.
+        broken: what it needs and a person has to start again.
     """
     if state is RunState.WAITING:
         return f"a free slot ({position}. in the queue)" if position else "the trainer to look at it"
     if state is not RunState.ACTIVE:
         return None
     if status is not None:
-        return status.waiting_on
+        return broken or status.waiting_on
     if daemon is not None and daemon.state in ("backoff", "lost"):
         return f"its orchestrator ({daemon.waiting_on or daemon.reason or daemon.state})"
     return "its orchestrator to start" if slot and not slot.ready else None
+
+
+def failure(service: DaemonView | None) -> str | None:
+    """What its users wait for when it has failed for good; None when it has not."""
+    if service is None or service.state != "failed":
+        return None
+    return f"{service.name}, which has failed ({service.reason}): prl restart {service.name}"
 
 
 def shown(text: str | None) -> CleanText | None:

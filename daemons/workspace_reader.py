@@ -30,6 +30,7 @@ from daemons.workspace import (
     Workspace,
     by_importance,
     daemon_view,
+    failure,
     find_bottleneck,
     shown,
     together,
@@ -99,12 +100,13 @@ class WorkspaceReader:
         places = {run_id: place for place, run_id in enumerate(trainer.waiting if trainer else [], start=1)}
         first = list(trainer.runs)[:most] if trainer and most is not None else []
         wanted = {run_id: found[run_id] for run_id in first if run_id in found} or found
+        broken = None if inference else failure(daemons.get("inference"))
         runs = []
         for run_id, files in wanted.items():
             if run_id in reasons:
                 continue
             slot = trainer.runs.get(run_id) if trainer else None
-            others = (slot, places.get(run_id), daemons.get(run_id), trainer is not None)
+            others = (slot, places.get(run_id), daemons.get(run_id), trainer is not None, broken)
             known = self._views.get(run_id)
             if known and known[0][1:-1] == others and _may_stay(known[0], run_id, at_rest, working):
                 runs.append(known[1])
@@ -201,6 +203,7 @@ class _Facts(NamedTuple):
     place: int | None
     daemon: DaemonView | None
     trainer_lives: bool
+    broken: str | None
     lives: bool
 
 
@@ -254,7 +257,7 @@ def _make_view(facts: _Facts) -> RunView:
         max_steps=max_steps,
         reward=status.reward if status else None,
         reason=shown(f"its orchestrator is stalled: {why}" if why else reason),
-        waiting_on=shown(waits_for(state, living, slot, position, daemon)),
+        waiting_on=shown(waits_for(state, living, slot, position, daemon, facts.broken)),
         updated_at=status.updated_at if status else None,
         run_idx=slot.run_idx if slot else None,
         queue_position=position,

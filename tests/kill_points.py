@@ -222,7 +222,8 @@ POINTS = [
 ]
 # Comes after another kill: there must be a checkpoint to load.
 LOADING = KillPoint("while a checkpoint is loaded", f"{TRAINER}.checkpoint:Snapshots.restore", after)
-BY_NAME = {point.name: point for point in [*POINTS, LOADING]}
+READING = KillPoint("while the first batch file is read", f"{TRAINER}.batch_files:check_batch", before)
+BY_NAME = {point.name: point for point in [*POINTS, LOADING, READING]}
 
 
 def arm(point: KillPoint, tell: Callable[[str], None]) -> None:

@@ -71,7 +71,12 @@ class SupervisorConfig(BaseConfig):
     """A crash within this many seconds of the start counts as early."""
 
     max_early_crashes: int = Field(3, ge=1)
-    """Early crashes or failed starts in a row after which the daemon has failed."""
+    """Early crashes or failed starts in a row after which the daemon has failed; or three times as many crashes in a
+    row, each within ten times `max_backoff_s` of its start. The count starts again when a run is evicted for them."""
+
+    max_deaths_of_run: int = Field(2, ge=2)
+    """Crashes in a row of trainer or inference while it worked for one run, at the last for that one alone, after which
+    the run is evicted."""
 
     max_starting: int = Field(8, ge=1)
     """Largest number of orchestrators that start at one time; the others wait their turn."""

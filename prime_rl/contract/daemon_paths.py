@@ -22,6 +22,11 @@ class DaemonPaths:
         return self.path / "trainer" / "status.json"
 
     @property
+    def trainer_work(self) -> Path:
+        """The file that the trainer reads now (`contract.work`); written by it alone."""
+        return self.path / "trainer" / "work.json"
+
+    @property
     def inference(self) -> Path:
         """Status files of the inference servers."""
         return self.path / "inference"
@@ -34,6 +39,10 @@ class DaemonPaths:
     def replica_status(self, replica: int) -> Path:
         """Written by the inference server of that number only."""
         return self.inference / str(replica) / "status.json"
+
+    def replica_work(self, replica: int) -> Path:
+        """What that inference server works on (`contract.work`); written by it alone."""
+        return self.inference / str(replica) / "work.json"
 
     def inference_statuses(self) -> dict[int, Path]:
         """The status file of each inference server that ever was, by its number, ascending; always that of replica 0.

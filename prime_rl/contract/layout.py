@@ -18,6 +18,7 @@ below `output_dir`. It only computes and validates paths; reading and writing is
         logs/        orchestrator.log
       trainer/status.json   inference/status.json   daemons/<name>.json   logs/<name>.log
       inference/<n>/        status.json (one an inference server; 0 writes inference/status.json too)
+      trainer/work.json     inference/<n>/work.json (what is in work, and so what ended a daemon)
       daemons/starts/       <name>.<start>.<node>.json (one an agent)  <name>.<start>.stop
       usage/       <run_id>.jsonl, trainer.jsonl (what each run has used)
       sweeps/      <name>.json (the plan of one sweep)  decisions/<name>.json

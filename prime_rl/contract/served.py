@@ -9,6 +9,8 @@ from prime_rl.contract.layout import parse_step, step_name
 _ADAPTER = re.compile(r"(run_[A-Za-z0-9._-]{1,64})@v(0|[1-9][0-9]{0,9})")
 # Headers of inference: the whole weights of an answer (a broadcast folder, or the base model), its `logprobs_mode`.
 WEIGHTS_HEADER, LOGPROBS_HEADER = "x-weights", "x-logprobs-mode"
+# Of requests: the run that asks, also while it samples from the base model.
+RUN_HEADER = "x-run"
 BASE_WEIGHTS = "base"
 # Versions that people talk to are loaded under names of their own, in a slot that no run has: a run unloads its own
 # versions when it likes, and loses no room to a chat.

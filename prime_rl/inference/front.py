@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -28,19 +29,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
 from prime_rl.contract.served import (
     BASE_WEIGHTS,
     LOGPROBS_HEADER,
     NUM_CHAT_ADAPTERS,
+    RUN_HEADER,
     WEIGHTS_HEADER,
     is_chat,
     parse_adapter_name,
 )
-from prime_rl.inference.bodies import decoded, error_response, json_response
+from prime_rl.contract.work import Item, WorkNote
+from prime_rl.inference.bodies import decoded, error_response, json_response, replay
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import Guard, confined_adapter, confined_weights
 from prime_rl.inference.health import HealthProbe
 from prime_rl.inference.tokens import GenerateRequest, completion_request, generate_response
+from prime_rl.inference.turns import Turns
 from prime_rl.inference.turnstile import StillInUse, Turnstile
 from prime_rl.inference.weight_files import weights_label
 
@@ -63,6 +68,9 @@ class EngineControl(Protocol):
     @property
     def lifespan(self) -> Lifespan[Any] | None:
         """What must run around the server."""
+
+    def alive(self) -> bool:
+        """Whether it still works: one that has failed answers nothing more, and its server ends."""
 
     def adapters(self) -> Collection[str]:
         """Names of the adapters that are loaded."""
@@ -99,6 +107,10 @@ class _UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
     weight_dir: str
 
 
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
 class _LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
     lora_name: str
     lora_path: str
@@ -126,6 +138,7 @@ def build_app(
         lifespan=engine.lifespan,
     )
     app.router.redirect_slashes = False
+    app.state.waits_for = front.turns.waits_for
     return app
 
 
@@ -140,6 +153,8 @@ class Front:
         self._health = HealthProbe(engine.generate_one, engine.num_tokens)
         self._one_load = asyncio.Lock()
         self.turnstile = Turnstile()
+        note = WorkNote(OutputDir(config.output_dir).replica_work(config.replica))
+        self.turns = Turns(note, engine.alive, self._health.check)
         self.weights = BASE_WEIGHTS
         self.endpoints: dict[str, Callable[..., Any]] = {
             "/health": self._prove,
@@ -165,7 +180,7 @@ class Front:
             raise ApiError(400, message, param="lora_name")
         folder = await asyncio.to_thread(confined_adapter, self._output_dir, asked.lora_path)
         # A large file takes long to read and to check: nothing else waits for that.
-        async with self._one_load:
+        async with self.turns.work(Item(_run_of(name), f"loaded {name}")), self._one_load:
             with await self.turnstile.enter():
                 self._check_room(name)
                 await self._engine.load_adapter(request, name, folder)
@@ -203,10 +218,11 @@ class Front:
     async def _update(self, request: Request) -> Response:
         asked = await decoded(request, _UpdateRequest)
         folder = await asyncio.to_thread(confined_weights, self._output_dir, asked.weight_dir)
-        async with self._alone():
+        # It goes into a header, where not every character of a file name may stand.
+        label = quote(weights_label(self._output_dir.resolve(), folder))
+        async with self.turns.work(Item(_valid(label.partition("/")[0]), f"loaded {label}")), self._alone():
             await self._engine.load_weights(folder)
-            # It goes into a header, where not every character of a file name may stand.
-            self.weights = quote(weights_label(self._output_dir.resolve(), folder))
+            self.weights = label
         logger.info("now serving the weights of %s", folder)
         return json_response({"weights": self.weights})
 
@@ -216,6 +232,18 @@ class Front:
             self.weights = BASE_WEIGHTS
         logger.info("now serving the base model")
         return json_response({"weights": self.weights})
+
+    def item_of(self, headers: Headers, body: bytes) -> Item | None:
+        """What a request that generates works on; None for one that is refused, since no such model is served."""
+        try:
+            name = msgspec.json.decode(body, type=_Named).model
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            name = None
+        if name in (None, self._config.model.name):
+            run_id = _valid(headers.get(RUN_HEADER, ""))
+            served = "the base model" if self.weights == BASE_WEIGHTS else self.weights
+            return Item(run_id, f"served {served}{f' for {run_id}' if run_id else ''}")
+        return Item(_run_of(name), f"served {name}") if name in self._engine.adapters() else None
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -229,16 +257,32 @@ class Front:
             raise ApiError(503, message) from error
 
 
+def _run_of(adapter: str) -> str:
+    """The run of an adapter; "" for one of a chat, or by another name."""
+    return (parse_adapter_name(adapter) or ("",))[0]
+
+
+def _valid(run_id: str) -> str:
+    try:
+        return check_run_id(run_id)
+    except LayoutError:
+        return ""
+
+
 class _InTurn:
-    """Middleware of what generates: it waits while weights change, and its answer names those that it was made with."""
+    """Middleware of what generates: it waits for its turn and while weights change; its answer names the weights."""
 
     def __init__(self, app: ASGIApp, front: Front) -> None:
         self._app = app
         self._front = front
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with await self._front.turnstile.enter():
-            await self._app(scope, receive, _with_header(send, WEIGHTS_HEADER, self._front.weights))
+        body: bytes = (await receive()).get("body", b"")  # `Guard` has read the whole
+        item = self._front.item_of(Headers(scope=scope), body)
+        async with self._front.turns.work(item) if item else contextlib.nullcontext():
+            with await self._front.turnstile.enter():
+                send = _with_header(send, WEIGHTS_HEADER, self._front.weights)
+                await self._app(scope, replay(body, receive), send)
 
 
 class _TellsLogprobs:

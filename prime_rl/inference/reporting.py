@@ -35,10 +35,11 @@ class EngineReporter:
         self._read = read
         self._rate = TokenRate(WINDOW_S, clock)
 
-    def tick(self) -> None:
+    def tick(self, waiting_on: str | None = None) -> None:
         """Read a snapshot and update the status file with it."""
         snapshot = self._read()
         self._status.update(
+            waiting_on=waiting_on,
             adapters=list(snapshot.adapters),
             num_running=snapshot.num_running,
             num_waiting=snapshot.num_waiting,

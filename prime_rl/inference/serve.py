@@ -44,14 +44,18 @@ async def serve(
     status: StatusWriter,
     reporter: EngineReporter,
     abort: Callable[[], None] = lambda: None,
+    waits_for: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Serve until `stop()`; let requests in flight finish for DRAIN_S, then `abort()` them. Raises EngineFailed."""
+    """Serve until `stop()`; let requests in flight finish for DRAIN_S, then `abort()` them. Raises EngineFailed.
+
+    `waits_for`: what requests that were not begun wait for, in words.
+    """
     config = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_S + CUT_S, backlog=BACKLOG, ws="none"
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))
-    beat = asyncio.create_task(_report(server, status, reporter))
+    beat = asyncio.create_task(_report(server, status, reporter, waits_for))
     try:
         while not task.done() and not stop() and engine_alive():
             status.turn()
@@ -71,11 +75,13 @@ async def serve(
         raise EngineFailed("the engine has failed; its error is in the log")
 
 
-async def _report(server: uvicorn.Server, status: StatusWriter, reporter: EngineReporter) -> None:
+async def _report(
+    server: uvicorn.Server, status: StatusWriter, reporter: EngineReporter, waits_for: Callable[[], str | None]
+) -> None:
     while not server.started:
         await asyncio.sleep(POLL_S)
     status.update(state="serving", waiting_on=None)
     while True:
         # A write waits for the disk: not in the event loop.
-        await asyncio.to_thread(reporter.tick)
+        await asyncio.to_thread(reporter.tick, waits_for())
         await asyncio.sleep(REPORT_EVERY_S)

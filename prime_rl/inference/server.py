@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     status = _open_status(config, url)
     try:
         _run_engine(ServerContext(config, sock, api_key, stop, status))
+        OutputDir(config.output_dir).replica_work(config.replica).unlink(missing_ok=True)
     except StartError as error:
         return _fail(str(error), error.exit_code)
     finally:

@@ -26,6 +26,7 @@ from typing import TypeVar
 import httpx
 
 from prime_rl.configs.sampling import SamplingConfig
+from prime_rl.contract.served import RUN_HEADER
 from prime_rl.orchestrator.client import (
     AccessDenied,
     Completion,
@@ -125,6 +126,7 @@ class InferenceClient:
         equip: gives a server that comes back what it needs before it is asked again. Once it returns, the
             server counts as living.
         on_trouble: called with `trouble` when that changes.
+        run_id: whose requests these are; a server that dies of one finds it in its note.
         transport: of httpx, for tests.
     """
 
@@ -135,6 +137,7 @@ class InferenceClient:
         *,
         on_trouble: Callable[[str | None], None] = lambda trouble: None,
         api_key: str | None = None,
+        run_id: str = "",
         timeout_s: float = 120.0,
         max_concurrent_requests: int = 64,
         backoff_start_s: float = BACKOFF_START_S,
@@ -144,7 +147,7 @@ class InferenceClient:
         self.trouble: str | None = None
         self._equip = equip
         self._on_trouble = on_trouble
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {RUN_HEADER: run_id} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=max_concurrent_requests, keepalive_expiry=KEEPALIVE_S
         )

@@ -105,6 +105,7 @@ def connect(
         publication.equip,
         on_trouble=on_trouble,
         api_key=api_key,
+        run_id=run.run_id,
         timeout_s=config.client.timeout_s,
         max_concurrent_requests=config.client.max_concurrent_requests,
     )

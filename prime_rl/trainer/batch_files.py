@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from prime_rl.contract.types import (
     oldest_allowed,
     read_columns,
 )
+from prime_rl.contract.work import Item, WorkNote
 from prime_rl.utils.text import error_text
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,18 @@ def take_batch(path: Path, limits: BatchLimits) -> BatchColumns | None:
         return None
     check_batch(batch, limits)
     return batch
+
+
+def noting(note: WorkNote) -> Callable[[Path, BatchLimits], BatchColumns | None]:
+    """`take_batch` that notes which file it reads, so that one that ends the trainer has a name."""
+
+    def take(path: Path, limits: BatchLimits) -> BatchColumns | None:
+        if not os.path.lexists(path):
+            return None
+        with note.alone(Item(limits.run_id, f"read {'/'.join(path.parts[-4:])}")):
+            return take_batch(path, limits)
+
+    return take
 
 
 def check_batch(batch: BatchColumns, limits: BatchLimits) -> None:

@@ -21,7 +21,8 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import StatusWriter, TrainerStatus
 from prime_rl.contract.types import MicroBatch
 from prime_rl.contract.usage import UsageLog
-from prime_rl.trainer.batch_files import BatchReader
+from prime_rl.contract.work import WorkNote
+from prime_rl.trainer.batch_files import BatchReader, noting
 from prime_rl.trainer.budget import with_a_budget
 from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager, Snapshots, is_due
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
@@ -349,7 +350,8 @@ def _lead(
     watcher = Watcher(rescan_s=config.watch.rescan_s, kind=config.watch.kind)
     broadcast = open_broadcast(config.broadcast)
     metrics, reporter = MetricsWriter(), StatusReporter(status, manager)
-    packer = Packer(manager, BatchReader(), model.vocab_size, config.micro_batch_tokens, world.size, model.packs)
+    reader = BatchReader(noting(WorkNote(OutputDir(config.output_dir).trainer_work)))
+    packer = Packer(manager, reader, model.vocab_size, config.micro_batch_tokens, world.size, model.packs)
     publisher = Publisher(manager, snapshots, broadcast, checkpoints, metrics, reporter, BackgroundWriter())
     usage = TrainerUsage(manager, UsageLog(OutputDir(config.output_dir).run_usage("trainer")))
     return Lead(packer, publisher, metrics, usage, reporter, watcher)

@@ -41,6 +41,8 @@ backoff_s = 0.2
 max_backoff_s = 1.0
 early_crash_s = 0.0
 max_early_crashes = 20
+# Who is killed when is drawn: the same run may be the one in work at several kills.
+max_deaths_of_run = 1000
 """
 
 

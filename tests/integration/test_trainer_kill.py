@@ -12,12 +12,13 @@ import msgspec
 import pytest
 import torch
 
-from prime_rl.contract.layout import RunDir
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.work import Item, read_work
 from prime_rl.trainer.metrics import last_metrics_step
 from tests.budgets import in_full
 from tests.fork_runner import Runner
 from tests.isolation_support import TOLERANCE
-from tests.kill_points import LOADING, POINTS, KillPoint
+from tests.kill_points import LOADING, POINTS, READING, KillPoint
 from tests.trainer_support import (
     adapter,
     make_batch,
@@ -173,3 +174,18 @@ def test_two_runs_survive_a_kill_together(
         assert published(run) == NUM_STEPS
         # After a restart the rows of two runs may be packed otherwise.
         assert relative_difference(adapter(run, NUM_STEPS), uninterrupted[run.run_id]) <= TOLERANCE
+
+
+def test_a_death_over_a_file_names_it_and_the_next_ones_its_run_as_the_suspect(
+    lives: Runner, model: Path, tmp_path: Path
+) -> None:
+    workspace = Workspace(lives, tmp_path, model, ["run_a"])
+    note = OutputDir(workspace.path).trainer_work
+    for num_deaths in range(3):
+        workspace.is_killed(READING)
+        work = read_work(note)
+        assert work is not None and work.items == [Item("run_a", "read run_a/rollouts/step_1/rollouts.msgpack")]
+        assert work.suspects == ({"run_a": num_deaths} if num_deaths else {})
+    workspace.live_to_the_end()
+    work = read_work(note)
+    assert work is not None and (work.items, work.suspects) == ([], {}), "a file that was read is harmless"

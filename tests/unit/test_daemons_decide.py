@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from daemons.daemon import Action, Daemon, Do, Seen, Snapshot, State
-from daemons.decide import LOADS_WITHIN_S, MAX_CRASHES_KEPT, decide
+from daemons.decide import LOADS_WITHIN_S, LOOP_TIMES, LOOP_WAITS, MAX_CRASHES_KEPT, decide
 from daemons.process import KILL_WAIT_S
 from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.status import LOST_AFTER_S
+from prime_rl.contract.work import Item, Work
 from prime_rl.utils.process import ProcessId
 
 TRAINER = DaemonSpec("trainer", ("t",), Path("t.log"))
@@ -30,6 +31,7 @@ class History:
     wanted: bool = True
     now: float = 1000.0
     daemons: dict[str, Daemon] = field(default_factory=dict)
+    evicted: list[tuple[str, str]] = field(default_factory=list)
 
     def see(
         self, seen: Seen | None = None, *, after_s: float = 0.0, asked: bool = False, config: SupervisorConfig = CONFIG
@@ -46,6 +48,7 @@ class History:
         actions = decide(snapshot, self.now)
         for action in actions:
             self._apply(action)
+            self.evicted += [action.evicts] if action.evicts else []
         return [action.do for action in actions]
 
     def _apply(self, action: Action) -> None:
@@ -61,8 +64,10 @@ class History:
     def daemon(self) -> Daemon:
         return self.daemons[self.spec.name]
 
-    def crash(self, *, after_s: float, exit_code: int = 1, config: SupervisorConfig = CONFIG) -> list[Do]:
-        return self.see(Seen(exit_code=exit_code), after_s=after_s, config=config)
+    def crash(
+        self, *, after_s: float, exit_code: int = 1, config: SupervisorConfig = CONFIG, work: Work | None = None
+    ) -> list[Do]:
+        return self.see(Seen(exit_code=exit_code, work=work), after_s=after_s, config=config)
 
 
 def running(spec: DaemonSpec = TRAINER) -> History:
@@ -398,3 +403,103 @@ def test_a_deleted_run_is_ended_and_forgotten() -> None:
     assert history.see(Seen(exit_code=0, gone=True)) == [Do.CLEAN]
     assert history.see(Seen(gone=True)) == [Do.FORGET]
     assert history.daemons == {}
+
+
+INFERENCE = DaemonSpec("inference", ("i",), Path("i.log"))
+
+
+def noted(*run_ids: str, **suspects: int) -> Work:
+    return Work(items=[Item(run_id, f"served {run_id}@v3") for run_id in run_ids], suspects=suspects)
+
+
+def dies(history: History, work: Work | None, *, uptime_s: float = 50.0) -> list[tuple[str, str]]:
+    """It crashes while it does what is noted, and runs again; returns the runs that are evicted, with the reasons."""
+    history.crash(after_s=uptime_s, work=work)
+    if history.daemon.state is not State.FAILED:
+        history.see(after_s=CONFIG.max_backoff_s)
+        history.see(READY)
+    evicted, history.evicted = history.evicted, []
+    return evicted
+
+
+def test_a_run_that_was_alone_in_work_at_its_second_crash_is_evicted() -> None:
+    history = running(INFERENCE)
+    assert dies(history, noted("run_a", "run_b", "run_bad")) == []
+    assert history.daemon.crashes[-1].reason == (
+        "exit code 1 while it served run_a@v3 and served run_b@v3 and served run_bad@v3"
+    )
+    reason = "inference ended twice while it served run_bad@v3, last: exit code 1"
+    assert dies(history, noted("run_bad", run_a=1, run_bad=1)) == [("run_bad", reason)]
+    trainer = running()
+    file = Item("run_a", "read run_a/rollouts/step_1/rollouts.msgpack")
+    assert dies(trainer, Work(items=[file])) == []
+    ((run_id, reason),) = dies(trainer, Work(items=[file], suspects={"run_a": 1}))
+    assert run_id == "run_a" and reason.startswith(f"the trainer ended twice while it {file.what}, last: ")
+
+
+def test_no_run_is_evicted_for_what_it_was_not_alone_in_work_at() -> None:
+    history = running(INFERENCE)
+    for work in (
+        None,
+        noted(),
+        noted("run_a"),  # for the first time
+        noted("run_a", "run_b", run_a=1, run_b=1),
+        noted("run_new", run_a=1),  # a new run, which was not in work at the last crash
+        Work(items=[Item("", "served the base model")], suspects={"": 1}),
+    ):
+        assert dies(history, work, uptime_s=1000.0) == []
+    assert dies(history, noted("run_a", "run_b", run_a=1), uptime_s=1000.0) != [], "run_b was in work a while before"
+
+
+def test_more_deaths_may_be_allowed_and_the_reason_counts_them() -> None:
+    config = CONFIG.replace(max_deaths_of_run=3)
+    history = running(INFERENCE)
+    history.crash(after_s=1000, config=config, work=noted("run_a", run_a=1))
+    assert history.evicted == []
+    history = running(INFERENCE)
+    history.crash(after_s=1000, config=config, work=noted("run_a", run_a=2))
+    assert history.evicted[0][1].startswith("inference ended 3 times in a row while it served run_a@v3")
+
+
+def test_what_a_person_or_a_stall_ended_evicts_no_run() -> None:
+    history = running(INFERENCE)
+    history.see(READY, asked=True)
+    history.see(Seen(exit_code=-9, work=noted("run_a", run_a=1)), after_s=1)
+    assert history.evicted == []
+
+
+def test_a_daemon_that_keeps_crashing_after_it_was_ready_fails_in_the_end() -> None:
+    history = running(INFERENCE)
+    limit = LOOP_TIMES * CONFIG.max_early_crashes
+    for _ in range(limit - 1):
+        dies(history, noted())
+        assert history.daemon.state is State.RUNNING
+    dies(history, noted())
+    assert (history.daemon.state, history.daemon.reason) == (
+        State.FAILED,
+        f"{limit} crashes in a row, last: exit code 1",
+    )
+    assert history.see(asked=True) == [Do.START]
+    assert history.daemon.num_looped == 0
+
+
+def test_a_crash_after_a_long_life_and_the_eviction_of_a_run_begin_the_count_again() -> None:
+    history = running(INFERENCE)
+    limit = LOOP_TIMES * CONFIG.max_early_crashes
+    for _ in range(3):
+        for _ in range(limit - 1):
+            dies(history, noted())
+        dies(history, noted(), uptime_s=LOOP_WAITS * CONFIG.max_backoff_s)
+        assert (history.daemon.state, history.daemon.num_looped) == (State.RUNNING, 0)
+    for run_id in ("run_a", "run_b", "run_c"):
+        for _ in range(limit - 2):
+            dies(history, noted())
+        assert dies(history, noted(run_id, **{run_id: 1}))
+        assert (history.daemon.state, history.daemon.num_looped) == (State.RUNNING, 1)
+
+
+def test_a_server_that_ends_by_itself_at_its_first_request_has_crashed_though_it_was_never_seen_ready() -> None:
+    history = History(INFERENCE)
+    history.see()
+    history.crash(after_s=1, work=noted("run_a", run_a=1))
+    assert (history.daemon.crashes[-1].kind, [run_id for run_id, _ in history.evicted]) == ("crash", ["run_a"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -14,12 +15,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from daemons.daemon import Daemon, State
 from daemons.launchers.base import Alive, Ended, Handle
 from daemons.launchers.local import Local
 from daemons.launchers.members import find_members, kill_all
 from daemons.logs import old_log
+from daemons.observe import Observer
 from daemons.pidfile import SupervisorLock
 from daemons.process import KILL_WAIT_S, spawn
 from daemons.specs import DaemonSpec, write_component_configs
@@ -28,6 +32,7 @@ from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, read_status
+from prime_rl.contract.work import Item, Work
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.signals import StopFlag
 from tests.daemons_support import PATIENCE_S, RUN_TOML, fake_workspace
@@ -241,3 +246,53 @@ def test_a_run_that_ends_as_it_is_looked_at_has_not_crashed(
     workspace.supervisor.tick()
     status = read_status(output.daemon_status("run_a"), DaemonStatus)
     assert status is not None and (status.state, status.crashes) == ("done", [])
+
+
+def test_a_run_that_ended_inference_twice_is_evicted_and_its_neighbours_are_not(workspace: Workspace) -> None:
+    output, path = workspace.output, workspace.output.replica_work(0)
+    for run_id in ("run_a", "run_bad"):
+        output.run(run_id).control.mkdir(parents=True)
+    path.parent.mkdir(parents=True)
+    served = [Item(run_id, f"served {run_id}@v3") for run_id in ("run_a", "run_bad")]
+
+    def die(items: list[Item], suspects: dict[str, int], num_crashes: int) -> str:
+        workspace.look_until("both to run", workspace.all_run)
+        child = workspace.tell("inference").child
+        assert child is not None
+        path.write_bytes(msgspec.json.encode(Work(writer=child, items=items, suspects=suspects)))
+        os.kill(child.pid, signal.SIGKILL)
+        workspace.look_until("its end", lambda: len(workspace.tell("inference").crashes) == num_crashes)
+        workspace.now += 1000.0
+        return workspace.tell("inference").crashes[-1].reason
+
+    assert die(served, {}, 1) == "killed by signal 9 while it served run_a@v3 and served run_bad@v3"
+    die(served[1:], {"run_a": 1, "run_bad": 1}, 2)
+    told = output.run("run_bad").evicted.read_text()
+    assert told == "inference ended twice while it served run_bad@v3, last: killed by signal 9"
+    assert not output.run("run_a").evicted.exists()
+    (line,) = map(json.loads, output.audit.read_text().splitlines())
+    assert (line["who"], line["action"], line["run_id"], line["reason"]) == ("supervisor", "evict", "run_bad", told)
+
+
+def test_the_note_is_that_of_the_process_which_has_ended_and_its_suspects_can_be_evicted(tmp_path: Path) -> None:
+    output = OutputDir(tmp_path)
+    for run_id in ("run_a", "run_out"):
+        output.run(run_id).control.mkdir(parents=True)
+    output.run("run_out").evicted.touch()
+    ran = ProcessId.of(os.getpid())
+    daemon = Daemon(DaemonSpec("inference", ("i",), tmp_path / "i.log"), State.RUNNING, process=ran)
+    items = [Item("run_out", "served run_out@v3")]
+    suspects = {"run_a": 1, "run_out": 1, "run_gone": 1, "": 1, "../run_a": 1}
+    path = output.replica_work(0)
+    path.parent.mkdir(parents=True)
+
+    def seen(writer: ProcessId) -> Work | None:
+        path.write_bytes(msgspec.json.encode(Work(writer=writer, items=items, suspects=suspects)))
+        assert Observer(output).see(daemon, Alive(ran), None, 0.0).work is None
+        return Observer(output).see(daemon, Ended(None), None, 0.0).work
+
+    boot, _, ticks = ran.start.partition("/")
+    for writer in (ran, replace(ran, pid=1, start=f"{boot}/{int(ticks) + 1}")):  # the first rank is a child
+        assert seen(writer) == Work(writer=writer, items=items, suspects={"run_a": 1})
+    for writer in (replace(ran, start=f"{boot}/{int(ticks) - 1}"), ProcessId(0), ProcessId(1, 1.0, "other/9")):
+        assert seen(writer) is None

@@ -269,6 +269,20 @@ def test_a_run_that_the_supervisor_gave_up_has_failed_with_its_reason(tmp_path: 
     assert workspace.daemons[0].log_tail == ("oh",)
 
 
+def test_the_neighbours_of_a_run_that_broke_inference_wait_for_what_a_person_has_to_do(tmp_path: Path) -> None:
+    output, why = OutputDir(tmp_path), "9 crashes in a row, last: exit code 1 while it served the base model"
+    waits = RunStatus(run_id="run_a", state="running", waiting_on="inference at http://a:1 (connection refused)")
+    put(make_run(tmp_path, "run_a").status, waits)
+    put_trainer(tmp_path, {"run_a": 0}, [])
+    reader = WorkspaceReader(tmp_path)
+    assert reader.read(now=NOW).runs[0].waiting_on == waits.waiting_on
+    put(output.daemon_status("inference"), DaemonStatus(name="inference", state="failed", reason=why))
+    told = f"inference, which has failed ({why}): prl restart inference"
+    assert reader.read(now=NOW, working=set()).runs[0].waiting_on == told
+    put(output.replica_status(1), InferenceStatus(state="serving"))
+    assert reader.read(now=NOW).runs[0].waiting_on == waits.waiting_on, "another server serves it"
+
+
 def test_the_bottleneck_is_named(tmp_path: Path) -> None:
     put(make_run(tmp_path, "run_a").status, RunStatus(run_id="run_a", state="running", bottleneck="inference"))
     put_trainer(tmp_path, {"run_a": 0}, [])

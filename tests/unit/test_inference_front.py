@@ -19,7 +19,9 @@ from starlette.responses import Response
 
 from prime_rl.configs.inference import InferenceConfig, LogprobsMode
 from prime_rl.configs.system import SPARE_VERSIONS, SystemConfig
+from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.served import LOGPROBS_HEADER
+from prime_rl.contract.work import read_work
 from prime_rl.inference.bodies import decoded, json_response
 from prime_rl.inference.checks import StartError
 from prime_rl.inference.errors import ApiError
@@ -39,6 +41,7 @@ class Engine:
         self.tokens = 0
         self.stuck = False
         self.broken = False
+        self.works = True
         self.num_asked = 0
         self.loads: list[tuple[str, Path]] = []
         self.loaded: list[str] = []
@@ -63,6 +66,9 @@ class Engine:
 
     async def unload_adapter(self, name: str) -> None:
         self.loaded.remove(name)
+
+    def alive(self) -> bool:
+        return self.works
 
     def num_tokens(self) -> int:
         return self.tokens
@@ -367,3 +373,52 @@ def test_a_workspace_sizes_inference_for_its_runs_and_their_async_level() -> Non
     assert SystemConfig().inference.max_versions_per_run == SystemConfig().max_async_level + SPARE_VERSIONS
     own = SystemConfig.model_validate({"max_async_level": 5, "inference": {"max_versions_per_run": 2}})
     assert own.inference.max_versions_per_run == 2
+
+
+async def test_what_a_request_works_on_is_noted_before_the_engine_gets_it(tmp_path: Path) -> None:
+    folder, engine = adapter(tmp_path / "run_a" / "broadcast" / "step_3"), Engine()
+    path = OutputDir(tmp_path).replica_work(2)
+    path.parent.mkdir(parents=True)
+    seen: list[tuple[str, str]] = []
+    complete, load = engine.complete, engine.load_adapter
+
+    def look() -> None:
+        work = read_work(path)
+        seen.extend(
+            (item.run_id, item.what) for item in (work.items if work else []) if (item.run_id, item.what) not in seen
+        )
+
+    async def complete_and_look(request: Request, body: dict[str, Any]) -> dict[str, Any]:
+        look()
+        return await complete(request, body)
+
+    async def load_and_look(request: Request, name: str, folder: Path) -> None:
+        look()
+        await load(request, name, folder)
+
+    engine.complete, engine.load_adapter = complete_and_look, load_and_look  # type: ignore[method-assign]
+    app = build_app(engine, InferenceConfig(output_dir=tmp_path, replica=2, model={"name": "base"}))
+
+    async def complete_as(headers: dict[str, str] | None = None, **fields: Any) -> None:
+        body = json.dumps({"prompt": [1], **fields}).encode()
+        await ask(app, "/v1/completions", body, headers={"content-type": "application/json", **(headers or {})})
+
+    with contextlib.suppress(json.JSONDecodeError):
+        body = json.dumps({"lora_name": "run_a@v3", "lora_path": str(folder)}).encode()
+        await ask(app, "/v1/load_lora_adapter", body)
+    engine.loaded += ["chat/run_a@v3", "mine"]
+    await complete_as(model="run_a@v3")
+    await complete_as({"x-run": "run_b"}, model="base")
+    await complete_as({"x-run": "../run_b"})
+    await complete_as(model="chat/run_a@v3")
+    await complete_as({"x-run": "run_b"}, model="mine")
+    await complete_as({"x-run": "run_b"}, model="run_b@v7")
+    assert seen == [
+        ("run_a", "loaded run_a@v3"),
+        ("run_a", "served run_a@v3"),
+        ("run_b", "served the base model for run_b"),
+        ("", "served the base model"),
+        ("", "served chat/run_a@v3"),
+        ("", "served mine"),
+    ], "nothing is noted for a model that is not served"
+    assert engine.loaded == ["run_a@v3", "chat/run_a@v3", "mine"]

@@ -13,8 +13,9 @@ import pytest
 
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.types import BatchColumns, write_batch
+from prime_rl.contract.work import Item, Work, WorkNote, read_work
 from prime_rl.trainer import batch_files
-from prime_rl.trainer.batch_files import BatchLimits, BatchReader, take_batch
+from prime_rl.trainer.batch_files import BatchLimits, BatchReader, noting, take_batch
 from tests.patience import PATIENCE_S
 from tests.trainer_support import VOCAB, make_batch
 
@@ -256,3 +257,34 @@ def test_closing_waits_for_no_disk(disk: Disk, monkeypatch: pytest.MonkeyPatch) 
     assert disk.is_asked.wait(PATIENCE_S)
     disk.reader.close()
     assert disk.reads == []
+
+
+def test_the_file_that_is_read_is_noted_and_no_file_that_is_not_there(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = tmp_path / "run_a" / "rollouts" / "step_1" / "rollouts.msgpack"
+    place.parent.mkdir(parents=True)
+    path = tmp_path / "work.json"
+    seen: list[Work | None] = []
+
+    def look(path_: Path, limits: BatchLimits) -> BatchColumns | None:
+        seen.append(read_work(path))
+        return take_batch(path_, limits)
+
+    monkeypatch.setattr(batch_files, "take_batch", look)
+    path.write_bytes(msgspec.json.encode(Work(items=[Item("run_a", "read it"), Item("run_b", "read it")])))
+    take = noting(WorkNote(path))
+    limits = BatchLimits("run_a", 1, 64, VOCAB, 1)
+    assert take(place, limits) is None and seen == []
+    write_batch(place, make_batch("run_a", 1))
+    assert take(place, limits) is not None
+    (noted,) = filter(None, seen)
+    assert noted.items == [Item("run_a", "read run_a/rollouts/step_1/rollouts.msgpack")]
+    assert noted.suspects == {"run_a": 1, "run_b": 1} and noted.writer.is_running()
+    after = read_work(path)
+    assert after is not None and (after.items, after.suspects) == ([], {"run_b": 1})
+    place.write_bytes(b"no batch")
+    with pytest.raises(ValueError, match="msgpack"):
+        take(place, limits)
+    after = read_work(path)
+    assert after is not None and after.items == [], "a file that is refused has ended nothing"

@@ -69,6 +69,10 @@ class Api:
             "/metrics": self._metrics,
         }
 
+    def alive(self) -> bool:
+        """Whether the engine takes requests."""
+        return self._engine.alive
+
     def adapters(self) -> Collection[str]:
         """Names of the adapters that can be used now."""
         return self._engine.adapters()

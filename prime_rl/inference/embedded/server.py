@@ -42,16 +42,18 @@ async def _serve(context: ServerContext, served: Served, text: Text) -> None:
         max_model_len=max_model_len(config),
         raw_logprobs=config.logprobs_mode == "raw_logprobs",
     )
+    app = build_app(Api(engine, text, config), config, api_key=context.api_key)
     running = asyncio.create_task(engine.run())
     try:
         await serve(
-            build_app(Api(engine, text, config), config, api_key=context.api_key),
+            app,
             context.sock,
             stop=context.stop,
             engine_alive=lambda: engine.alive,
             status=context.status,
             reporter=EngineReporter(context.status, engine.stats),
             abort=engine.stop,
+            waits_for=app.state.waits_for,
         )
     finally:
         engine.stop()

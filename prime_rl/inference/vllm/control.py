@@ -66,6 +66,10 @@ class VllmControl:
         self.endpoints = dict.fromkeys(ENDPOINTS, app)
         self.lifespan = lambda _: app.router.lifespan_context(app)
 
+    def alive(self) -> bool:
+        """Whether vLLM works, with weights in a known state."""
+        return not (self._engine.errored or self.failed)
+
     async def complete(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of vLLM's /v1/completions to `body`. Raises ApiError, also when the client goes away."""
         answered: dict[str, Any] | None = msgspec.json.decode(await self._answer(request, COMPLETIONS, body))

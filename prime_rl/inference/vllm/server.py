@@ -106,14 +106,16 @@ async def _serve(context: ServerContext, arguments: dict[str, Any], started: thr
         adapters = app.state.openai_serving_models.lora_requests
         config = context.config
         control = VllmControl(config, app, engine, adapters, AdapterGate(config), _num_tokens)
+        served = build_app(control, config, api_key=context.api_key)
         started.set()
         await serve(
-            build_app(control, config, api_key=context.api_key),
+            served,
             context.sock,
             stop=context.stop,
-            engine_alive=lambda: not (engine.errored or control.failed),
+            engine_alive=control.alive,
             status=context.status,
             reporter=EngineReporter(context.status, lambda: _snapshot(sorted(adapters))),
+            waits_for=served.state.waits_for,
         )
 
 
