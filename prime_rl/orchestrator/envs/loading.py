@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from prime_rl.configs.envs import EnvConfig
@@ -28,16 +28,22 @@ async def load_environments(
             loaded[_key(env)] = await _load(env, config, cleanup, say)
     say(None)
 
-    def use(env: EnvConfig, meter: RolloutMeter | None, reward_names: Collection[str]) -> CheckedEnvironment:
-        share = config.max_env_failure_share
+    def to_train(env: EnvConfig) -> CheckedEnvironment:
         return CheckedEnvironment(
-            loaded[_key(env)], env, max_failure_share=share, meter=meter, reward_names=reward_names
+            loaded[_key(env)],
+            env,
+            max_failure_share=config.max_env_failure_share,
+            meter=meter,
+            reward_names=config.advantage.reward_weights,
+            num_examples=len(loaded[_key(env)].examples("train")),
+            num_tries=config.rollouts_per_example,
         )
 
-    return (
-        {env.label: use(env, meter, config.advantage.reward_weights) for env in config.env},
-        {env.label: use(env, None, ()) for env in config.eval_envs},
-    )
+    def to_evaluate(env: EnvConfig) -> CheckedEnvironment:
+        share = config.max_env_failure_share
+        return CheckedEnvironment(loaded[_key(env)], env, max_failure_share=share, name=f"eval/{env.label}")
+
+    return {env.label: to_train(env) for env in config.env}, {env.label: to_evaluate(env) for env in config.eval_envs}
 
 
 async def _load(
