@@ -147,8 +147,8 @@ async def test_rollouts_of_several_turns_and_every_fault_but_a_hang() -> None:
         )
         waits.gate.set()
         results += await asyncio.gather(beside, return_exceptions=True)
-        assert sorted(type(result).__name__ for result in results) == ["EnvironmentFault", "Interrupted", "Interrupted"]
-        assert "its process ended with exit code 7" in str(results[0])
+        assert sorted(type(result).__name__ for result in results) == ["Interrupted", "Interrupted", "Transient"]
+        assert any("its process ended with exit code 7" in str(result) for result in results)
         assert (await env.rollout(example_of(env, "good"), Says())).reward == 0.5
         assert env.num_dropped == 5
         own = await env.rollout(example_of(env, "credits"), Says())

@@ -83,10 +83,12 @@ async def test_a_run_whose_environment_fails_too_often_fails_with_the_last_error
     status = read_status(run.status, RunStatus)
     assert status is not None and status.state == "failed"
     wanted = (
-        r"env strict: (\d+) of its newest \1 rollouts were dropped, more than max_env_failure_share = 0.25 of them; "
-        r"last: the reward is \S+, not within reward_range = \[2, 3\]"
+        r"env strict: (\d+) of the \d+ examples tried are unusable, more than max_env_failure_share = 0.25 of them; "
+        r"last: the reward is \S+, not within reward_range = \[2, 3\] in example train-\d+"
     )
-    assert re.fullmatch(wanted, str(status.reason))
+    assert (found := re.fullmatch(wanted, str(status.reason))), status.reason
+    assert status.examples_unusable == len(status.unusable) >= int(found[1])
+    assert all(each.startswith("strict/train-") for each in status.unusable) and status.problem is None
 
 
 async def test_a_run_learns_from_the_rewards_that_it_weighs_or_names_the_one_that_is_missing(tmp_path: Path) -> None:
@@ -106,6 +108,5 @@ async def test_a_run_learns_from_the_rewards_that_it_weighs_or_names_the_one_tha
             reasons[name] = status.state, str(status.reason)
     assert reasons["run_a"] == ("finished", "None")
     assert reasons["run_b"][0] == "failed"
-    assert reasons["run_b"][1].endswith(
-        "no reward 'format', which advantage.reward_weights names; found: exact_match, is_number"
-    )
+    missing = "no reward 'format', which advantage.reward_weights names; found: exact_match, is_number in example "
+    assert missing in reasons["run_b"][1]

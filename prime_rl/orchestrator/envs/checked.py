@@ -197,8 +197,9 @@ class CheckedEnvironment:
         if not self.unusable and (not last or self._num_rollouts - at >= FAILURE_WINDOW):
             return None
         share = max(0.1, round(100 * self.num_dropped / self._num_rollouts, 1))
-        num_examples = f", {len(self.unusable)} examples unusable" if self.unusable else ""
-        return f"env {self.name}: {share:g} % of rollouts dropped{num_examples}: {last}"
+        num, plural = len(self.unusable), "s" * (len(self.unusable) > 1)
+        examples = f", {num} example{plural} unusable" if num else ""
+        return f"env {self.name}: {share:g} % of rollouts dropped{examples}: {last}"
 
     async def _bounded(self, example: Example, policy: Policy) -> Outcome:
         asked = _AskedPolicy(policy, self._config, self._meter)
