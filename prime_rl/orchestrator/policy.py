@@ -170,8 +170,8 @@ class TurnSampler:
         if max_tokens < 1:
             wanted = 1 << (len(prompt_ids) + self._sampling.max_tokens - 1).bit_length()
             raise RolloutError(
-                f"{len(prompt_ids)} prompt tokens leave no room in seq_len = {self._seq_len} (to raise it: prl down; "
-                f"prl up --seq_len {wanted}; or in the run's config, if that sets it)"
+                f"{len(prompt_ids)} prompt tokens leave no room in seq_len = {self._seq_len} (to raise it, unless the "
+                f"run's config sets it: prl down; prl up --seq_len {wanted}; prl runs readmit ID)"
             )
         async with self._client.places.hold(num_choices):
             for attempt in itertools.count():

@@ -18,6 +18,7 @@ from prime_rl.utils.chat_template import TokenizerError as TokenizerError
 
 # All rollouts of a group ask for the same prompt, one after the other; rendering it is a fifth of what a rollout costs.
 NUM_PROMPTS_KEPT = 32
+TOKEN_FIELDS = {"single_word", "lstrip", "rstrip", "normalized", "special"}
 
 
 class ChatTokenizer:
@@ -86,12 +87,9 @@ def _add_missing(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     decoder = config.get("added_tokens_decoder") or {}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    listed = [decoder[index] for index in sorted(decoder, key=int)]
-    listed += [config.get(key) for key in SPECIAL_TOKENS] + (extra if isinstance(extra, list) else [])
-    for token in listed:
-        text = token_text(token)
-        if text and text not in known:
+    listed = [decoder[index] for index in sorted(decoder, key=int)] + [config.get(key) for key in SPECIAL_TOKENS]
+    for token in listed + (extra if isinstance(extra, list) else []):
+        if (text := token_text(token)) and text not in known:
             known.add(text)
-            fields = {"special": True, **token} if isinstance(token, dict) else {"special": True}
-            allowed = ("single_word", "lstrip", "rstrip", "normalized", "special")
-            tokenizer.add_tokens([AddedToken(text, **{name: fields[name] for name in allowed if name in fields})])
+            fields = {"special": True, **(token if isinstance(token, dict) else {})}
+            tokenizer.add_tokens([AddedToken(text, **{name: fields[name] for name in TOKEN_FIELDS & fields.keys()})])

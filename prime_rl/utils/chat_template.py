@@ -6,6 +6,7 @@ transformers; vLLM's chat route uses transformers itself. Those who call make to
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -90,16 +91,12 @@ class ChatTemplate:
             )
         except TEMPLATE_ERRORS as error:
             raise TokenizerError(f"the chat template refuses the conversation: {error}") from error
-        return self._up_to_the_mark(text) if continue_final_message else text
-
-    def _up_to_the_mark(self, text: str) -> str:
-        before, mark, _ = text.rpartition(self._mark)
-        if mark:
-            return before
-        before, mark, _ = text.rpartition(self._mark.strip())  # the template strips messages
+        if not continue_final_message:
+            return text
+        before, mark, after = text.rpartition(self._mark.strip())
         if not mark:
             raise TokenizerError("the chat template leaves out the last message, so that cannot be continued")
-        return before.rstrip()
+        return before if after.startswith(" ") else before.rstrip()  # it may strip messages
 
 
 def model_file(model: str, name: str, *, local_only: bool = False) -> Path | None:
@@ -148,16 +145,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    env.filters["tojson"] = _to_json
+    env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     env.globals["raise_exception"] = _raise
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return env
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> NoReturn:

@@ -54,7 +54,7 @@ def test_runs_with_unusable_examples_finish_and_tell_which_they_are(system: Work
     ids = [f"run_{name}" for name in files]
     system.wait(lambda: {system.state(run_id) for run_id in ids} == {"finished"}, "the three runs to finish")
     reasons = {
-        "long": r"\d+ prompt tokens leave no room in seq_len = 96 \(to raise it: prl down; prl up --seq_len 256; .*\)",
+        "long": r"\d+ prompt tokens leave no room in seq_len = 96 \(to raise it, .*: prl down; prl up --seq_len 256; .*\)",
         "null": "the content of message 0 is NoneType: must be a string",
         "lone": "KeyError: 'answer'",
     }
@@ -77,8 +77,10 @@ def test_a_run_whose_examples_are_all_too_long_names_seq_len_and_the_way_to_rais
     system.up()
     system.wait(lambda: system.state("run_long") == "failed", "the run to fail")
     reason = system.runs()["run_long"]["reason"]
-    found = re.search(r"examples tried are unusable, .* leave no room in seq_len = 96 .*(prl up --seq_len 256)", reason)
-    assert found and "prl down" in reason, reason
-    system.prl("down")
-    system.prl(*found[1].split()[1:])
+    found = re.search(r"examples tried are unusable, .* leave no room in seq_len = 96 .*: (prl .*) ID\)", reason)
+    assert found, reason
+    down, up, readmit = (each.split()[1:] for each in found[1].split("; "))
+    assert (down, up) == (["down"], ["up", "--seq_len", "256"])
+    for command in (down, up, [*readmit, "run_long"]):
+        system.prl(*command)
     system.wait(lambda: system.state("run_long") == "finished", "the run to finish")

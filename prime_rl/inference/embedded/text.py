@@ -46,25 +46,14 @@ class Text:
         return self._token_texts[token_id]
 
     def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        arguments: Mapping[str, Any],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], **flags: bool
     ) -> list[int]:
-        """Token ids of a chat, up to the next answer or to the end of its last message. Raises ApiError 400."""
+        """Token ids of a chat; `flags` are those of `ChatTemplate.render`. Raises ApiError 400."""
         if isinstance(self._template, str):
             raise ApiError(400, f"{self._template}: use /v1/completions.", param="messages")
         if taken := sorted(RESERVED & arguments.keys()):
             raise ApiError(400, f"chat_template_kwargs may not set {taken}", param="chat_template_kwargs")
         try:
-            text = self._template.render(
-                messages,
-                arguments,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
+            return self._encode(self._template.render(messages, arguments, **flags), False)
         except TokenizerError as error:
             raise ApiError(400, str(error), param="messages") from error
-        return self._encode(text, False)

@@ -220,8 +220,9 @@ class CheckedEnvironment:
                 raise asked.error from None
             if asked.deadline.expired():
                 raise Transient(f"a step took longer than timeout_s = {self._config.timeout_s:g}") from None
-            cause = error if isinstance(error, EnvironmentFault) else asked.error or error
-            raise fault_of(cause, at_first_turn=not asked.answer_lens) from error
+            if isinstance(error, EnvironmentFault):
+                raise
+            raise fault_of(asked.error or error, at_first_turn=not asked.answer_lens) from error
         finally:
             self._meter.leave_environment()
             del self._at_work[asked]

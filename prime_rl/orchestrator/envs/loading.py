@@ -40,8 +40,13 @@ async def load_environments(
         )
 
     def to_evaluate(env: EnvConfig) -> CheckedEnvironment:
-        share = config.max_env_failure_share
-        return CheckedEnvironment(loaded[_key(env)], env, max_failure_share=share, name=f"eval/{env.label}")
+        return CheckedEnvironment(
+            loaded[_key(env)],
+            env,
+            max_failure_share=config.max_env_failure_share,
+            name=f"eval/{env.label}",
+            num_tries=config.eval.rollouts_per_example if config.eval else 1,
+        )
 
     return {env.label: to_train(env) for env in config.env}, {env.label: to_evaluate(env) for env in config.eval_envs}
 
