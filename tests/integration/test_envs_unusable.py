@@ -54,7 +54,7 @@ def test_runs_with_unusable_examples_finish_and_tell_which_they_are(system: Work
     ids = [f"run_{name}" for name in files]
     system.wait(lambda: {system.state(run_id) for run_id in ids} == {"finished"}, "the three runs to finish")
     reasons = {
-        "long": r"\d+ prompt tokens leave no room in seq_len = 96 \(to raise it, .*: prl down; prl up --seq_len 256; .*\)",
+        "long": r"\d+ prompt tokens leave no room in seq_len = 96 \(to raise it, .*; prl up --seq_len 256; .*\)",
         "null": "the content of message 0 is NoneType: must be a string",
         "lone": "KeyError: 'answer'",
     }
