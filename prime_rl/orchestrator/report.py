@@ -29,7 +29,7 @@ RATE_WINDOW_S = 10.0
 
 def environment_figures(envs: Sequence[CheckedEnvironment]) -> dict[str, object]:
     """What the status file has of the environments: what goes wrong in them, and the unusable examples."""
-    unusable = {f"{env.name}/{one_line(each, 80)}": reason for env in envs for each, reason in env.unusable.items()}
+    unusable = {f"{env.name}/{one_line(each, 80)}": one_line(why) for env in envs for each, why in env.unusable.items()}
     return {
         "problem": "; ".join(problem for env in envs if (problem := env.problem())) or None,
         "examples_unusable": len(unusable),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -28,27 +29,17 @@ async def load_environments(
             loaded[_key(env)] = await _load(env, config, cleanup, say)
     say(None)
 
+    def use(env: EnvConfig, **more: Any) -> CheckedEnvironment:
+        return CheckedEnvironment(loaded[_key(env)], env, max_failure_share=config.max_env_failure_share, **more)
+
     def to_train(env: EnvConfig) -> CheckedEnvironment:
-        return CheckedEnvironment(
-            loaded[_key(env)],
-            env,
-            max_failure_share=config.max_env_failure_share,
-            meter=meter,
-            reward_names=config.advantage.reward_weights,
-            num_examples=len(loaded[_key(env)].examples("train")),
-            num_tries=config.rollouts_per_example,
-        )
+        num_examples, num_tries = len(loaded[_key(env)].examples("train")), config.rollouts_per_example
+        names = config.advantage.reward_weights
+        return use(env, meter=meter, reward_names=names, num_examples=num_examples, num_tries=num_tries)
 
-    def to_evaluate(env: EnvConfig) -> CheckedEnvironment:
-        return CheckedEnvironment(
-            loaded[_key(env)],
-            env,
-            max_failure_share=config.max_env_failure_share,
-            name=f"eval/{env.label}",
-            num_tries=config.eval.rollouts_per_example if config.eval else 1,
-        )
-
-    return {env.label: to_train(env) for env in config.env}, {env.label: to_evaluate(env) for env in config.eval_envs}
+    num_tries = config.eval.rollouts_per_example if config.eval else 1
+    eval_envs = {env.label: use(env, name=f"eval/{env.label}", num_tries=num_tries) for env in config.eval_envs}
+    return {env.label: to_train(env) for env in config.env}, eval_envs
 
 
 async def _load(
