@@ -40,6 +40,7 @@ from prime_rl.configs.validate import TrainerLimits, find_problems
 from prime_rl.contract.files import read_file, read_text, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import TrainerStatus, is_alive, read_status
+from prime_rl.utils.extras import missing
 
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+")
 _MAX_NAME_CHARS = 58  # of the 64 that an id allows; the rest is for "-2", "-3", ...
@@ -87,7 +88,7 @@ def check_file(
     except ConfigError as error:
         return error.problems
     limits = trainer_limits(output.path)
-    problems = find_problems(data, str(source), limits)
+    problems = _problems(data, str(source), limits)
     if not problems:
         try:
             start_of(output, build(OrchestratorConfig, data, str(source)), download=False)
@@ -111,9 +112,29 @@ def checked(
 ) -> OrchestratorConfig:
     """The config of a run. Raises ConfigError with every problem."""
     data = merge(data, overrides or {})
-    if problems := find_problems(data, source, trainer_limits(output_dir)):
+    if problems := _problems(data, source, trainer_limits(output_dir)):
         raise ConfigError(source, problems)
     return build(OrchestratorConfig, data, source)
+
+
+def _problems(data: Mapping[str, Any], source: str, limits: TrainerLimits | None) -> list[ConfigProblem]:
+    """The trainer's own, then those of the chat template with each `[[env]]`, if its model is on this machine."""
+    problems = find_problems(data, source, limits)
+    if problems or missing("cpu", "jinja2", "huggingface_hub"):
+        return problems
+    from prime_rl.utils.chat_template import ChatTemplate, TokenizerError, model_file  # jinja2
+
+    config, key = build(OrchestratorConfig, data, source), "model.name"
+    try:
+        if model_file(config.model.name, "tokenizer.json", local_only=True):
+            template = ChatTemplate.load(config.model.name, config.sampling.chat_template_kwargs, local_only=True)
+            for number, env in enumerate(config.env):
+                key = f"env.{number}.prompt"
+                template.render(env.prompt.shown([{"role": "user", "content": "question"}]))
+    except TokenizerError as error:
+        words = str(error).removeprefix("sampling.chat_template_kwargs: ")
+        problems.append(ConfigProblem(key if words == str(error) else "sampling.chat_template_kwargs", words))
+    return problems
 
 
 def start_of(output: OutputDir, config: OrchestratorConfig, *, download: bool = True) -> Start | None:

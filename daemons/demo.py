@@ -206,9 +206,8 @@ class Demo:
             story.active_s = now if run.state is RunState.ACTIVE and story.active_s is None else story.active_s
             story.finished_s = now if run.state is RunState.FINISHED else story.finished_s
             slot = f" in slot {run.run_idx}" if run.state is RunState.ACTIVE else ""
-            why = run.reason or (f"waits for {run.waiting_on}" if run.waiting_on else "")
             if not quiet:
-                self._say(f"{run.run_id}: {run.state}{slot}{f' ({why})' if why else ''}")
+                self._say(f"{run.run_id}: {run.state}{slot}{f' ({run.why})' if run.why else ''}")
 
     def _check(self, workspace: Workspace) -> None:
         for run_id, story in self.stories.items():

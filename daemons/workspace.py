@@ -35,7 +35,8 @@ class RunView:
     """One run as people see it. `step` counts updates done; `run_idx` is its slot, `queue_position` counts from 1.
 
     `updated_at`, `added_at` (when its config landed) and `stalled_since` (of its orchestrator) are Unix seconds;
-    `async_level` is the lag of its last batch. `max_tokens` and `max_hours` are its budget.
+    `async_level` is the lag of its last batch. `max_tokens` and `max_hours` are its budget. `problem` is what goes
+    wrong in its environments while it goes on.
     """
 
     run_id: str
@@ -63,6 +64,14 @@ class RunView:
     priority: int | None = None
     max_tokens: int | None = None
     max_hours: float | None = None
+    problem: CleanText | None = None
+    examples_unusable: int = 0
+
+    @property
+    def why(self) -> str:
+        """In words why it is as it is: the reason of its state, or what it waits for and what goes wrong in it."""
+        waits = f"waits for {self.waiting_on}" if self.waiting_on else None
+        return self.reason or "; ".join(filter(None, (waits, self.problem)))
 
 
 @dataclass(frozen=True)

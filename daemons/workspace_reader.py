@@ -276,6 +276,8 @@ def _make_view(facts: _Facts) -> RunView:
         priority=config.priority if config else None,
         max_tokens=config.max_tokens if config else None,
         max_hours=config.max_hours if config else None,
+        problem=shown(living.problem) if living and state is RunState.ACTIVE else None,
+        examples_unusable=status.examples_unusable if status else 0,
     )
 
 

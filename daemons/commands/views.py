@@ -130,7 +130,7 @@ def runs_table(runs: Sequence[RunView], now: float | None = None, *, none: str =
             number(run.tokens_per_s, 0),
             "" if run.async_level is None else run.async_level,
             short_time(None if run.added_at is None else now - run.added_at),
-            cell(run.reason or (f"waits for {run.waiting_on}" if run.waiting_on else None)),
+            cell(run.why),
         ]
         for run in runs
     ]

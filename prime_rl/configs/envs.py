@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -48,6 +50,20 @@ class PromptConfig(BaseConfig):
         if QUESTION not in template:
             raise ValueError(f"found {template!r}: must contain {QUESTION}, which stands for the question")
         return template
+
+    def shown(self, messages: Sequence[Any]) -> list[Any]:
+        """A conversation of chat messages as the policy sees it. Of a longer one the beginning is the same."""
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        system, rest = list(messages[:has_system]), list(messages[has_system:])
+        if self.system is not None:
+            system = [{"role": "system", "content": self.system}]
+        if rest and rest[0]["role"] == "user":
+            rest[0] = self._asked(rest[0]["content"])
+        shots = ([self._asked(each.prompt), {"role": "assistant", "content": each.answer}] for each in self.examples)
+        return [*system, *itertools.chain.from_iterable(shots), *rest]
+
+    def _asked(self, question: str) -> dict[str, str]:
+        return {"role": "user", "content": self.template.replace(QUESTION, question)}
 
 
 class EnvConfig(BaseConfig):

@@ -262,7 +262,8 @@ class OrchestratorConfig(RunLifetime):
     """Environments, one `[[env]]` each."""
 
     max_env_failure_share: float = Field(0.5, ge=0, le=1)
-    """Largest share of an environment's newest rollouts that may be dropped for its faults; above it the run fails."""
+    """Largest share of an environment's newest rollouts that may be dropped for its faults, and of its examples that
+    may be unusable; above it the run fails."""
 
     eval: EvalConfig | None = None
     """Evaluation; null: off."""

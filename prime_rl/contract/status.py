@@ -82,7 +82,9 @@ class RunStatus(Status, kw_only=True):
 
     `state`: starting, running, finished, failed, evicted, paused, stopped. `step` is the last batch written,
     `policy_version` the version that generates now, `reward` the mean of the last batch, `reason` why it ended.
-    `bottleneck`: what held the last batch up: trainer, inference or environment; null for none.
+    `bottleneck`: what held the last batch up: trainer, inference or environment; null for none. `problem`: what goes
+    wrong in its environments now, though the run goes on. `examples_unusable` counts examples that no rollout can be
+    made of; `unusable` has the newest of them, as ENV/ID, with the reason.
     """
 
     run_id: str
@@ -95,6 +97,9 @@ class RunStatus(Status, kw_only=True):
     async_level: int | None = None
     bottleneck: str | None = None
     reason: str | None = None
+    problem: str | None = None
+    examples_unusable: int = 0
+    unusable: dict[str, str] = {}
 
 
 class TrainerRunStatus(msgspec.Struct, kw_only=True):

@@ -115,8 +115,12 @@ class GroupLedger:
 
     def drop(self, index: int) -> None:
         """Give up on a group; a later one takes its place."""
-        self._remove(index)
+        self.skip(index)
         self.num_dropped += 1
+
+    def skip(self, index: int) -> None:
+        """Leave out a group of which no example can be made; a later one takes its place."""
+        self._remove(index)
 
     def restart_too_old(self, policy_version: int) -> list[int]:
         """Note which groups must be started again; returns their indexes, for their generation to be stopped.

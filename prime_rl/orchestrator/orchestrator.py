@@ -35,7 +35,7 @@ from prime_rl.orchestrator.checkpoint import (
 from prime_rl.orchestrator.client import AccessDenied
 from prime_rl.orchestrator.curriculum import Curricula
 from prime_rl.orchestrator.ending import Ending, RunMeter
-from prime_rl.orchestrator.envs.checked import EnvironmentBroken
+from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentBroken
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import (
@@ -59,7 +59,7 @@ from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.pools import Pools
 from prime_rl.orchestrator.publication import base_model, choose_publication, clear_inference, connect
-from prime_rl.orchestrator.report import BatchReporter, RunReporter
+from prime_rl.orchestrator.report import BatchReporter, RunReporter, environment_figures
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.samples import SampleKeeper
@@ -145,7 +145,9 @@ async def set_up(
         if config.eval
         else None
     )
-    status = make_reporter(writer, scheduler, policy, client)
+    checked = [*envs.values(), *eval_envs.values()]
+    cleanup.callback(lambda: writer.update(**environment_figures(checked)))
+    status = make_reporter(writer, scheduler, policy, client, checked)
     batches = BatchReporter(run, scheduler, client, status, envs, sampler)
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     cleanup.callback(lambda: ending.note(scheduler.ledger.step - 1))
@@ -198,15 +200,20 @@ def make_scheduler(
 
 
 def make_reporter(
-    writer: StatusWriter, scheduler: Scheduler, policy: PolicyVersions, client: InferenceClient
+    writer: StatusWriter,
+    scheduler: Scheduler,
+    policy: PolicyVersions,
+    client: InferenceClient,
+    envs: Sequence[CheckedEnvironment],
 ) -> RunReporter:
-    """The status file while batches are made: what the scheduler waits for, and how far it is."""
+    """The status file while batches are made: what the scheduler waits for, how far it is, and how its `envs` are."""
 
     def figures() -> dict[str, object]:
         return {
             "policy_version": max(0, policy.version),
             "num_in_flight": scheduler.ledger.num_in_flight,
             "progress": client.num_sampled_tokens + policy.version + scheduler.ledger.step,
+            **environment_figures(envs),
         }
 
     return RunReporter(writer, scheduler.waiting_on, figures)
@@ -268,7 +275,7 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
             logger.exception("crashed")
     finally:
         if second is None:
-            writer.close(waiting_on=None, num_in_flight=0, **final_status)
+            writer.close(waiting_on=None, num_in_flight=0, problem=None, **final_status)
         else:
             writer.abandon()  # the status file is the other one's
     if second is not None:

@@ -168,7 +168,11 @@ class TurnSampler:
         """
         max_tokens = min(self._sampling.max_tokens, self._seq_len - len(prompt_ids))
         if max_tokens < 1:
-            raise RolloutError(f"{len(prompt_ids)} prompt tokens leave no room in seq_len = {self._seq_len}")
+            wanted = 1 << (len(prompt_ids) + self._sampling.max_tokens - 1).bit_length()
+            raise RolloutError(
+                f"{len(prompt_ids)} prompt tokens leave no room in seq_len = {self._seq_len} (to raise it, unless the "
+                f"run's config sets it: prl down; prl up --seq_len {wanted}; prl runs readmit ID)"
+            )
         async with self._client.places.hold(num_choices):
             for attempt in itertools.count():
                 with self._policy.use(version) as (used, model):

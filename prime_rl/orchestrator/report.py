@@ -15,13 +15,26 @@ from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.utils.rates import TokenRate
+from prime_rl.utils.text import one_line
 
 logger = logging.getLogger("orchestrator")
 
 # How often the status file follows figures that change all the time; a new wait is written at once.
 REPORT_S = 2.0
+# The status file is written often: of the unusable examples it has so many.
+MAX_UNUSABLE_SHOWN = 20
 # Several batches may be ready at once and then none for long: the token rate is taken over at least this.
 RATE_WINDOW_S = 10.0
+
+
+def environment_figures(envs: Sequence[CheckedEnvironment]) -> dict[str, object]:
+    """What the status file has of the environments: what goes wrong in them, and the unusable examples."""
+    unusable = {f"{env.name}/{one_line(each, 80)}": one_line(why) for env in envs for each, why in env.unusable.items()}
+    return {
+        "problem": "; ".join(problem for env in envs if (problem := env.problem())) or None,
+        "examples_unusable": len(unusable),
+        "unusable": dict(list(unusable.items())[-MAX_UNUSABLE_SHOWN:]),
+    }
 
 
 class RunReporter:
@@ -94,6 +107,7 @@ class BatchReporter:
         values = batch_metrics(step, groups, time_s, ledger.num_dropped)
         values |= {"groups_filtered": ledger.num_filtered, "groups_too_old": ledger.num_too_old}
         values |= {f"env/{name}/dropped": env.num_dropped for name, env in self._envs.items()}
+        values["examples_unusable"] = sum(len(env.unusable) for env in self._envs.values())
         values |= self._sampler.figures()
         values["tokens_per_s"] = self._rate.per_s(self._client.num_sampled_tokens)
         values |= self._client.metrics()

@@ -20,15 +20,15 @@ from typing import Any, TypeVar
 
 from prime_rl.orchestrator.client import AccessDenied, Completion
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, RolloutError
-from prime_rl.orchestrator.envs.checked import EnvironmentBroken, EnvironmentFault, Interrupted
+from prime_rl.orchestrator.envs.checked import EnvironmentBroken, EnvironmentFault, ExampleUnusable, Interrupted
 from prime_rl.orchestrator.policy import FirstTurn, TurnSampler
 from prime_rl.orchestrator.sampler import ExampleSampler, Pick
-from prime_rl.orchestrator.tokenizer import ChatTokenizer
+from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
 
-# How often one rollout of a group is replaced after a fault of its environment. An example on which that always fails
-# must end; of an environment that fails on every second rollout, one group of eight in nine is lost.
+# How often one rollout of a group is replaced after a fault of its environment. A fault that always comes must end; of
+# an environment that fails on every second rollout, one group of eight in nine is lost.
 MAX_REPLACEMENTS = 5
 
 ResultT = TypeVar("ResultT")
@@ -118,7 +118,10 @@ class PolicySession:
 
     async def complete(self, messages: Sequence[Message]) -> str:
         """One assistant turn that follows `messages`, which must begin with the conversation so far."""
-        new_ids = self._new_tokens(messages)
+        try:
+            new_ids = self._new_tokens(messages)
+        except TokenizerError as error:
+            raise RolloutError(str(error)) from error
         version, completion = await self._sample(self._token_ids_T + new_ids)
         self._append(new_ids)
         text = self._tokenizer.decode(completion.token_ids)
@@ -232,7 +235,8 @@ class RolloutWorker:
         """All rollouts of the example at `index`; `note_version` gets the version of each request beforehand.
 
         A rollout that the environment loses is replaced by a new one: half a group has no baseline, and dropping the
-        whole group would throw away every good rollout in it. Raises GroupFailed when one cannot be made at all.
+        whole group would throw away every good rollout in it. Raises GroupFailed when one cannot be made at all, and
+        ExampleUnusable when none ever will be.
         """
         pick = self._sampler.pick(index)
         first_turn = FirstTurn(self._rollouts_per_example)
@@ -241,7 +245,7 @@ class RolloutWorker:
                 self._member(pick, index, number, first_turn, note_version)
                 for number in range(self._rollouts_per_example)
             )
-        except (AccessDenied, EnvironmentBroken):
+        except (AccessDenied, EnvironmentBroken, ExampleUnusable):
             raise
         except Exception as error:  # whatever an environment raises is its own affair
             raise GroupFailed(f"env {pick.env_name}: {type(error).__name__}: {error}") from error
@@ -271,6 +275,8 @@ class RolloutWorker:
             )
             try:
                 return await session.rollout(self._envs[pick.env_name], pick.example)
+            except ExampleUnusable:
+                raise
             except EnvironmentFault as fault:
                 num_faults += not isinstance(fault, Interrupted)
                 if num_faults > MAX_REPLACEMENTS:
@@ -285,8 +291,8 @@ async def together(parts: Iterable[Coroutine[Any, Any, ResultT]]) -> list[Result
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(part) for part in parts]
     except ExceptionGroup as errors:
-        fatal = [error for error in errors.exceptions if isinstance(error, AccessDenied | EnvironmentBroken)]
-        raise (fatal or errors.exceptions)[0] from None
+        kinds = (AccessDenied, EnvironmentBroken, ExampleUnusable, Exception)
+        raise next(error for kind in kinds for error in errors.exceptions if isinstance(error, kind)) from None
     return [task.result() for task in running]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.orchestrator.client import RequestRefused
+from prime_rl.orchestrator.envs.checked import ExampleUnusable
 from prime_rl.orchestrator.guard import RunFailed
 from prime_rl.orchestrator.ledger import Flight, GroupLedger
 from prime_rl.orchestrator.metrics import PhaseClock
@@ -39,7 +40,8 @@ class Scheduler:
     """The run's groups from start to batch, and its policy version.
 
     Args:
-        make_group: makes the group of one index, and notes the version of each of its requests; raises GroupFailed.
+        make_group: makes the group of one index, and notes the version of each of its requests; raises GroupFailed
+            and ExampleUnusable.
         phases: takes account of where the time goes, from `start` on; `client` reports trouble to it.
         max_groups: groups in flight at one time.
         has_signal: whether a group is worth training on.
@@ -211,6 +213,8 @@ class Scheduler:
             self._finish(result)
         elif isinstance(result, GroupFailed):
             self._drop_failed(index, result)
+        elif isinstance(result, ExampleUnusable):
+            self.ledger.skip(index)
         else:
             self._failure = result
 

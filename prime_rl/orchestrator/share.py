@@ -31,7 +31,7 @@ from prime_rl.contract.shares import JoinRequest, JoinResult, MakeRequest
 from prime_rl.orchestrator.adapters import AdapterPublication
 from prime_rl.orchestrator.batch import SecondOrchestrator, assemble_batch, publish_batch
 from prime_rl.orchestrator.checkpoint import checkpoint_is_due, progress_of, save_state
-from prime_rl.orchestrator.envs.checked import EnvironmentFault
+from prime_rl.orchestrator.envs.checked import EnvironmentFault, ExampleUnusable
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
 from prime_rl.orchestrator.logprobs import check_temperature
 from prime_rl.orchestrator.metrics import eval_metrics, mean, reward_metrics, write_metrics
@@ -156,7 +156,7 @@ async def attempt(make_task: MakeTask, task: str) -> Group:
         try:
             return await make_task(int(task))
         except (GroupFailed, EnvironmentFault) as error:
-            if number == MAX_ATTEMPTS:
+            if number == MAX_ATTEMPTS or isinstance(error, ExampleUnusable):
                 raise
             logger.warning("task %s, attempt %d of %d: %s", task, number, MAX_ATTEMPTS, error)
     raise AssertionError("unreachable")

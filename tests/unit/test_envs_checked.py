@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.client import AccessDenied
-from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy
+from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, RolloutError
 from prime_rl.orchestrator.envs.checked import (
-    MIN_ROLLOUTS,
+    FAILURE_WINDOW,
+    MIN_EXAMPLES,
     CheckedEnvironment,
     EnvironmentBroken,
     EnvironmentFault,
+    ExampleUnusable,
     Interrupted,
 )
 from prime_rl.orchestrator.envs.loading import load_environments
@@ -33,7 +36,9 @@ from tests.orchestrator_support import (
     make_worker,
     run_config,
     serving,
+    until,
 )
+from tests.patience import PATIENCE_S
 
 EXAMPLE = Example("e", [{"role": "user", "content": "q"}], "")
 
@@ -66,8 +71,15 @@ class Does(TalkEnv):
         return outcome
 
 
-def checked(env: Environment, share: float = 1.0, **config: Any) -> CheckedEnvironment:
-    return CheckedEnvironment(env, EnvConfig.model_validate({"id": "plugin:talk", **config}), max_failure_share=share)
+def checked(
+    env: Environment, share: float = 1.0, num_tries: int = 4, num_examples: int | None = None, **config: Any
+) -> CheckedEnvironment:
+    given = EnvConfig.model_validate({"id": "plugin:talk", **config})
+    return CheckedEnvironment(env, given, max_failure_share=share, num_tries=num_tries, num_examples=num_examples)
+
+
+def example(number: int) -> Example:
+    return Example(f"e{number}", [{"role": "user", "content": "q"}], "")
 
 
 async def returns(outcome: Any, **config: Any) -> Outcome:
@@ -169,6 +181,10 @@ async def test_numbers_of_every_kind_are_outcomes() -> None:
     import numpy as np
 
     assert await returns(Outcome(True, {"n": np.float32(2)})) == Outcome(1.0, {"n": 2.0})
+    truths: Any = np.bool_(True), np.False_
+    assert await returns(Outcome(truths[0], {"n": truths[1]})) == Outcome(1.0, {"n": 0.0})
+    with pytest.raises(EnvironmentFault, match="the reward is ndarray"):
+        await returns(Outcome(np.array([True])))  # type: ignore[arg-type]
     assert await returns(Outcome(-3), reward_range=[-5, 5]) == Outcome(-3.0)
 
 
@@ -327,29 +343,193 @@ async def test_an_environment_to_train_and_to_evaluate_on_is_loaded_once(workspa
     assert envs["arithmetic"] is not eval_envs["arithmetic"], "each has its own count of faults"
 
 
-async def test_an_example_that_always_fails_loses_its_group(
+async def test_an_example_that_fails_in_each_try_is_dropped_once_and_for_all(
     workspace: tuple[Path, Path], client: InferenceClient
 ) -> None:
+    """Its group of four and one try more, instead of five tries more for each of the four."""
+    calls = 0
+
     async def does(policy: Policy) -> Outcome:
         nonlocal calls
         calls += 1
-        raise ValueError("boom")
+        await policy.complete([{"role": "user", "content": "q"}])
+        raise KeyError("answer")
 
-    calls = 0
-    with pytest.raises(GroupFailed, match="env talk: EnvironmentFault: ValueError: boom"):
-        await worker_of(workspace, client, Does(does), share=1.0).group(0)
-    assert calls > MAX_REPLACEMENTS
+    worker = worker_of(workspace, client, Does(does), share=1.0)
+    for _ in range(2):
+        with pytest.raises(ExampleUnusable, match="KeyError: 'answer'"):
+            await worker.group(0)
+        assert calls <= 2 * 4 and calls > 4
+    env = worker._envs["talk"]
+    assert isinstance(env, CheckedEnvironment) and list(env.unusable.values()) == ["KeyError: 'answer'"]
 
 
-async def test_a_broken_environment_ends_more_than_its_group(
+async def test_a_fault_that_passes_never_makes_an_example_unusable(
     workspace: tuple[Path, Path], client: InferenceClient
 ) -> None:
     async def does(policy: Policy) -> Outcome:
-        await policy.complete([{"role": "user", "content": "q"}])
-        return Outcome(float("nan"))
+        try:
+            raise ConnectionRefusedError("no judge")
+        except OSError as error:
+            raise RuntimeError("the judge is down") from error
 
-    with pytest.raises(EnvironmentBroken, match=f"{MIN_ROLLOUTS} of its newest {MIN_ROLLOUTS} rollouts .* is nan"):
-        await worker_of(workspace, client, Does(does), share=0.5).group(0)
+    worker = worker_of(workspace, client, Does(does), share=1.0)
+    with pytest.raises(GroupFailed, match="env talk: Transient: RuntimeError: the judge is down"):
+        await worker.group(0)
+    env = worker._envs["talk"]
+    assert isinstance(env, CheckedEnvironment) and env.num_dropped > MAX_REPLACEMENTS and not env.unusable
+
+
+async def test_faults_by_chance_are_those_of_rollouts_once_one_of_the_example_has_succeeded() -> None:
+    fates = iter([True, True, True, False, *[True] * 9])
+
+    async def does(policy: Policy) -> Outcome:
+        if next(fates):
+            raise ValueError("boom")
+        return Outcome(1.0)
+
+    env = checked(Does(does), share=0.8)
+    for fails in [True] * 3 + [False] + [True] * 5:
+        with pytest.raises(EnvironmentFault) if fails else contextlib.nullcontext():
+            await env.rollout(EXAMPLE, Says())
+    with pytest.raises(EnvironmentBroken, match="9 of its newest 10 rollouts were dropped"):
+        await env.rollout(EXAMPLE, Says())
+    assert not env.unusable
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        (None, "the messages are NoneType: must be a list"),
+        ("hello", "the messages are str: must be a list"),
+        (["hello"], "message 0 is str: must be a dict with role and content"),
+        (
+            [{"role": "user", "content": "q"}, {"role": "user"}],
+            "the content of message 1 is NoneType: must be a string",
+        ),
+        ([{"role": "user", "content": 3}], "the content of message 0 is int: must be a string"),
+        ([{"role": None, "content": "q"}], "the role of message 0 is NoneType: must be a string"),
+        (
+            [{"role": "user", "content": "ab\ud800"}],
+            "the content of message 0 has a surrogate at character 2, which .*",
+        ),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "the content of message 0 is list: must be a string"),
+        ([{"role": "user", "content": "long " * 400}], r"2\d+ prompt tokens leave no room in seq_len = 256 .*"),
+    ],
+)
+async def test_a_first_prompt_that_nothing_can_be_sampled_from_drops_its_example_at_once(
+    workspace: tuple[Path, Path], client: InferenceClient, messages: Any, reason: str
+) -> None:
+    async def does(policy: Policy) -> Outcome:
+        try:
+            await policy.complete(messages)
+        except Exception as error:
+            raise ValueError("hidden") from error
+        raise AssertionError
+
+    worker = worker_of(workspace, client, Does(does), share=1.0)
+    with pytest.raises(ExampleUnusable, match=f"^{reason}$"):
+        await worker.group(0)
+    env = worker._envs["talk"]
+    assert isinstance(env, CheckedEnvironment) and env.num_dropped <= 4
+
+
+async def test_content_in_text_parts_is_text(workspace: tuple[Path, Path], client: InferenceClient) -> None:
+    content: Any = "one\ntwo"
+
+    async def does(policy: Policy) -> Outcome:
+        await policy.complete([{"role": "user", "content": content}])
+        return Outcome(1.0)
+
+    groups = [await worker_of(workspace, client, Does(does), share=1.0).group(0)]
+    content = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    groups.append(await worker_of((workspace[0], workspace[1] / "b"), client, Does(does), share=1.0).group(0))
+    first, second = (group.rollouts_G[0] for group in groups)
+    assert first.token_ids_T == second.token_ids_T
+
+
+async def fails(env: CheckedEnvironment, numbers: range) -> None:
+    for number in numbers:
+        with pytest.raises(ExampleUnusable):
+            await env.rollout(example(number), Says(error=RolloutError("too long")))
+
+
+async def test_a_share_of_examples_ends_the_run_and_not_of_their_rollouts() -> None:
+    async def does(policy: Policy) -> Outcome:
+        await policy.complete([])
+        return Outcome(1.0)
+
+    env = checked(Does(does), share=0.5, name="talk")
+    await fails(env, range(MIN_EXAMPLES - 1))
+    for number in range(10, 10 + MIN_EXAMPLES):
+        await env.rollout(example(number), Says())
+    for _ in range(3):
+        await fails(env, range(MIN_EXAMPLES - 1))  # known: tried no more, counted no more
+    await fails(env, range(20, 21))
+    with pytest.raises(
+        EnvironmentBroken,
+        match=r"^env talk: 11 of the 21 examples tried are unusable, more than max_env_failure_share = 0.5 of them; "
+        r"last: too long in example e21$",
+    ):
+        await env.rollout(example(21), Says(error=RolloutError("too long")))
+    assert (env.num_dropped, len(env.unusable)) == (11, 11)
+
+
+async def test_when_all_examples_are_unusable_the_run_ends_however_few_they_are() -> None:
+    async def does(policy: Policy) -> Outcome:
+        await policy.complete([])
+        raise AssertionError
+
+    env = checked(Does(does), share=1.0, num_examples=3)
+    await fails(env, range(2))
+    with pytest.raises(EnvironmentBroken, match=r"^env talk: all 3 examples are unusable; last: .* in example e2$"):
+        await env.rollout(example(2), Says(error=RolloutError("too long")))
+
+
+async def test_a_problem_is_told_from_the_first_drop_on_until_it_is_long_ago() -> None:
+    fates = iter([False] * 32 + [True] + [False] * 200)
+
+    async def does(policy: Policy) -> Outcome:
+        await policy.complete([])
+        if next(fates):
+            raise KeyError("answer")
+        return Outcome(1.0)
+
+    env = checked(Does(does), name="jsonl")
+    for _ in range(32):
+        await env.rollout(example(17), Says())
+    assert env.problem() is None
+    with pytest.raises(EnvironmentFault):
+        await env.rollout(example(17), Says())
+    assert env.problem() == "env jsonl: 3 % of rollouts dropped: KeyError: 'answer' in example e17"
+    for number in range(FAILURE_WINDOW):
+        assert env.problem() is not None, number
+        await env.rollout(example(17), Says())
+    assert env.problem() is None
+    await fails(env, range(1))
+    assert env.problem() == "env jsonl: 1.5 % of rollouts dropped, 1 example unusable: too long in example e0"
+
+
+async def test_a_step_that_hangs_is_told_after_half_of_its_time() -> None:
+    release = asyncio.Event()
+
+    async def does(policy: Policy) -> Outcome:
+        await policy.complete([])
+        await release.wait()
+        return Outcome(1.0)
+
+    env = checked(Does(does), timeout_s=2 * PATIENCE_S)
+    turn = Says(delay_s=0.0)
+    task = asyncio.create_task(env.rollout(example(17), turn))
+    await until(lambda: turn.answer_lens == [3], "the turn of the policy")
+    assert env.problem() is None
+    (asked,) = env._at_work
+    asked.deadline.reschedule(asyncio.get_running_loop().time() + 0.9 * PATIENCE_S)
+    assert env.problem() == (
+        f"env talk: a step of example e17 takes {1.1 * PATIENCE_S:.0f} s already (timeout_s = {2 * PATIENCE_S:g})"
+    )
+    release.set()
+    assert (await task).reward == 1.0 and env.problem() is None
 
 
 async def test_advantages_of_turns_and_tokens_come_to_the_tokens_of_their_answers(

@@ -17,7 +17,14 @@ import pytest
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.envs import Example, Message, ProcessEnvironment
-from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFault, Interrupted
+from prime_rl.orchestrator.envs.checked import (
+    CheckedEnvironment,
+    EnvironmentFault,
+    ExampleUnusable,
+    Interrupted,
+    Transient,
+)
+from prime_rl.orchestrator.envs.frames import Ask, Cancel, frame
 from tests.orchestrator_support import until
 from tests.patience import PATIENCE_S
 
@@ -27,7 +34,9 @@ import asyncio, os, subprocess, sys, time
 
 from prime_rl.orchestrator.envs.base import Example, Outcome
 
-WORDS = ["good", "raise", "nan", "text", "hang", "exit", "slow", "deaf", "key", "credits", "short"]
+WORDS = ["good", "raise", "nan", "text", "hang", "exit", "slow", "deaf", "key", "credits", "short", "down", "parts"]
+# What an example asks with, in place of its word.
+ASKS = {"null": None, "number": 3, "half": "a\\ud800", "whole": [{}], "parts": [{"type": "text", "text": "p"}]}
 
 
 class Env:
@@ -39,10 +48,13 @@ class Env:
         if args.get("child"):
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         print("printed to nobody's stream")
+        with open(__file__ + ".starts", "a") as starts:
+            starts.write("started ")
         self.args = args
 
     def examples(self, split):
-        return [Example(word, [{"role": "user", "content": word}], word) for word in WORDS]
+        ids = [*WORDS, *ASKS.keys() - WORDS, *self.args.get("more", [])]
+        return [Example(word, [{"role": "user", "content": ASKS.get(word, word)}], word) for word in ids]
 
     async def rollout(self, example, policy):
         if example.id == "deaf":
@@ -55,6 +67,8 @@ class Env:
         messages = [*example.messages, {"role": "assistant", "content": first}, {"role": "user", "content": "again"}]
         await policy.complete(messages)
         word = example.id
+        if word == "down":
+            raise RuntimeError("no judge") from ConnectionRefusedError()
         if word == "raise":
             raise RuntimeError("\\x1b[31mred")
         if word == "hang":
@@ -147,13 +161,50 @@ async def test_rollouts_of_several_turns_and_every_fault_but_a_hang() -> None:
         )
         waits.gate.set()
         results += await asyncio.gather(beside, return_exceptions=True)
-        assert sorted(type(result).__name__ for result in results) == ["EnvironmentFault", "Interrupted", "Interrupted"]
-        assert "its process ended with exit code 7" in str(results[0])
+        assert sorted(type(result).__name__ for result in results) == ["Interrupted", "Interrupted", "Transient"]
+        assert any("its process ended with exit code 7" in str(result) for result in results)
         assert (await env.rollout(example_of(env, "good"), Says())).reward == 0.5
         assert env.num_dropped == 5
         own = await env.rollout(example_of(env, "credits"), Says())
         assert (own.rewards, own.advantages) == ({"form": 1.0, "right": 0.25}, ([-1.0, -1.0], 0.25))
         assert (good.rewards, good.advantages) == ({}, ())
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "message"),
+    [
+        ("null", ExampleUnusable, "the content of message 0 is NoneType: must be a string"),
+        ("number", ExampleUnusable, "the content of message 0 is int: must be a string"),
+        ("whole", ExampleUnusable, "the content of message 0 is list: must be a string"),
+        ("half", ExampleUnusable, "the content of message 0 has a surrogate at character 1"),
+        ("down", Transient, "RuntimeError: no judge"),
+        ("raise", EnvironmentFault, "RuntimeError: red"),
+    ],
+)
+async def test_what_cannot_be_sent_costs_its_example_and_not_the_process(
+    tmp_path: Path, word: str, kind: type[EnvironmentFault], message: str
+) -> None:
+    async with running() as env:
+        waits = Says()
+        waits.gate.clear()
+        beside = asyncio.create_task(env.rollout(example_of(env, "good"), waits))
+        await until(lambda: bool(waits.seen), "the rollout beside")
+        with pytest.raises(EnvironmentFault, match=message) as caught:
+            await env.rollout(example_of(env, word), Says())
+        assert type(caught.value) is kind
+        waits.gate.set()
+        assert (await beside).reward == 0.5
+        parts = Says()
+        await env.rollout(example_of(env, "parts"), parts)
+        assert parts.seen[0] == [{"role": "user", "content": "p"}]
+    assert (tmp_path / "somebodys_envs.py.starts").read_text().split() == ["started"]
+
+
+async def test_a_message_that_is_too_large_to_send_costs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.orchestrator.envs.frames.MAX_FRAME_BYTES", 100)
+    assert frame(Ask(1, [])) and len(frame(Cancel(1))) < 100
+    with pytest.raises(ValueError, match=r"a message of \d+ bytes: at most 100 are allowed"):
+        frame(Ask(1, [{"role": "user", "content": "x" * 100}]))
 
 
 def processes() -> set[psutil.Process]:
@@ -258,6 +309,8 @@ async def test_nothing_outlives_an_orchestrator_that_is_killed() -> None:
     [
         ("words", {"refuse": True}, "env 'plugin:words': ValueError: no such args"),
         ("letters", {}, r"no installed package has an environment 'letters' .*: words\)"),
+        ("words", {"more": ["key"]}, r"example \d+ of the train split has the id 'key' of an earlier one: each needs"),
+        ("words", {"more": [7]}, r"the id of example \d+ of the train split is int: must be a string"),
     ],
 )
 async def test_what_cannot_be_loaded_says_why(name: str, args: dict[str, Any], message: str) -> None:

@@ -9,9 +9,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.orchestrator import run_to_the_end
+from prime_rl.orchestrator.tokenizer import ChatTokenizer
+from prime_rl.utils.tasks import UPPER
 from tests.orchestrator_support import (
     IM_END,
     FakeInference,
@@ -83,10 +87,12 @@ async def test_a_run_whose_environment_fails_too_often_fails_with_the_last_error
     status = read_status(run.status, RunStatus)
     assert status is not None and status.state == "failed"
     wanted = (
-        r"env strict: (\d+) of its newest \1 rollouts were dropped, more than max_env_failure_share = 0.25 of them; "
-        r"last: the reward is \S+, not within reward_range = \[2, 3\]"
+        r"env strict: (\d+) of the \d+ examples tried are unusable, more than max_env_failure_share = 0.25 of them; "
+        r"last: the reward is \S+, not within reward_range = \[2, 3\] in example train-\d+"
     )
-    assert re.fullmatch(wanted, str(status.reason))
+    assert (found := re.fullmatch(wanted, str(status.reason))), status.reason
+    assert status.examples_unusable == len(status.unusable) >= int(found[1])
+    assert all(each.startswith("strict/train-") for each in status.unusable) and status.problem is None
 
 
 async def test_a_run_learns_from_the_rewards_that_it_weighs_or_names_the_one_that_is_missing(tmp_path: Path) -> None:
@@ -106,6 +112,35 @@ async def test_a_run_learns_from_the_rewards_that_it_weighs_or_names_the_one_tha
             reasons[name] = status.state, str(status.reason)
     assert reasons["run_a"] == ("finished", "None")
     assert reasons["run_b"][0] == "failed"
-    assert reasons["run_b"][1].endswith(
-        "no reward 'format', which advantage.reward_weights names; found: exact_match, is_number"
-    )
+    missing = "no reward 'format', which advantage.reward_weights names; found: exact_match, is_number in example "
+    assert missing in reasons["run_b"][1]
+
+
+async def test_a_run_goes_on_without_the_examples_that_are_too_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only words of three and four letters leave room, of up to ten: far more than half of the groups are left out."""
+    model, run, fake = make_model(tmp_path / "model"), make_run(tmp_path), FakeInference(tmp_path / "model")
+    prompt = ChatTokenizer.load(str(model)).prompt([{"role": "user", "content": UPPER.prompt("abcd")}])
+    args = {"wording": "short", "num_examples": 40, "num_eval_examples": 2, "min_len": 3, "max_len": 10}
+    async with serving(fake) as url:
+        config = run_config(
+            model,
+            env=[{"id": "upper-case", "args": args}],
+            client={"base_url": url},
+            seq_len=len(prompt) + 1,
+            max_env_failure_share=1.0,
+            max_steps=4,
+        )
+        trainer = asyncio.create_task(stand_in_trainer(run))
+        assert await asyncio.wait_for(run_to_the_end(config, run, lambda: False), PATIENCE_S) == 0
+        trainer.cancel()
+    status = read_status(run.status, RunStatus)
+    assert status is not None and (status.state, status.problem) == ("finished", None)
+    assert status.examples_unusable > 8 and status.examples_unusable >= len(status.unusable) > 8
+    wanted = r"\d\d prompt tokens leave no room in seq_len = \d\d \(.*: prl down; prl up --seq_len 64; prl runs .*\)"
+    assert all(re.fullmatch(wanted, reason) for reason in status.unusable.values())
+    line = json.loads(run.orchestrator_metrics.read_text().splitlines()[-1])
+    assert (line["step"], line["groups_dropped"]) == (4, 0)
+    assert 0 < line["examples_unusable"] == line["env/upper-case/dropped"] <= status.examples_unusable
+    assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]

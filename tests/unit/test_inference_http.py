@@ -156,7 +156,7 @@ def test_prompts_are_told_apart() -> None:
 def test_chat_messages_are_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = parsed({"messages": [{"role": "user", "content": parts}]}, ChatRequest)
-    assert request.messages[0].for_template() == {"role": "user", "content": "ab"}
+    assert request.messages[0].for_template() == {"role": "user", "content": "a\nb"}, "as vLLM joins them"
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     with pytest.raises(ApiError, match=r"messages\[0\]\.content\[0\]\.type: .*'image_url'"):
         parsed({"messages": [{"role": "user", "content": image}]}, ChatRequest)

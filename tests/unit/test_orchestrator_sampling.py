@@ -16,7 +16,7 @@ from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.layout import list_rollout_steps
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.orchestrator.envs.base import Message
-from prime_rl.orchestrator.envs.checked import CheckedEnvironment, shown
+from prime_rl.orchestrator.envs.checked import CheckedEnvironment
 from prime_rl.orchestrator.guard import RunFailed
 from prime_rl.orchestrator.logprobs import check_temperature, warn_of_narrow_sampling
 from prime_rl.orchestrator.orchestrator import run_to_the_end
@@ -181,11 +181,11 @@ SHOWN = [
 def test_a_question_comes_with_system_prompt_examples_and_template() -> None:
     question: list[Message] = [{"role": "user", "content": "2 + {x}"}]
     first = [*SHOWN, {"role": "user", "content": "Q: 2 + {x}\nA:"}]
-    assert shown(question, PROMPT) == first
-    assert shown([{"role": "system", "content": "its own"}, *question], PROMPT) == first
+    assert PROMPT.shown(question) == first
+    assert PROMPT.shown([{"role": "system", "content": "its own"}, *question]) == first
     more: list[Message] = [{"role": "assistant", "content": "3"}, {"role": "user", "content": "no"}]
-    assert shown([*question, *more], PROMPT) == [*first, *more], "only the first question is put into the template"
-    assert shown([{"role": "system", "content": "its own"}, *question], PromptConfig()) == [
+    assert PROMPT.shown([*question, *more]) == [*first, *more], "only the first question is put into the template"
+    assert PromptConfig().shown([{"role": "system", "content": "its own"}, *question]) == [
         {"role": "system", "content": "its own"},
         *question,
     ]

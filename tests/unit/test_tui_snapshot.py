@@ -13,7 +13,15 @@ from rich.cells import cell_len
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.contract.condition import utc
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus, InferenceStatus, RunState, TrainerStatus, read_status
+from prime_rl.contract.status import (
+    LOST_AFTER_S,
+    DaemonStatus,
+    InferenceStatus,
+    RunState,
+    RunStatus,
+    TrainerStatus,
+    read_status,
+)
 from tests.tui_support import HOSTILE, NOW, build_workspace, write_status
 from tui.model import snapshot as snapshot_module
 from tui.model.levels import STATES, Level
@@ -296,3 +304,24 @@ def test_rows_are_kept_after_the_trainer_was_silent_for_a_while(
             assert made == ["run_upper"], "of a lost run the note has an age"
             assert after.rows == before.rows
         before = after
+
+
+def test_what_goes_wrong_in_an_environment_is_a_problem_of_a_run_that_goes_on(workspace: OutputDir) -> None:
+    run, problem = (
+        workspace.run("run_sort-rank16"),
+        "env jsonl: 3 % of rollouts dropped: KeyError: 'answer' in example 17",
+    )
+    status = read_status(run.status, RunStatus)
+    assert status is not None and len(look(workspace).problems) == 5
+    status.problem, status.examples_unusable = f"\x1b[31m{problem}", 2
+    write_status(run.status, status)
+    snapshot = look(workspace)
+    (found,) = [each for each in snapshot.problems if each.name == "run_sort-rank16"]
+    assert (found.text, found.target, found.level) == (problem, "run", Level.WARN)
+    row = snapshot.row("run_sort-rank16")
+    assert row is not None and (row.state, row.note, row.view.why) == ("active", problem, problem)
+    assert row.view.examples_unusable == 2
+    status.waiting_on = "a policy"
+    write_status(run.status, status)
+    row = look(workspace).row("run_sort-rank16")
+    assert row is not None and row.note == row.view.why == f"waits for a policy; {problem}"

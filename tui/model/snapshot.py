@@ -261,8 +261,8 @@ def _note(run: RunView, state: str, now: float, tail: RunTail, alive_at: float |
         return f"{silent}; waits for {run.waiting_on}" if run.waiting_on else silent
     if run.reason:
         return _CONFIG_FILE.sub("", fmt.first_line(run.reason), count=1)
-    if run.waiting_on:
-        return f"waits for {run.waiting_on}"
+    if run.why:
+        return run.why
     if state == RunState.PAUSED:
         return "paused without a reason"
     if run.bottleneck:
@@ -334,7 +334,13 @@ def find_problems(
     alerts: Sequence[Alert] = (),
 ) -> tuple[Problem, ...]:
     """Everything that needs a person, newest first; what has no known time last, in the order of the workspace."""
+    rows = tuple(rows)
     found = [_run_problem(row, since.get(row.run_id)) for row in rows if row.is_problem]
+    found += [
+        Problem(one_line(row.run_id), one_line(row.view.problem), "run", Level.WARN)
+        for row in rows
+        if row.view.problem and not row.is_problem
+    ]
     named = {problem.name for problem in found}
     found += [
         _daemon_problem(daemon, workspace)

@@ -125,7 +125,8 @@ class Api:
     async def _chat(self, request: Request) -> Response:
         asked = parsed(await decoded(request, dict[str, Any]), ChatRequest)
         messages = [message.for_template() for message in asked.messages]
-        prompt = await asyncio.to_thread(self._text.render_chat, messages, asked.chat_template_kwargs)
+        flags = {name: getattr(asked, name) for name in ("add_generation_prompt", "continue_final_message")}
+        prompt = await asyncio.to_thread(self._text.render_chat, messages, asked.chat_template_kwargs, **flags)
         if asked.stream:
             job = self._submit([prompt], asked)
             events = chat_events(self._text, asked.model or self._model, asked, job, self._engine.cancel)

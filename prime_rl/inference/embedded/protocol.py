@@ -41,8 +41,7 @@ _IGNORED = {
 # Field -> value at which it changes nothing. Null never does, and is the only one for fields with None here.
 _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("stream", "echo", "use_beam_search", "include_stop_str_in_output"), False),
-    **dict.fromkeys(("return_tokens_as_token_ids", "continue_final_message"), False),
-    **{"best_of": 1, "length_penalty": 1, "add_generation_prompt": True, "tool_choice": "none", "suffix": ""},
+    **{"return_tokens_as_token_ids": False, "best_of": 1, "length_penalty": 1, "tool_choice": "none", "suffix": ""},
     **{"logit_bias": {}, "bad_words": [], "tools": [], "response_format": {"type": "text"}},
     **dict.fromkeys(("truncate_prompt_tokens", "allowed_token_ids", "prompt_logprobs", "logprob_token_ids")),
     **dict.fromkeys(("structured_outputs", "chat_template", "reasoning_effort")),
@@ -116,8 +115,8 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
-        """The message as chat templates take it, its parts joined to one text."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        """The message as chat templates take it, its parts joined to one text, as in vLLM."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
@@ -129,6 +128,8 @@ class ChatRequest(Generation, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     stream: bool = False
 
     def __post_init__(self) -> None:
@@ -138,6 +139,8 @@ class ChatRequest(Generation, kw_only=True):
             raise ValueError("stream: text only, without logprobs and return_token_ids")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt = false")
 
     def choice(self, row: Row, text: Text) -> dict[str, Any]:
         """The fields of one choice that /v1/chat/completions has of its own: message and logprobs."""

@@ -5,14 +5,13 @@ Only reads the tokenizer, so it may be called from several threads.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from prime_rl.inference.errors import ApiError
+from prime_rl.utils.chat_template import RESERVED, ChatTemplate, TokenizerError
 
 
 class Text:
@@ -20,7 +19,11 @@ class Text:
 
     def __init__(self, name: str) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        self._template_arguments = set(inspect.signature(self._tokenizer.apply_chat_template).parameters)
+        self._template: ChatTemplate | str
+        try:
+            self._template = ChatTemplate.load(name)
+        except TokenizerError as error:  # a model without one has completions
+            self._template = str(error)
         self._token_texts: dict[int, str] = {}
 
     def encode_all(self, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[list[int]]:
@@ -42,16 +45,15 @@ class Text:
             self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return self._token_texts[token_id]
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
-        """Token ids of a chat with the prompt for the next answer. Raises ApiError 400."""
-        if not self._tokenizer.chat_template:
-            raise ApiError(400, "The model has no chat template: use /v1/completions.", param="messages")
-        if taken := sorted(self._template_arguments & arguments.keys()):
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], **flags: bool
+    ) -> list[int]:
+        """Token ids of a chat; `flags` are those of `ChatTemplate.render`. Raises ApiError 400."""
+        if isinstance(self._template, str):
+            raise ApiError(400, f"{self._template}: use /v1/completions.", param="messages")
+        if taken := sorted(RESERVED & arguments.keys()):
             raise ApiError(400, f"chat_template_kwargs may not set {taken}", param="chat_template_kwargs")
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **arguments
-            )
-        except TemplateError as error:
-            raise ApiError(400, f"The chat template refuses these messages: {error}", param="messages") from error
-        return self._encode(text, False)
+            return self._encode(self._template.render(messages, arguments, **flags), False)
+        except TokenizerError as error:
+            raise ApiError(400, str(error), param="messages") from error

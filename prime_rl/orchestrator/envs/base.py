@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypedDict
 
 from prime_rl.configs.base import BaseConfig
+from prime_rl.utils.chat_template import content_text
 
 Split = Literal["train", "eval"]
 # Each name of a reward is a metric of the run.
@@ -27,7 +28,7 @@ class BuiltInArgs(BaseConfig):
 
 
 class Message(TypedDict):
-    """One turn of a chat, as chat templates take it."""
+    """One turn of a chat, as chat templates take it. An environment may also give `content` in text parts."""
 
     role: Literal["system", "user", "assistant"]
     content: str
@@ -67,6 +68,37 @@ class Outcome:
 
 class RolloutError(RuntimeError):
     """What was asked of the policy cannot be a part of a rollout; the message has the reason."""
+
+
+def as_messages(messages: Any) -> list[Message]:
+    """`messages` of an environment with what is sent of them; text parts of OpenAI's form become one text.
+
+    Raises RolloutError for what is not a message, or has a role or content that is not text.
+    """
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise RolloutError(f"the messages are {type(messages).__name__}: must be a list")
+    return [_as_message(f"message {number}", message) for number, message in enumerate(messages)]
+
+
+def _as_message(what: str, message: Any) -> Message:
+    if not isinstance(message, Mapping):
+        raise RolloutError(f"{what} is {type(message).__name__}: must be a dict with role and content")
+    role: Any = message.get("role")
+    content = content_text(message.get("content"))
+    if problem := text_problem(f"the role of {what}", role) or text_problem(f"the content of {what}", content):
+        raise RolloutError(problem)
+    return {"role": role, "content": content}
+
+
+def text_problem(what: str, text: Any) -> str | None:
+    """Why `text` cannot be sent: it is not text, or has half of a surrogate pair in it. None when it can."""
+    if not isinstance(text, str):
+        return f"{what} is {type(text).__name__}: must be a string"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"{what} has a surrogate at character {error.start}, which cannot be encoded"
+    return None
 
 
 class Policy(Protocol):

@@ -4,24 +4,27 @@ The system prompt, the examples and the template of the run are put around its q
 happens to its rollouts is counted: where they are, for the account of time (`RolloutMeter`), and which failed.
 
 Environment code may raise, hang, or return an invalid reward. Such a rollout is dropped (`EnvironmentFault`), and its
-group is completed by another one: see `rollout.RolloutWorker`. When too large a share of the newest rollouts is
-dropped, `EnvironmentBroken` ends the run with the last error. What the policy raises is not the environment's fault and
-passes through. A step that never gives control back cannot be timed out here: code that is not ours runs in a process
-(`process.ProcessEnvironment`), which can be killed.
+group is completed by another one: see `rollout.RolloutWorker`. An example whose first prompt cannot be sampled from, or
+that fails in each of its tries, is unusable (`ExampleUnusable`): it is dropped once and for all. When too large a share
+of the newest rollouts is dropped, or of the examples, `EnvironmentBroken` ends the run with the last error. What the
+policy raises is not the environment's fault and passes through. A step that never gives control back cannot be timed
+out here: code that is not ours runs in a process (`process.ProcessEnvironment`), which can be killed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import numbers
 import re
+import socket
 from array import array
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from prime_rl.configs.envs import QUESTION, EnvConfig, PromptConfig
+from prime_rl.configs.envs import EnvConfig, PromptConfig
 from prime_rl.orchestrator.envs.base import (
     MAX_REWARDS,
     Environment,
@@ -31,12 +34,17 @@ from prime_rl.orchestrator.envs.base import (
     Policy,
     RolloutError,
     Split,
+    as_messages,
 )
 from prime_rl.utils.text import one_line
+
+logger = logging.getLogger("orchestrator")
 
 # The share of failures is taken over the newest so many rollouts, and not before there are so many.
 FAILURE_WINDOW = 100
 MIN_ROLLOUTS = 10
+# The share of unusable examples is not taken before so many were tried, or all that there are.
+MIN_EXAMPLES = 10
 # Of a single reward, which has no `reward_range`: its advantages must have a place in float32.
 MAX_REWARD = 1e30
 METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
@@ -47,12 +55,41 @@ class EnvironmentFault(RuntimeError):
     """A rollout that failed in its environment; the message has the reason."""
 
 
-class Interrupted(EnvironmentFault):
+class Transient(EnvironmentFault):
+    """A rollout that failed for a cause that passes: a timeout, a lost connection, a process that died."""
+
+
+class Interrupted(Transient):
     """A rollout that was lost through another one's fault: it counts for nothing."""
+
+
+class ExampleUnusable(EnvironmentFault):
+    """No further rollout of the example is made: it would fail too."""
 
 
 class EnvironmentBroken(RuntimeError):
     """The environment fails too often to go on, or has no examples."""
+
+
+# By the names that they have in the messages of a process.
+FAULTS: Mapping[str, type[EnvironmentFault]] = {
+    kind.__name__: kind for kind in (EnvironmentFault, Transient, ExampleUnusable)
+}
+
+
+def fault_of(error: BaseException, *, at_first_turn: bool = False) -> EnvironmentFault:
+    """The fault that `error` of an environment's code is. `at_first_turn`: the policy has not answered yet."""
+    if isinstance(error, EnvironmentFault):
+        return error
+    if isinstance(error, RolloutError):
+        return (ExampleUnusable if at_first_turn else EnvironmentFault)(one_line(str(error), 1000))
+    text, cause, seen = one_line(f"{type(error).__name__}: {error}", 1000), error, [error]
+    while not isinstance(cause, ConnectionError | TimeoutError | socket.gaierror):
+        found = cause.__cause__ or cause.__context__
+        if found is None or found in seen:
+            return EnvironmentFault(text)
+        seen.append(cause := found)
+    return Transient(text)
 
 
 class RolloutMeter:
@@ -75,12 +112,19 @@ class RolloutMeter:
 
 
 class CheckedEnvironment:
-    """One `[[env]]` of a run as the rest of the orchestrator uses it. `num_dropped` counts since the start.
+    """One `[[env]]` of a run as the rest of the orchestrator uses it.
 
     Args:
-        max_failure_share: of the newest rollouts; when more were dropped, `EnvironmentBroken` is raised.
+        max_failure_share: of the newest rollouts, and of the examples; when more failed, `EnvironmentBroken` is raised.
         meter: of its rollouts; None where the time is not accounted for.
         reward_names: single rewards that every rollout must have.
+        name: what people call it; None: its label.
+        num_examples: how many there are to be tried; None: more than MIN_EXAMPLES.
+        num_tries: rollouts of an example that may fail before it is unusable, if none has succeeded.
+
+    Attributes:
+        num_dropped: rollouts since the start.
+        unusable: the reason of each unusable example, by its id.
     """
 
     def __init__(
@@ -91,8 +135,20 @@ class CheckedEnvironment:
         max_failure_share: float,
         meter: RolloutMeter | None = None,
         reward_names: Collection[str] = (),
+        name: str | None = None,
+        num_examples: int | None = None,
+        num_tries: int = 1,
     ) -> None:
         self.num_dropped = 0
+        self.unusable: dict[str, str] = {}
+        self.name = name or config.label
+        self._num_examples = num_examples
+        self._num_tries = num_tries
+        self._num_rollouts = 0
+        # By example: how many of its rollouts have failed while none has succeeded; None once one has.
+        self._failures: dict[str, int | None] = {}
+        self._last_drop = (0, "")  # at which rollout, and what
+        self._at_work: dict[_AskedPolicy, str] = {}
         self._env = env
         self._config = config
         self._meter = meter or RolloutMeter()
@@ -111,49 +167,94 @@ class CheckedEnvironment:
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         """The environment's rollout. Raises EnvironmentFault, EnvironmentBroken, and what the policy raises."""
+        if example.id in self.unusable:
+            raise ExampleUnusable(self.unusable[example.id])
+        self._failures.setdefault(example.id, 0)
         try:
             outcome = await self._bounded(example, policy)
         except Interrupted:
             raise
         except EnvironmentFault as fault:
-            self._note_dropped(fault)
+            self._note_dropped(example.id, fault)
             raise
+        self._num_rollouts += 1
+        self._dropped.extend([True] * (self._failures[example.id] or 0))  # by chance, as it turns out
+        self._failures[example.id] = None
         self._dropped.append(False)
         return outcome
+
+    def problem(self) -> str | None:
+        """What goes wrong in it, in words; None while nothing does. A drop is told for FAILURE_WINDOW rollouts."""
+        half_s = self._config.timeout_s / 2
+        hanging = {each.step_s(): example_id for each, example_id in self._at_work.items() if each.step_s() > half_s}
+        if hanging:
+            step_s = max(hanging)
+            return (
+                f"env {self.name}: a step of example {one_line(hanging[step_s], 80)} takes {step_s:.0f} s already "
+                f"(timeout_s = {self._config.timeout_s:g})"
+            )
+        at, last = self._last_drop
+        if not self.unusable and (not last or self._num_rollouts - at >= FAILURE_WINDOW):
+            return None
+        share = max(0.1, round(100 * self.num_dropped / self._num_rollouts, 1))
+        num, plural = len(self.unusable), "s" * (len(self.unusable) > 1)
+        examples = f", {num} example{plural} unusable" if num else ""
+        return f"env {self.name}: {share:g} % of rollouts dropped{examples}: {last}"
 
     async def _bounded(self, example: Example, policy: Policy) -> Outcome:
         asked = _AskedPolicy(policy, self._config, self._meter)
         task = asyncio.current_task()
         assert task is not None
         self._meter.enter_environment()
+        self._at_work[asked] = example.id
         try:
             async with asked.deadline:
                 outcome = await self._env.rollout(example, asked)
             outcome = check_outcome(outcome, self._config.reward_range, asked.answer_lens)
             check_names(outcome.rewards, self._reward_names)
             return outcome
-        except EnvironmentFault:
-            raise
         except (Exception, asyncio.CancelledError, SystemExit) as error:
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
                 raise
             if asked.error is not None and not isinstance(asked.error, RolloutError):
                 raise asked.error from None
             if asked.deadline.expired():
-                raise EnvironmentFault(f"a step took longer than timeout_s = {self._config.timeout_s:g}") from None
-            raise EnvironmentFault(one_line(f"{type(error).__name__}: {error}")) from error
+                raise Transient(f"a step took longer than timeout_s = {self._config.timeout_s:g}") from None
+            if isinstance(error, EnvironmentFault):
+                raise
+            raise fault_of(asked.error or error, at_first_turn=not asked.answer_lens) from error
         finally:
             self._meter.leave_environment()
+            del self._at_work[asked]
 
-    def _note_dropped(self, fault: EnvironmentFault) -> None:
+    def _note_dropped(self, example_id: str, fault: EnvironmentFault) -> None:
+        """Count a rollout, and judge by it. Raises ExampleUnusable and EnvironmentBroken."""
         self.num_dropped += 1
-        self._dropped.append(True)
-        num_dropped, num_seen = self._dropped.count(True), len(self._dropped)
-        if num_seen >= MIN_ROLLOUTS and num_dropped > self._max_failure_share * num_seen:
-            raise EnvironmentBroken(
-                f"env {self._config.label}: {num_dropped} of its newest {num_seen} rollouts were dropped, more than "
-                f"max_env_failure_share = {self._max_failure_share:g} of them; last: {fault}"
-            ) from fault
+        self._num_rollouts += 1
+        last = f"{fault} in example {one_line(example_id, 80)}"
+        self._last_drop = self._num_rollouts, last
+        num_failed = self._failures[example_id]
+        if num_failed is None or isinstance(fault, Transient):
+            self._dropped.append(True)
+            num_dropped, num_seen = self._dropped.count(True), len(self._dropped)
+            if num_seen >= MIN_ROLLOUTS and num_dropped > self._max_failure_share * num_seen:
+                raise self._broken(f"{num_dropped} of its newest {num_seen} rollouts were dropped", last)
+            return
+        self._failures[example_id] = num_failed + 1
+        if num_failed < self._num_tries and not isinstance(fault, ExampleUnusable):
+            return
+        self.unusable[example_id] = str(fault)
+        logger.warning("env %s: unusable from now on: %s", self.name, last)
+        num_unusable, num_tried = len(self.unusable), len(self._failures)
+        if num_unusable == self._num_examples:
+            raise EnvironmentBroken(f"env {self.name}: all {num_unusable} examples are unusable; last: {last}")
+        if num_tried >= MIN_EXAMPLES and num_unusable > self._max_failure_share * num_tried:
+            raise self._broken(f"{num_unusable} of the {num_tried} examples tried are unusable", last)
+        raise ExampleUnusable(str(fault)) from fault
+
+    def _broken(self, what: str, last: str) -> EnvironmentBroken:
+        limit = f"max_env_failure_share = {self._max_failure_share:g}"
+        return EnvironmentBroken(f"env {self.name}: {what}, more than {limit} of them; last: {last}")
 
 
 class _AskedPolicy:
@@ -173,12 +274,18 @@ class _AskedPolicy:
     def answer_lens(self) -> Sequence[int]:
         return self._policy.answer_lens
 
+    def step_s(self) -> float:
+        """Seconds since the environment's present step began; 0 while the policy has its turn."""
+        end_s = self.deadline.when()
+        return 0.0 if end_s is None else asyncio.get_running_loop().time() - end_s + self._config.timeout_s
+
     async def complete(self, messages: Sequence[Message]) -> str:
-        if self._config.prompt != NO_PROMPT:
-            messages = shown(messages, self._config.prompt)
         self.deadline.reschedule(None)
         self._meter.begin_turn()
         try:
+            messages = as_messages(messages)
+            if self._config.prompt != NO_PROMPT:
+                messages = self._config.prompt.shown(messages)
             return await self._policy.complete(messages)
         except Exception as error:
             self.error = error
@@ -186,25 +293,6 @@ class _AskedPolicy:
         finally:
             self._meter.end_turn()
             self.deadline.reschedule(asyncio.get_running_loop().time() + self._config.timeout_s)
-
-
-def shown(messages: Sequence[Message], prompt: PromptConfig) -> list[Message]:
-    """A conversation as the policy sees it. Of a longer one the beginning is the same."""
-    has_system = bool(messages) and messages[0]["role"] == "system"
-    system = list(messages[:1]) if has_system else []
-    rest = list(messages[has_system:])
-    if prompt.system is not None:
-        system = [{"role": "system", "content": prompt.system}]
-    if rest and rest[0]["role"] == "user":
-        rest[0] = _asked(rest[0]["content"], prompt)
-    examples: list[Message] = []
-    for example in prompt.examples:
-        examples += [_asked(example.prompt, prompt), {"role": "assistant", "content": example.answer}]
-    return [*system, *examples, *rest]
-
-
-def _asked(question: str, prompt: PromptConfig) -> Message:
-    return {"role": "user", "content": prompt.template.replace(QUESTION, question)}
 
 
 def check_outcome(outcome: object, reward_range: tuple[float, float], answer_lens: Sequence[int]) -> Outcome:
@@ -251,7 +339,7 @@ def _named(kind: str, values: object) -> dict[str, float]:
 def _credit(turn: int, value: Any, length: int) -> float | list[float]:
     """The advantage of all tokens of a turn, or of each: numbers that float32 has a place for."""
     what = f"the advantage of turn {turn}"
-    is_one = isinstance(value, numbers.Real)
+    is_one = _is_number(value)
     try:
         if not is_one and len(value) != length:
             raise EnvironmentFault(f"{what} has length {len(value)}, but its answer has {length} tokens")
@@ -263,10 +351,16 @@ def _credit(turn: int, value: Any, length: int) -> float | list[float]:
     return values[0] if is_one else values.tolist()
 
 
+def _is_number(value: object) -> bool:
+    """Whether it is a real number. numpy's truth values are, as Python's are."""
+    dtype = getattr(value, "dtype", None)
+    return isinstance(value, numbers.Real) or (getattr(dtype, "kind", "") == "b" and getattr(value, "ndim", 1) == 0)
+
+
 def _number(what: str, value: object) -> float:
-    if not isinstance(value, numbers.Real):
+    if not _is_number(value):
         raise EnvironmentFault(f"{what} is {type(value).__name__} instead of a number")
-    number = float(value)
+    number = float(value)  # type: ignore[arg-type]
     if not math.isfinite(number):
         raise EnvironmentFault(f"{what} is {number}")
     return number

@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, Never
 
 from prime_rl.orchestrator.envs import Environment, Example, Message, Split
-from prime_rl.orchestrator.envs.checked import EnvironmentFault, check_outcome
+from prime_rl.orchestrator.envs.base import as_messages, text_problem
+from prime_rl.orchestrator.envs.checked import EnvironmentFault, Transient, check_outcome, fault_of
 from prime_rl.orchestrator.envs.frames import (
     HEADER_BYTES,
     Answer,
@@ -64,7 +65,7 @@ class RemotePolicy:
         """Ask the orchestrator for the turn after `messages` and wait for it; one turn at a time."""
         async with self._turn:
             self._answer = asyncio.get_running_loop().create_future()
-            self._send(Ask(self._key, [{"role": m["role"], "content": m["content"]} for m in messages]))
+            self._send(Ask(self._key, as_messages(messages)))
             return await self._answer
 
     def answer(self, text: str, num_tokens: int) -> None:
@@ -80,16 +81,14 @@ class Host:
     def __init__(self, env: Environment, send: Callable[[Report], None]) -> None:
         self._env = env
         self._send = send
-        self._examples: dict[tuple[str, str], Example] = {
-            (split, example.id): example for split in SPLITS for example in env.examples(split)
-        }
+        self._examples = {split: by_id(split, env.examples(split)) for split in SPLITS}
         self._policies: dict[int, RemotePolicy] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def ready(self) -> Ready:
         """Ids of all examples, and the levels of those to train on."""
-        train, held = ([each for (of, _), each in self._examples.items() if of == split] for split in SPLITS)
-        return Ready([each.id for each in train], [each.level for each in train], [each.id for each in held])
+        train, held = self._examples["train"], self._examples["eval"]
+        return Ready(list(train), [each.level for each in train.values()], list(held))
 
     def take(self, request: Request) -> None:
         """Start a rollout, give one its answer, or cancel one. An answer to a rollout that has ended is ignored."""
@@ -121,15 +120,31 @@ class Host:
     async def _run(self, start: Start) -> None:
         key, policy = start.key, self._policies[start.key]
         try:
-            found = await self._env.rollout(self._examples[start.split, start.example_id], policy)
+            found = await self._env.rollout(self._examples[start.split][start.example_id], policy)
             outcome = check_outcome(found, (-float("inf"), float("inf")), policy.answer_lens)
             self._send(Done(key, outcome.reward, outcome.metrics, outcome.rewards, outcome.advantages))
-        except EnvironmentFault as fault:
-            self._send(Lost(key, str(fault)))
         except (Exception, SystemExit) as error:  # an error of the environment: reported to the caller
-            self._send(Lost(key, one_line(f"{type(error).__name__}: {error}", 1000)))
+            self._lose(key, fault_of(error, at_first_turn=not policy.answer_lens))
         except asyncio.CancelledError:
-            self._send(Lost(key, "it was cancelled"))
+            self._lose(key, Transient("it was cancelled"))
+
+    def _lose(self, key: int, fault: EnvironmentFault) -> None:
+        self._send(Lost(key, str(fault), type(fault).__name__))
+
+
+def by_id(split: Split, examples: Sequence[Example]) -> dict[str, Example]:
+    """The examples of a split. Raises ValueError for an id that is not text, or that two of them have."""
+    found: dict[str, Example] = {}
+    for number, example in enumerate(examples):
+        where = f"example {number} of the {split} split"
+        if problem := text_problem(f"the id of {where}", example.id):
+            raise ValueError(problem)
+        if not isinstance(example.level, int):
+            raise ValueError(f"the level of {where} is {type(example.level).__name__}: must be an integer")
+        if example.id in found:
+            raise ValueError(f"{where} has the id {example.id!r} of an earlier one: each needs an id of its own")
+        found[example.id] = example
+    return found
 
 
 async def load(request: Load, stack: contextlib.AsyncExitStack) -> Environment:

@@ -7,9 +7,11 @@ To the process: a `Load` first, then `Start`, `Answer` and `Cancel`. From it: `R
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+from prime_rl.orchestrator.envs.base import Message
 
 # Far above any conversation; a message that claims to be longer is a stream out of step.
 MAX_FRAME_BYTES = 256 * 2**20
@@ -30,7 +32,7 @@ class Start(msgspec.Struct, tag=True):
     """Start a rollout of one example. It ends with `Done` or `Lost`."""
 
     key: int
-    split: str
+    split: Literal["train", "eval"]
     example_id: str
 
 
@@ -66,7 +68,7 @@ class Ask(msgspec.Struct, tag=True):
     """The environment requests the policy's next turn."""
 
     key: int
-    messages: list[dict[str, str]]
+    messages: list[Message]
 
 
 class Done(msgspec.Struct, tag=True):
@@ -80,10 +82,11 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Lost(msgspec.Struct, tag=True):
-    """The environment's code failed."""
+    """The environment's code failed. `kind` is one of `checked.FAULTS`."""
 
     key: int
     reason: str
+    kind: str
 
 
 class Ended(msgspec.Struct, tag=True):
@@ -105,8 +108,10 @@ decode_report = msgspec.msgpack.Decoder(Report).decode
 
 
 def frame(message: Request | Report) -> bytes:
-    """The bytes of a message on the stream: its length in HEADER_BYTES, then its msgpack."""
+    """The bytes of a message on the stream: its length in HEADER_BYTES, then its msgpack. Raises ValueError."""
     payload = _encoder.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(payload)} bytes: at most {MAX_FRAME_BYTES} are allowed")
     return len(payload).to_bytes(HEADER_BYTES) + payload
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -28,16 +29,17 @@ async def load_environments(
             loaded[_key(env)] = await _load(env, config, cleanup, say)
     say(None)
 
-    def use(env: EnvConfig, meter: RolloutMeter | None, reward_names: Collection[str]) -> CheckedEnvironment:
-        share = config.max_env_failure_share
-        return CheckedEnvironment(
-            loaded[_key(env)], env, max_failure_share=share, meter=meter, reward_names=reward_names
-        )
+    def use(env: EnvConfig, **more: Any) -> CheckedEnvironment:
+        return CheckedEnvironment(loaded[_key(env)], env, max_failure_share=config.max_env_failure_share, **more)
 
-    return (
-        {env.label: use(env, meter, config.advantage.reward_weights) for env in config.env},
-        {env.label: use(env, None, ()) for env in config.eval_envs},
-    )
+    def to_train(env: EnvConfig) -> CheckedEnvironment:
+        num_examples, num_tries = len(loaded[_key(env)].examples("train")), config.rollouts_per_example
+        names = config.advantage.reward_weights
+        return use(env, meter=meter, reward_names=names, num_examples=num_examples, num_tries=num_tries)
+
+    num_tries = config.eval.rollouts_per_example if config.eval else 1
+    eval_envs = {env.label: use(env, name=f"eval/{env.label}", num_tries=num_tries) for env in config.eval_envs}
+    return {env.label: to_train(env) for env in config.env}, eval_envs
 
 
 async def _load(

@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
-from prime_rl.orchestrator.envs.checked import EnvironmentFault, Interrupted
+from prime_rl.orchestrator.envs.checked import FAULTS, EnvironmentFault, Interrupted, Transient
 from prime_rl.orchestrator.envs.frames import (
     HEADER_BYTES,
     Answer,
@@ -182,7 +182,7 @@ class _Child:
             if isinstance(report, Ready):
                 self.ready.set_result(report)
             else:
-                self.ready.set_exception(EnvironmentFault(report.reason))
+                self.ready.set_exception(Transient(report.reason))
         elif isinstance(report, Ended):
             if event := self.ending.pop(report.key, None):
                 event.set()
@@ -191,10 +191,10 @@ class _Child:
 
     def _end(self, reason: str) -> None:
         """Fail all waiters. An unexpected death counts once, so a second one ends the run."""
-        culprit = EnvironmentFault if not self.dead else Interrupted
+        culprit = Transient if not self.dead else Interrupted
         self.dead = True
         if not self.ready.done():
-            self.ready.set_exception(EnvironmentFault(reason))
+            self.ready.set_exception(Transient(reason))
         for inbox in self.inboxes.values():
             inbox.put_nowait(culprit(reason))
             culprit = Interrupted
@@ -263,11 +263,11 @@ class ProcessEnvironment:
                 if isinstance(report, Done):
                     return Outcome(report.reward, report.metrics, report.rewards, report.advantages)
                 if isinstance(report, Lost):
-                    raise EnvironmentFault(report.reason)
+                    raise FAULTS.get(report.kind, EnvironmentFault)(report.reason)
                 if isinstance(report, Exception):
                     raise report
                 if isinstance(report, Ask):
-                    text = await policy.complete(report.messages)  # type: ignore[arg-type]
+                    text = await policy.complete(report.messages)
                     child.send(Answer(key, text, policy.answer_lens[-1]))
         except EnvironmentFault:
             raise
