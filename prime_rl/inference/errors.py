@@ -12,8 +12,10 @@ _TYPES = {
     401: "AuthenticationError",
     403: "PermissionDeniedError",
     404: "NotFoundError",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     503: "ServiceUnavailableError",
 }
 

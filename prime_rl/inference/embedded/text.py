@@ -6,7 +6,7 @@ Only reads the tokenizer, so it may be called from several threads.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -23,11 +23,13 @@ class Text:
         self._template_arguments = set(inspect.signature(self._tokenizer.apply_chat_template).parameters)
         self._token_texts: dict[int, str] = {}
 
-    def encode_all(self, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each prompt; what is token ids already stays."""
-        return [self._encode(each, add_special_tokens) if isinstance(each, str) else each for each in prompts]
+    def vocabulary(self) -> Collection[str]:
+        """All tokens, as the tokenizer writes them."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        return vocabulary
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
@@ -52,6 +54,7 @@ class Text:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **arguments
             )
-        except TemplateError as error:
-            raise ApiError(400, f"The chat template refuses these messages: {error}", param="messages") from error
-        return self._encode(text, False)
+        except Exception as error:  # the template is the model's own program, which gets what a client sends
+            reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+            raise ApiError(400, f"The chat template refuses these messages: {reason}", param="messages") from error
+        return self.encode(text, False)
