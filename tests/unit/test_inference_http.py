@@ -34,7 +34,7 @@ async def ask(
     headers: dict[str, str] | None = None,
     gone: bool = False,
 ) -> tuple[int, dict[str, Any]]:
-    """Send one request of JSON to localhost; returns status and body. `gone`: its client does not wait for the answer."""
+    """Send one request of JSON; returns status and body. `gone`: its client does not wait for the answer."""
     incoming = [{"type": "http.request", "body": c, "more_body": True} for c in chunks]
     incoming.append({"type": "http.request", "body": b"", "more_body": False})
     sent: list[MutableMapping[str, Any]] = []
@@ -47,9 +47,8 @@ async def ask(
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
-    given = {"host": "localhost", "content-type": "application/json"} | {
-        name.lower(): value for name, value in (headers or {}).items()
-    }
+    usual = {"host": "localhost", "content-type": "application/json"}
+    given = usual | {name.lower(): value for name, value in (headers or {}).items()}
     raw = [(name.encode(), value.encode()) for name, value in given.items()]
     await app({"type": "http", "path": path, "method": method, "headers": raw}, receive, send)
     return sent[0]["status"], json.loads(sent[1]["body"])
