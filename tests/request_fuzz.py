@@ -106,12 +106,14 @@ def _of(kind: inspect.Type) -> SearchStrategy[Any]:
     """Values of a type of msgspec, small enough that a tiny model is done with them soon."""
     match kind:
         case inspect.IntType():
-            low, high = kind.ge if kind.ge is not None else -3, kind.le if kind.le is not None else 300
+            low, high = kind.ge if kind.ge is not None else -3, kind.le if kind.le is not None else 60
             return st.one_of(st.integers(low, min(high, low + 4)), st.just(high))
         case inspect.FloatType():
             return st.floats(kind.ge or 0.0, kind.le or 2.0, exclude_min=kind.gt is not None, width=32)
         case inspect.StrType():
-            return st.one_of(st.sampled_from(WORDS), st.text(min_size=kind.min_length or 0, max_size=20))
+            low, high = kind.min_length or 0, kind.max_length or 10**6
+            words = [word for word in WORDS if low <= len(word) <= high]
+            return st.one_of(st.sampled_from(words), st.text(min_size=low, max_size=20))
         case inspect.BoolType():
             return st.booleans()
         case inspect.ListType():

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from prime_rl.utils.text import one_line
+
+MAX_MESSAGE_CHARS = 1000
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -32,8 +35,9 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = " ".join(message.split())
-        self.param = param
+        # Both may have what the client sent in them.
+        self.message = one_line(message, MAX_MESSAGE_CHARS)
+        self.param = param and one_line(param)
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:

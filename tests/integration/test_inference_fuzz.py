@@ -65,7 +65,7 @@ def check(asked: Asked, status: int, body: bytes) -> None:
     error = msgspec.json.decode(body)["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["code"] == status, told
     message, param = error["message"], error["param"]
-    assert message.isprintable() and len(message) < 1000 and "Traceback" not in message, told
+    assert message.isprintable() and len(message) <= 1000 and "Traceback" not in message, told
     if status == 400:
         assert param.partition(".")[0].partition("[")[0] in message if param else message.startswith(WHOLE), told
 

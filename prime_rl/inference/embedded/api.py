@@ -190,7 +190,7 @@ class Api:
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._engine.served.vocab_size
         if (largest := max(token_ids, default=0)) >= vocab_size:
-            raise ApiError(400, f"Token id {largest} is out of vocabulary ({vocab_size})", param=param)
+            raise ApiError(400, f"{param}: token id {largest} is out of vocabulary ({vocab_size})", param=param)
 
     def _check_size(self, num_choices: int, params: SamplingParams) -> None:
         """Raises ApiError: 400 for what is too much at any time, 503 for what is too much now."""
