@@ -53,7 +53,7 @@ class WorkspaceServer(Server):
     async def _refuse_strangers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Only this address by its own name, and only pages that came from it."""
         if refused := refusal(request.method, request.headers.items()):
-            return web.Response(status=refused.status, text=refused.message)
+            return web.Response(status=refused[0], text=refused[1])
         return await handler(request)
 
     async def handle_index(self, request: web.Request) -> web.Response:

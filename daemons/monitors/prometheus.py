@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import GaugeMetricFamily
@@ -13,9 +13,6 @@ from prometheus_client.registry import Collector
 
 from prime_rl.configs.monitors import PrometheusConfig
 from prime_rl.utils.http_rule import refusal
-
-if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 logger = logging.getLogger("monitors")
 
@@ -80,13 +77,13 @@ class PrometheusPage(Collector):
         yield from gauges.values()
 
 
-def _guarded(app: WSGIApplication) -> WSGIApplication:
-    def guarded(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+def _guarded(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    def guarded(environ: Mapping[str, str], start_response: Callable[..., object]) -> Iterable[bytes]:
         headers = [(name, environ[key]) for name, key in _HEADERS.items() if environ.get(key)]
         if (refused := refusal(environ["REQUEST_METHOD"], headers)) is None:
             return app(environ, start_response)
-        start_response(f"{refused.status} Refused", [("Content-Type", "text/plain; charset=utf-8")])
-        return [f"{refused.message}\n".encode()]
+        start_response(f"{refused[0]} Refused", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{refused[1]}\n".encode()]
 
     return guarded
 

@@ -30,19 +30,11 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._limit()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the time."""
-        self._unlimit()
-        super().connection_lost(exc)
-
     def _limit(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._unlimit()
-        elif self._late is None:
+        is_waiting = self.cycle is None or self.cycle.response_complete
+        if is_waiting and self._late is None:
             self._late = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
-
-    def _unlimit(self) -> None:
-        if self._late is not None:
+        elif not is_waiting and self._late is not None:
             self._late.cancel()
             self._late = None
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from prime_rl.inference.bodies import refused, replay
+from prime_rl.inference.bodies import decoded, replay
 from prime_rl.inference.errors import ApiError
 
 MAX_MESSAGES = 1024
@@ -18,8 +17,7 @@ MAX_MESSAGES = 1024
 _MEDIA = frozenset({"image_url", "input_audio", "audio_url", "video_url", "file"})
 
 
-@dataclass(frozen=True)
-class Room:
+class Room(NamedTuple):
     """What the model takes: `max_model_len` tokens, in `max_chars` characters at most."""
 
     max_model_len: int
@@ -59,23 +57,20 @@ class Lengths:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raise ApiError (400), or pass the request on."""
-        body = await Request(scope, receive).body()
-        try:
-            texts = msgspec.json.decode(body, type=_Texts)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise refused(error) from error
+        request = Request(scope, receive)
+        texts = await decoded(request, _Texts)
         for prompt in texts.prompt if isinstance(texts.prompt, list) else [texts.prompt]:
             self._room.check("prompt", len(prompt) if isinstance(prompt, str) else 0)
         if isinstance(texts.messages, list) and len(texts.messages) > MAX_MESSAGES:
             message = f"messages: found {len(texts.messages)}: must be at most {MAX_MESSAGES}"
             raise ApiError(400, message, param="messages")
-        chat = [texts.messages, texts.tools, texts.documents, texts.chat_template_kwargs]
-        self._room.check("messages", num_chars(chat))
-        await self._app(scope, replay(body, receive), send)
+        beside = num_chars([texts.tools, texts.documents, texts.chat_template_kwargs])
+        self._room.check("messages", num_chars(texts.messages, _MEDIA) + beside)
+        await self._app(scope, replay(await request.body(), receive), send)
 
 
-def num_chars(value: Any) -> int:
-    """Return the characters of all texts in decoded JSON."""
+def num_chars(value: Any, without: Collection[str] = ()) -> int:
+    """Return the characters of all texts in decoded JSON, those of the fields `without` apart."""
     total, rest = 0, [value]
     while rest:
         each = rest.pop()
@@ -84,5 +79,5 @@ def num_chars(value: Any) -> int:
         elif isinstance(each, list):
             rest += each
         elif isinstance(each, dict):
-            rest += [inner for name, inner in each.items() if name not in _MEDIA]
+            rest += [inner for name, inner in each.items() if name not in without]
     return total

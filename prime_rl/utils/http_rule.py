@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
 
 from prime_rl.utils.network import is_loopback
 
@@ -18,15 +17,10 @@ _AUTHORITY = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+)
 _SHOWN = 100
 
 
-class Refusal(NamedTuple):
-    """The HTTP status and one line for a request that is not answered."""
-
-    status: int
-    message: str
-
-
-def refusal(method: str, headers: Iterable[tuple[str, str]], hosts: Collection[str] | None = ()) -> Refusal | None:
-    """Return why a request must not be answered, or None.
+def refusal(
+    method: str, headers: Iterable[tuple[str, str]], hosts: Collection[str] | None = ()
+) -> tuple[int, str] | None:
+    """Return the HTTP status and one line for a request that must not be answered, else None.
 
     Args:
         headers: name and value of each, one that is sent twice twice.
@@ -36,18 +30,13 @@ def refusal(method: str, headers: Iterable[tuple[str, str]], hosts: Collection[s
     for name, value in headers:
         found[name.lower()].append(value.strip().lower())
     host = found["host"][0] if len(found["host"]) == 1 else ""
-    if hosts is not None and not _is_of(host, hosts):
-        return Refusal(403, f"Host {host[:_SHOWN]!r} is not a name of this server: use 127.0.0.1 or localhost.")
+    parts = _AUTHORITY.fullmatch(host)
+    asked = parts and (parts["address"] or parts["name"])
+    if hosts is not None and (asked is None or not (is_loopback(asked) or asked in hosts)):
+        return 403, f"Host {host[:_SHOWN]!r} is not a name of this server: use 127.0.0.1 or localhost."
     if foreign := [origin for origin in found["origin"] if origin.partition("://")[2] != host]:
-        return Refusal(403, f"Requests from pages of other sites are refused: Origin is {foreign[0][:_SHOWN]!r}.")
+        return 403, f"Requests from pages of other sites are refused: Origin is {foreign[0][:_SHOWN]!r}."
     kinds = [value.partition(";")[0].strip() for value in found["content-type"]]
     if method == "POST" and kinds != ["application/json"]:
-        return Refusal(415, "The body must be JSON, with Content-Type: application/json.")
+        return 415, "The body must be JSON, with Content-Type: application/json."
     return None
-
-
-def _is_of(host: str, hosts: Collection[str]) -> bool:
-    if (parts := _AUTHORITY.fullmatch(host)) is None:
-        return False
-    name = parts["address"] or parts["name"]
-    return is_loopback(name) or name in hosts

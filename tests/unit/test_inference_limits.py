@@ -126,6 +126,7 @@ async def test_a_head_has_a_limit(tmp_path: Path) -> None:
         ({"messages": [{"content": "x" * 7}] * 2}, "messages: found 14 characters"),
         ({"messages": [{"content": [{"text": "x" * 7}, {"text": "y" * 6}]}]}, "messages: found 13 characters"),
         ({"messages": [{"content": [{"image_url": {"url": "x" * 99}}]}]}, None),
+        ({"messages": [{}], "tools": [{"file": "x" * 13}]}, "messages: found 13 characters"),
         ({"messages": [], "chat_template_kwargs": {"a": {"b": ["x" * 13]}}}, "messages: found 13 characters"),
         ({"messages": [{}] * MAX_MESSAGES}, None),
         ({"messages": [{}] * (MAX_MESSAGES + 1)}, f"messages: found {MAX_MESSAGES + 1}: must be at most"),
