@@ -1,7 +1,8 @@
 """How much of what has no natural end is tried: random histories, rounds of kills, phases.
 
 `PRL_TEST_BUDGET` is `small` (the default: enough for a commit) or `full` (`make test-all`). Each number has a variable
-of its own besides, which counts more: PRL_KILL_ROUNDS, PRL_SIMULATIONS; PRL_KILL_SEED and PRL_ALL_PHASES choose what.
+of its own besides, which counts more: PRL_KILL_ROUNDS, PRL_SIMULATIONS, PRL_FUZZ_REQUESTS; PRL_KILL_SEED and
+PRL_ALL_PHASES choose what.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ KILL_ROUNDS = _number("PRL_KILL_ROUNDS", small=8, full=12)
 KILL_SEED = int(os.environ.get("PRL_KILL_SEED", "20261121"))
 # Simulated lives of groups of nodes, in each of five tests; a tenth of a second each.
 SIMULATIONS = _number("PRL_SIMULATIONS", small=10, full=30)
+# Requests to a server, made from the types of its requests.
+FUZZ_REQUESTS = _number("PRL_FUZZ_REQUESTS", small=160, full=2000)
 # Whether a node is cut off and also killed in each of the phases of a group, and not only one of the two.
 ALL_PHASES = bool(os.environ.get("PRL_ALL_PHASES"))
 

@@ -20,6 +20,8 @@ from aiohttp import web
 from aiohttp.web_runner import GracefulExit
 from textual_serve.server import Server
 
+from prime_rl.utils.http_rule import refusal
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # The page asks another company's server for a font. It has a fallback, and a workspace may have no way out.
 _FOREIGN_LINK = r"<link\b[^>]*\bhref=\"https?://(?!{authority}/)[^>]*>"
@@ -41,7 +43,6 @@ class WorkspaceServer(Server):
         super().__init__(command, host=host, port=port, title="prl", public_url=f"http://{name}:{port}")
         self._sock = sock
         self._mode = "acting" if allow_actions else "read-only"
-        self._authorities = {f"{each}:{port}" for each in ("127.0.0.1", "localhost", "[::1]")}
 
     async def _make_app(self) -> web.Application:
         app = await super()._make_app()
@@ -51,11 +52,8 @@ class WorkspaceServer(Server):
     @web.middleware
     async def _refuse_strangers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Only this address by its own name, and only pages that came from it."""
-        origin = request.headers.get("Origin")
-        if request.headers.get("Host") not in self._authorities:
-            raise web.HTTPForbidden(text="wrong host name: use the address that prl-tui printed")
-        if origin is not None and origin.removeprefix("http://") not in self._authorities:
-            raise web.HTTPForbidden(text="requests from other sites are refused")
+        if refused := refusal(request.method, request.headers.items()):
+            return web.Response(status=refused[0], text=refused[1])
         return await handler(request)
 
     async def handle_index(self, request: web.Request) -> web.Response:

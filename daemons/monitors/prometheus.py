@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -12,10 +12,12 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from prime_rl.configs.monitors import PrometheusConfig
+from prime_rl.utils.http_rule import refusal
 
 logger = logging.getLogger("monitors")
 
 LOOPBACK = "127.0.0.1"
+_HEADERS = {"Host": "HTTP_HOST", "Origin": "HTTP_ORIGIN", "Content-Type": "CONTENT_TYPE"}
 
 
 class PrometheusPage(Collector):
@@ -43,8 +45,9 @@ class PrometheusPage(Collector):
     def open(self) -> None:
         """Raises OSError when the port is taken."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
         self._server, self._thread = start_http_server(self.config.port, LOOPBACK, registry)
+        self._server.set_app(_guarded(self._server.get_app()))
+        registry.register(self)
         logger.info("prometheus: %s", self.url)
 
     def close(self) -> None:
@@ -72,6 +75,17 @@ class PrometheusPage(Collector):
                     gauges[name] = GaugeMetricFamily(name, "See docs/metrics.md.", labels=["run"])
                 gauges[name].add_metric([run_id], value)
         yield from gauges.values()
+
+
+def _guarded(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    def guarded(environ: Mapping[str, str], start_response: Callable[..., object]) -> Iterable[bytes]:
+        headers = [(name, environ[key]) for name, key in _HEADERS.items() if environ.get(key)]
+        if (refused := refusal(environ["REQUEST_METHOD"], headers)) is None:
+            return app(environ, start_response)
+        start_response(f"{refused[0]} Refused", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{refused[1]}\n".encode()]
+
+    return guarded
 
 
 class PrometheusMonitor:

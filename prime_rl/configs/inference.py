@@ -84,6 +84,10 @@ class InferenceConfig(BaseConfig):
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free port and writes it to the status file."""
 
+    allowed_hosts: list[Annotated[str, Field(pattern=r"^[a-z0-9._-]+$")]] = Field(default_factory=list)
+    """Names under which requests may ask for the server (their `Host`, without a port) beside 127.0.0.1 and localhost:
+    that of a proxy on this machine. With an API key any name may."""
+
     api_key_var: str = "PRL_API_KEY"
     """Name of the environment variable that holds the API key; the same name with `_FILE` may name a file instead that
     only its owner can read. Requests need the key when there is one."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import re
 import socket
 from pathlib import Path
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.utils.network import bound_socket
+from prime_rl.utils.network import bound_socket, is_loopback
 from prime_rl.utils.secrets import SecretError, read_secret
 
 # `owner/name`, as on the Hugging Face hub.
@@ -38,16 +37,6 @@ def read_api_key(config: InferenceConfig, environ: dict[str, str]) -> str | None
             exit_code=2,
         )
     return key
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`: "localhost", or a loopback address. Looks up no name."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_model(name: str) -> None:

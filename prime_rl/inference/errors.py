@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from prime_rl.utils.text import one_line
+
+MAX_MESSAGE_CHARS = 1000
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
     403: "PermissionDeniedError",
     404: "NotFoundError",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     503: "ServiceUnavailableError",
 }
 
@@ -30,8 +35,9 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = " ".join(message.split())
-        self.param = param
+        # Both may have what the client sent in them.
+        self.message = one_line(message, MAX_MESSAGE_CHARS)
+        self.param = param and one_line(param)
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from prime_rl.inference.bodies import decoded, error_response, json_response, re
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import Guard, confined_adapter, confined_weights
 from prime_rl.inference.health import HealthProbe
+from prime_rl.inference.lengths import Lengths, Room
 from prime_rl.inference.tokens import GenerateRequest, completion_request, generate_response
 from prime_rl.inference.turns import Turns
 from prime_rl.inference.turnstile import StillInUse, Turnstile
@@ -117,23 +118,29 @@ class _LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def build_app(
-    engine: EngineControl, config: InferenceConfig, *, api_key: str | None = None, drain_s: float = DRAIN_S
+    engine: EngineControl,
+    config: InferenceConfig,
+    *,
+    room: Room | None = None,
+    api_key: str | None = None,
+    drain_s: float = DRAIN_S,
 ) -> Starlette:
-    """The application that a server serves; `api_key` None: no key is required."""
+    """The application that a server serves; `api_key` None: no key is required; `room` None: texts of any length."""
     front = Front(engine, config, drain_s)
     endpoints = {**engine.endpoints, **front.endpoints}
-    in_turn = [Middleware(_InTurn, front=front)]
+    generating = [*([Middleware(Lengths, room=room)] if room else []), Middleware(_InTurn, front=front)]
+    guard = Middleware(Guard, api_key=api_key, hosts=config.allowed_hosts)
     app = Starlette(
         routes=[
             Route(
                 path,
                 endpoint,
                 methods=["GET" if path in READING else "POST"],
-                middleware=in_turn if path in GENERATING else None,
+                middleware=generating if path in GENERATING else None,
             )
             for path, endpoint in endpoints.items()
         ],
-        middleware=[Middleware(_TellsLogprobs, mode=config.logprobs_mode), Middleware(Guard, api_key=api_key)],
+        middleware=[Middleware(_TellsLogprobs, mode=config.logprobs_mode), guard],
         exception_handlers={ApiError: _refused, HTTPException: _not_routed, Exception: _failed},
         lifespan=engine.lifespan,
     )

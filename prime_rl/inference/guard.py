@@ -1,10 +1,11 @@
-"""What stands before both engines: the API key, the size of bodies, and folders from below `output_dir` only."""
+"""What stands before both engines: who may ask, the size of bodies, and folders from below `output_dir` only."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -13,9 +14,12 @@ from prime_rl.contract.layout import stable_marker
 from prime_rl.inference.bodies import error_response, replay
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.weight_files import WEIGHTS_FILE
+from prime_rl.utils.http_rule import refusal
 
 # A thousand prompts of 2,000 tokens, as text.
 MAX_BODY_BYTES = 16 * 2**20
+# A client that sends so slowly would hold its connection, and what it has sent, for ever.
+BODY_TIMEOUT_S = 60.0
 # Beyond this the connection is closed in the middle of the body.
 MAX_DISCARDED_BYTES = 16 * MAX_BODY_BYTES
 # The supervisor must be able to see whether the server runs, without the key.
@@ -24,23 +28,28 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class Guard:
-    """Middleware that refuses requests without the key, and reads a body whole (bounded) before `app` gets it.
+    """Middleware that refuses what `http_rule` does and what has no key, and reads a body whole before `app` gets it.
 
     Args:
         api_key: what `Authorization: Bearer` must carry; None: no key is required.
+        hosts: names of the server beside those of the loopback. With a key any will do: no page of a browser has it.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, *, api_key: str | None, hosts: Collection[str] = ()) -> None:
         self._app = app
         self._api_key = api_key
+        self._hosts = hosts if api_key is None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that is refused, and pass any other to `app`."""
         if scope["type"] == "http":
+            headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
             try:
+                if refused := refusal(scope["method"], headers, self._hosts):
+                    raise ApiError(*refused)
                 if scope["path"] not in OPEN_ROUTES and not self._has_key(scope):
                     raise ApiError(401, "A valid API key is required: Authorization: Bearer KEY.")
-                receive = replay(await _read_body(receive), receive)
+                receive = replay(await _read_in_time(receive), receive)
             except ApiError as error:
                 await error_response(error)(scope, receive, send)
                 return
@@ -51,6 +60,14 @@ class Guard:
             return True
         kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         return kind.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key.encode())
+
+
+async def _read_in_time(receive: Receive) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _read_body(receive)
+    except TimeoutError:
+        raise ApiError(408, f"The body did not come within {BODY_TIMEOUT_S:g} s.") from None
 
 
 async def _read_body(receive: Receive) -> bytes:

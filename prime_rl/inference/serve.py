@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from prime_rl.contract.status import StatusWriter
+from prime_rl.inference.connection import MAX_HEAD_BYTES, Connection
 from prime_rl.inference.reporting import EngineReporter
 
 # How long requests in flight may still take after a stop was asked for; below the supervisor's grace.
@@ -51,7 +52,14 @@ async def serve(
     `waits_for`: what requests that were not begun wait for, in words.
     """
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_S + CUT_S, backlog=BACKLOG, ws="none"
+        app,
+        http=Connection,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=DRAIN_S + CUT_S,
+        backlog=BACKLOG,
+        ws="none",
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))

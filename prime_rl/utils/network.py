@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 
 import psutil
@@ -18,6 +19,16 @@ def interface_of(address: str) -> str | None:
         if any(each.address == address for each in addresses):
             return name
     return None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach `host`: "localhost", or a loopback address. Looks up no name."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def own_address() -> str:

@@ -23,6 +23,7 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, read_status
 from tests.inference_support import RunningServer, error_of, spawn, start, write_config
+from tests.page_attacks import answered, ask
 from tests.patience import PATIENCE_S
 
 MAX_WAITING = 256
@@ -154,6 +155,15 @@ def test_a_signal_while_vllm_starts_leaves_no_process(model: Path, tmp_path: Pat
         process.wait()
 
 
+def test_no_page_of_a_browser_reaches_a_server_without_a_key(server: RunningServer) -> None:
+    port = httpx.URL(server.root_url).port
+    assert port is not None
+    for path in ("/health", "/v1/completions", "/reload_weights", "/nowhere"):
+        assert answered(port, path) == [], path
+    named = {"Host": f"localhost:{port}", "Content-Type": "Application/JSON; charset=utf-8"}
+    assert ask(port, "POST", "/v1/completions", named, b'{"prompt": [5], "max_tokens": 1}')[0] == 200
+
+
 def num_running(server: RunningServer) -> int:
     return metric(server, "prl_requests_running")
 
@@ -197,7 +207,7 @@ def unread_request(server: RunningServer, **fields: Any) -> Iterator[None]:
     with socket.create_connection((url.host, url.port or 0)) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             + f"content-length: {len(body)}\r\n\r\n".encode()
             + body
         )

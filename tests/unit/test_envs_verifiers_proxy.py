@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from prime_rl.orchestrator.envs import Message
 from prime_rl.orchestrator.envs.verifiers_proxy import Conversation, ConversationError, PolicyProxy
+from tests.page_attacks import JSON, ask, attacks
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
@@ -84,6 +88,20 @@ async def test_another_story_is_refused(messages: list[dict[str, Any]], tools: l
     await conversation.reply([user("q")], [])
     with pytest.raises(ConversationError, match=message):
         await conversation.reply(messages, tools)
+
+
+async def test_pages_of_a_browser_are_refused_and_bodies_that_are_not_requests() -> None:
+    async with PolicyProxy("key") as proxy:
+        port = urlsplit(proxy.base_url).port
+        assert port is not None
+        posts = [each for each in attacks(port) if each.method == "POST"]
+        for attack in posts:
+            status, _ = await asyncio.to_thread(ask, port, "POST", "/v1/chat/completions", attack.headers)
+            assert status == attack.status, attack.what
+        headers = {"Host": "localhost", "Authorization": "Bearer key", **JSON}
+        for body, status in ((b"", 400), (b"\xff", 400), (b"[" * 10**5, 400), (b"[]", 404), (b"{}", 404)):
+            found = await asyncio.to_thread(ask, port, "POST", "/v1/chat/completions", headers, body)
+            assert found[0] == status and json.loads(found[1])["error"]["message"], body[:9]
 
 
 async def test_who_may_ask_and_what_becomes_of_errors() -> None:

@@ -189,7 +189,7 @@ async def test_a_folder_with_an_odd_name_does_no_harm_to_headers(tmp_path: Path)
 @pytest.mark.parametrize("mode", get_args(LogprobsMode))
 async def test_every_answer_tells_which_logprobs_there_are(tmp_path: Path, mode: LogprobsMode) -> None:
     app = build_app(Engine(), InferenceConfig(output_dir=tmp_path, logprobs_mode=mode))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         for path, status in (("/v1/completions", 200), ("/reload_weights", 200), ("/nowhere", 404)):
             answer = await client.post(path, json={"prompt": [1]})
             assert (answer.status_code, answer.headers[LOGPROBS_HEADER]) == (status, mode), path
@@ -218,7 +218,7 @@ async def test_bodies_are_json_of_the_expected_shape(tmp_path: Path) -> None:
     for body in bad:
         status, answered = await ask(app, "/update_weights", body)
         assert status == 400 and "\n" not in answered["error"]["message"], body[:30]
-    assert (await ask(app, "/v1/completions", b'{"prompt": [1]}', headers={"content-type": "text/plain"}))[0] == 400
+    assert (await ask(app, "/v1/completions", b'{"prompt": [1]}', headers={"content-type": "text/plain"}))[0] == 415
 
 
 async def test_a_fault_of_the_engine_is_an_error_without_details(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ async def test_a_fault_of_the_engine_is_an_error_without_details(tmp_path: Path)
     async def send(message: Any) -> None:
         sent.append(message)
 
-    headers = [(b"content-type", b"application/json")]
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": headers}
     with pytest.raises(RuntimeError):  # for the log
         await build_app(engine, InferenceConfig(output_dir=tmp_path))(scope, receive, send)

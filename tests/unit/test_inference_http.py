@@ -16,13 +16,14 @@ from starlette.types import ASGIApp
 from prime_rl.configs.inference import InferenceConfig, VllmConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter, read_status
-from prime_rl.inference.checks import StartError, base_url, bind, check_model, is_loopback, read_api_key
+from prime_rl.inference.checks import StartError, base_url, bind, check_model, read_api_key
 from prime_rl.inference.embedded.protocol import ChatRequest, CompletionRequest, parsed
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import MAX_BODY_BYTES, Guard, confined_adapter
 from prime_rl.inference.reporting import WINDOW_S, EngineReporter, Snapshot
 from prime_rl.inference.serve import EngineFailed, serve
 from prime_rl.inference.vllm.arguments import command_line, environment, round_rank, server_arguments
+from prime_rl.utils.network import is_loopback
 
 
 async def ask(
@@ -46,7 +47,8 @@ async def ask(
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
-    given = {"content-type": "application/json"} | {name.lower(): value for name, value in (headers or {}).items()}
+    usual = {"host": "localhost", "content-type": "application/json"}
+    given = usual | {name.lower(): value for name, value in (headers or {}).items()}
     raw = [(name.encode(), value.encode()) for name, value in given.items()]
     await app({"type": "http", "path": path, "method": method, "headers": raw}, receive, send)
     return sent[0]["status"], json.loads(sent[1]["body"])

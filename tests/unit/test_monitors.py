@@ -25,6 +25,7 @@ from prime_rl.configs.monitors import PrometheusConfig, TensorBoardConfig, Track
 from prime_rl.contract.files import append_line, wait_for
 from prime_rl.contract.layout import RunDir
 from tests.orchestrator_support import make_run
+from tests.page_attacks import answered, ask
 from tests.patience import PATIENCE_S
 from tests.text_attacks import ATTACKS, check_clean, texts
 
@@ -307,6 +308,16 @@ def test_prometheus_scrapes_the_newest_figures_of_all_runs_on_loopback(
     feeds.start(PrometheusMonitor(page))
     until(lambda: len(values_on(page)) == 6, "what was there before a new start")
     others.end()
+
+
+def test_the_page_is_not_for_pages_of_other_sites(page: PrometheusPage) -> None:
+    page.open()
+    try:
+        port = int(page.url.rpartition(":")[2].partition("/")[0])
+        assert answered(port, "/metrics") == []
+        assert ask(port, "GET", "/metrics", {"Host": f"localhost:{port}"})[0] == 200
+    finally:
+        page.close()
 
 
 def test_a_page_of_a_run_alone_ends_with_it(run: RunDir, feeds: Feeds, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -38,8 +40,11 @@ from prime_rl.inference.errors import ApiError
 MAX_ANSWER_SIZE = 4_000_000
 # A full queue moves on within a second or so.
 RETRY_AFTER_S = 1
+# Each holds some hundred bytes for each character of its text.
+NUM_TEXT_THREADS = 2
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PROBE_PROMPT = (0,)
+T = TypeVar("T")
 _PROBE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -59,6 +64,8 @@ class Api:
         self._model = config.model.name
         self._max_waiting = config.embedded.max_waiting
         self._created = int(time.time())
+        # Apart from asyncio's own threads, which long texts must not keep from adapters and the status file.
+        self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, "text")
         self._registry = CollectorRegistry()
         self._registry.register(_Metrics(engine))
         self.endpoints = {
@@ -115,9 +122,12 @@ class Api:
         """The answer of /v1/completions to `body`. Raises ApiError, also when the client goes away first."""
         asked = parsed(body, CompletionRequest)
         prompts: Any = asked.prompt
-        if any(isinstance(prompt, str) for prompt in prompts):
-            prompts = await asyncio.to_thread(self._text.encode_all, prompts, asked.add_special_tokens)
-        return response(asked, await self._generate(prompts, asked, request), self._text, self._model)
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                prompts[index] = await self._off_loop(request, self._text.encode, prompt, asked.add_special_tokens)
+        job = await self._generate(prompts, asked, request)
+        # As much work of the tokenizer as the prompts were.
+        return await self._off_loop(request, response, asked, job, self._text, self._model)
 
     async def _completions(self, request: Request) -> Response:
         return json_response(await self.complete(request, await decoded(request, dict[str, Any])))
@@ -126,13 +136,20 @@ class Api:
         asked = parsed(await decoded(request, dict[str, Any]), ChatRequest)
         messages = [message.for_template() for message in asked.messages]
         flags = {name: getattr(asked, name) for name in ("add_generation_prompt", "continue_final_message")}
-        prompt = await asyncio.to_thread(self._text.render_chat, messages, asked.chat_template_kwargs, **flags)
+        render = partial(self._text.render_chat, messages, asked.chat_template_kwargs, **flags)
+        prompt = await self._off_loop(request, render)
         if asked.stream:
             job = self._submit([prompt], asked)
             events = chat_events(self._text, asked.model or self._model, asked, job, self._engine.cancel)
             return StreamingResponse(events, media_type="text/event-stream")
         job = await self._generate([prompt], asked, request)
-        return json_response(response(asked, job, self._text, self._model))
+        return json_response(await self._off_loop(request, response, asked, job, self._text, self._model))
+
+    async def _off_loop(self, request: Request, make: Callable[..., T], *arguments: Any) -> T:
+        """Return what `make` makes with the tokenizer, in a thread. Raises ApiError when the client has gone."""
+        if await request.is_disconnected():
+            raise ApiError(400, "The client has closed the connection.")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, make, *arguments)
 
     async def _models(self, request: Request) -> Response:
         base = self._card(self._model, self._model, None) | {"max_model_len": self._engine.max_model_len}
@@ -180,7 +197,7 @@ class Api:
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._engine.served.vocab_size
         if (largest := max(token_ids, default=0)) >= vocab_size:
-            raise ApiError(400, f"Token id {largest} is out of vocabulary ({vocab_size})", param=param)
+            raise ApiError(400, f"{param}: token id {largest} is out of vocabulary ({vocab_size})", param=param)
 
     def _check_size(self, num_choices: int, params: SamplingParams) -> None:
         """Raises ApiError: 400 for what is too much at any time, 503 for what is too much now."""

@@ -14,6 +14,7 @@ from prime_rl.inference.embedded.engine import Engine
 from prime_rl.inference.embedded.model import ModelError, Served, load_model
 from prime_rl.inference.embedded.text import Text
 from prime_rl.inference.front import build_app
+from prime_rl.inference.lengths import Room
 from prime_rl.inference.limits import max_model_len
 from prime_rl.inference.reporting import EngineReporter
 from prime_rl.inference.serve import EngineFailed, serve
@@ -35,14 +36,15 @@ def run(context: ServerContext) -> None:
 
 async def _serve(context: ServerContext, served: Served, text: Text) -> None:
     config = context.config
+    room = Room.of(max_model_len(config), text.vocabulary())
     engine = Engine(
         served,
         text.decode,
         max_num_seqs=config.num_seqs_on(served.device.type),
-        max_model_len=max_model_len(config),
+        max_model_len=room.max_model_len,
         raw_logprobs=config.logprobs_mode == "raw_logprobs",
     )
-    app = build_app(Api(engine, text, config), config, api_key=context.api_key)
+    app = build_app(Api(engine, text, config), config, room=room, api_key=context.api_key)
     running = asyncio.create_task(engine.run())
     try:
         await serve(

@@ -5,7 +5,7 @@ Only reads the tokenizer, so it may be called from several threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -26,11 +26,13 @@ class Text:
             self._template = str(error)
         self._token_texts: dict[int, str] = {}
 
-    def encode_all(self, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each prompt; what is token ids already stays."""
-        return [self._encode(each, add_special_tokens) if isinstance(each, str) else each for each in prompts]
+    def vocabulary(self) -> Collection[str]:
+        """All tokens, as the tokenizer writes them."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        return vocabulary
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
@@ -54,6 +56,6 @@ class Text:
         if taken := sorted(RESERVED & arguments.keys()):
             raise ApiError(400, f"chat_template_kwargs may not set {taken}", param="chat_template_kwargs")
         try:
-            return self._encode(self._template.render(messages, arguments, **flags), False)
+            return self.encode(self._template.render(messages, arguments, **flags), False)
         except TokenizerError as error:
             raise ApiError(400, str(error), param="messages") from error

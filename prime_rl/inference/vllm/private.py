@@ -32,9 +32,10 @@ IMPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 MEMBERS: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.engine.async_llm.AsyncLLM": (
         *("generate", "engine_core", "pause_generation", "resume_generation", "remove_lora"),
-        *("get_supported_tasks", "errored", "model_config", "vllm_config"),
+        *("get_supported_tasks", "get_tokenizer", "errored", "model_config", "vllm_config"),
     ),
     "vllm.config.vllm.VllmConfig": ("parallel_config",),
+    "vllm.config.model.ModelConfig": ("max_model_len",),
     "vllm.config.parallel.ParallelConfig": ("world_size", "data_parallel_size", "data_parallel_index"),
     "vllm.v1.engine.core_client.AsyncMPClient": ("call_utility_all_async",),
     "vllm.v1.engine.core.EngineCore": ("collective_rpc",),

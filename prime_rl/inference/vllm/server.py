@@ -23,6 +23,7 @@ from prime_rl.inference.checks import StartError
 from prime_rl.inference.child_processes import end_children, signal_children
 from prime_rl.inference.context import ServerContext
 from prime_rl.inference.front import build_app
+from prime_rl.inference.lengths import Room
 from prime_rl.inference.limits import adapter_bytes, check_adapter_room, max_model_len
 from prime_rl.inference.private_tmp import private_tmp
 from prime_rl.inference.reporting import EngineReporter, Snapshot
@@ -105,8 +106,9 @@ async def _serve(context: ServerContext, arguments: dict[str, Any], started: thr
         await init_app_state(engine, app.state, args, tasks)
         adapters = app.state.openai_serving_models.lora_requests
         config = context.config
+        room = Room.of(engine.model_config.max_model_len, engine.get_tokenizer().get_vocab())
         control = VllmControl(config, app, engine, adapters, AdapterGate(config), _num_tokens)
-        served = build_app(control, config, api_key=context.api_key)
+        served = build_app(control, config, room=room, api_key=context.api_key)
         started.set()
         await serve(
             served,

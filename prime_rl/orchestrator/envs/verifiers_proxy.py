@@ -22,6 +22,7 @@ from typing import Any, Literal, Self
 from aiohttp import web
 
 from prime_rl.orchestrator.envs.base import Message, Policy
+from prime_rl.utils.http_rule import refusal
 
 # A request is a whole conversation with its tool results; the context of the model is the real limit.
 MAX_BODY_BYTES = 64 * 2**20
@@ -132,13 +133,18 @@ class PolicyProxy:
             del self._conversations[name]
 
     async def _complete(self, request: web.Request) -> web.Response:
+        if refused := refusal(request.method, request.headers.items()):
+            return _refusal(*refused)
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._key.encode()):
             return _refusal(401, "wrong key")
-        body = await request.json()
-        conversation = self._conversations.get(body["model"])
+        try:
+            body = await request.json()
+        except (ValueError, RecursionError) as error:
+            return _refusal(400, f"The body is not JSON: {error}")
+        conversation = self._conversations.get(str(body.get("model"))) if isinstance(body, dict) else None
         if conversation is None:
-            return _refusal(404, f"no rollout has the model {body['model']!r}")
+            return _refusal(404, "no rollout has the model of this request")
         try:
             message = await conversation.reply(body["messages"], body.get("tools") or [])
         except Exception as error:  # the rollout's affair; raised again when verifiers has ended the episode

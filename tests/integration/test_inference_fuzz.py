@@ -1,0 +1,137 @@
+"""A living server under requests that are drawn from its own types and bent: it refuses in words, and goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.budgets import FUZZ_REQUESTS, IS_FULL
+from tests.inference_support import RunningServer, adapter_dir, make_adapter, start
+from tests.patience import PATIENCE_S
+from tests.request_fuzz import Asked, requests
+
+BATCH = 16
+NUM_CLIENTS = 4
+STATUSES = {200, 400, 403, 404, 405, 409, 415}
+# An error without a field says that it is about the body, or about the request as a whole.
+WHOLE = ("The body ", "The request ", "Not found", "Invalid HTTP", "stream: ")
+ORDINARY = b'{"prompt": [9, 6, 13], "max_tokens": 8, "n": 4, "temperature": 1, "logprobs": 1}'
+
+
+@pytest.fixture(scope="module")
+def server(served_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    running = start("embedded", served_model, tmp_path_factory.mktemp("fuzzed"))
+    running.load("run_a@v1", make_adapter(adapter_dir(running, "run_a@v1"), served_model, seed=1))
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def send(server: RunningServer, asked: Asked) -> tuple[int, bytes]:
+    """Status and body of the answer; every request has its own connection."""
+    url = httpx.URL(server.root_url)
+    connection = http.client.HTTPConnection(url.host, url.port, timeout=PATIENCE_S)
+    try:
+        connection.putrequest(asked.method, asked.path)
+        connection.putheader("Content-Type", asked.kind.encode("latin-1"))
+        connection.putheader("Content-Length", str(len(asked.body)))
+        connection.endheaders(asked.body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def check(asked: Asked, status: int, body: bytes) -> None:
+    """Raise AssertionError unless the answer is one that a client can work with."""
+    told = f"{asked.method} {asked.path} {asked.body[:300]!r}: {status} {body[:300]!r}"
+    assert status in STATUSES, told
+    if status == 200 or asked.method == "HEAD":
+        return
+    error = msgspec.json.decode(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["code"] == status, told
+    message, param = error["message"], error["param"]
+    assert message.isprintable() and len(message) <= 1000 and "Traceback" not in message, told
+    if status == 400:
+        assert param.partition(".")[0].partition("[")[0] in message if param else message.startswith(WHOLE), told
+
+
+@contextlib.contextmanager
+def neighbour(server: RunningServer) -> Iterator[list[float]]:
+    """A client that asks one thing again and again; the seconds that each answer took. It must always get the same."""
+    seconds: list[float] = []
+    wrong: list[Any] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        expected = None
+        while not over.is_set() and not wrong:
+            began = time.perf_counter()
+            body = server.complete([9, 6, 13], max_tokens=4, temperature=0)
+            seconds.append(time.perf_counter() - began)
+            answer = body["choices"][0]["token_ids"]
+            expected = expected or answer
+            wrong.extend([answer] if answer != expected else [])
+
+    with ThreadPoolExecutor(1) as pool:
+        life = pool.submit(ask)
+        try:
+            yield seconds
+        finally:
+            over.set()
+    life.result()
+    assert not wrong
+
+
+def attack(server: RunningServer) -> None:
+    """Send FUZZ_REQUESTS drawn requests, some at a time."""
+
+    @settings(
+        max_examples=FUZZ_REQUESTS // BATCH,
+        deadline=None,
+        derandomize=not IS_FULL,
+        database=None,
+        phases=[Phase.generate],  # to make an example smaller takes the server many more requests
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(requests(), min_size=BATCH, max_size=BATCH))
+    def several(batch: list[Asked]) -> None:
+        for asked, answer in zip(batch, pool.map(lambda each: send(server, each), batch), strict=True):
+            check(asked, *answer)
+        assert server.process.poll() is None, server.log.read_text()[-3000:]
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        several()
+
+
+def test_no_request_that_can_be_drawn_harms_the_server(server: RunningServer) -> None:
+    with neighbour(server) as seconds:
+        attack(server)
+    assert seconds, "the neighbour was answered meanwhile"
+    assert "Traceback" not in server.log.read_text()
+    assert [each["id"] for each in server.get("/v1/models").json()["data"]][:1] == [server.model]
+
+
+@pytest.mark.slow
+def test_a_neighbour_waits_no_longer_than_beside_ordinary_requests(server: RunningServer) -> None:
+    with neighbour(server) as seconds, ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        ordinary = Asked("POST", "/v1/completions", ORDINARY)
+        list(pool.map(lambda _: send(server, ordinary), range(FUZZ_REQUESTS // 2)))
+    before = statistics.median(seconds)
+    with neighbour(server) as seconds:
+        attack(server)
+    assert statistics.median(seconds) < 3 * before

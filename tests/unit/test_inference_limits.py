@@ -1,0 +1,144 @@
+"""What the server takes of a client before it works for it: its time, the size of a head, the length of texts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import InferenceStatus, StatusWriter
+from prime_rl.inference import connection, guard
+from prime_rl.inference.checks import bind
+from prime_rl.inference.front import build_app
+from prime_rl.inference.lengths import MAX_MESSAGES, Room
+from prime_rl.inference.reporting import EngineReporter, Snapshot
+from prime_rl.inference.serve import serve
+from tests.patience import PATIENCE_S
+from tests.unit.test_inference_front import Engine
+from tests.unit.test_inference_http import ask
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+BODY = b'{"prompt": [1]}'
+ROOM = Room.of(4, {"a", "bcd"})
+
+
+@contextlib.asynccontextmanager
+async def serving(tmp_path: Path) -> AsyncIterator[tuple[str, int]]:
+    """The address of a server with an engine that answers at once."""
+    writer = StatusWriter(OutputDir(tmp_path).inference_status, InferenceStatus())
+    app, sock, over = build_app(Engine(), InferenceConfig(output_dir=tmp_path)), bind("127.0.0.1", 0), asyncio.Event()
+    reporter = EngineReporter(writer, Snapshot)
+    task = asyncio.create_task(
+        serve(app, sock, stop=over.is_set, engine_alive=lambda: True, status=writer, reporter=reporter)
+    )
+    try:
+        while writer.status.state != "serving":
+            await asyncio.sleep(0.01)
+        yield sock.getsockname()
+    finally:
+        over.set()
+        await task
+        writer.close()
+
+
+async def said(address: tuple[str, int], *pieces: bytes, pause_s: float = 0.0) -> bytes:
+    """Send the pieces one after the other; return all that comes until the server closes."""
+    reader, writer = await asyncio.open_connection(*address)
+    answer = asyncio.create_task(reader.read())
+    with contextlib.suppress(ConnectionError):
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.wait({answer}, timeout=pause_s)
+    try:
+        return await asyncio.wait_for(answer, PATIENCE_S)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def trickle(*, after: bytes = b"") -> list[bytes]:
+    """`after`, and then a byte at a time, without an end in sight."""
+    return [after, *[b"x"] * 100_000]
+
+
+async def test_a_head_that_trickles_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    async with serving(tmp_path) as address:
+        assert await said(address) == b"", "nothing at all"
+        assert await said(address, *trickle(after=HEAD + b"x-slow: "), pause_s=0.02) == b""
+        whole = HEAD + f"content-length: {len(BODY)}\r\n\r\n".encode() + BODY
+        answered = await said(address, *trickle(after=whole), pause_s=0.02)
+        assert answered.startswith(b"HTTP/1.1 200") and answered.count(b"HTTP/1.1") == 1, "nor the next on a connection"
+
+
+async def test_a_body_that_trickles_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    async with serving(tmp_path) as address:
+        slow = await said(address, *trickle(after=HEAD + b"content-length: 1000000\r\n\r\n"), pause_s=0.02)
+        assert slow.startswith(b"HTTP/1.1 408") and b"The body did not come within 0.2 s." in slow
+        refused = HEAD.replace(b"application/json", b"text/plain") + b"content-length: 1000000\r\n\r\n"
+        slow = await said(address, *trickle(after=refused), pause_s=0.02)
+        assert slow.startswith(b"HTTP/1.1 415"), "what is refused has no more time for the rest of its body"
+
+
+async def test_what_is_not_http_is_an_error_of_the_common_form(tmp_path: Path) -> None:
+    async with serving(tmp_path) as address:
+        for piece in (
+            b"\x16\x03\x01 hello\r\n\r\n",
+            b"GET / HTTP/1.1\r\n\r\n",
+            HEAD + b"host: x\r\n\r\n",
+            HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+        ):
+            head, _, body = (await said(address, piece)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400") and b"application/json" in head, piece
+            assert json.loads(body)["error"]["code"] == 400 and "head of at most 32768 bytes" in body.decode()
+
+
+async def test_a_head_has_a_limit(tmp_path: Path) -> None:
+    most = connection.MAX_HEAD_BYTES
+    async with serving(tmp_path) as address:
+        for piece in (HEAD + b"x: " + b"y" * 9 * most, HEAD + b"x: y\r\n" * most, b"GET /" + b"a" * 9 * most):
+            # Where the client still sends, the system may drop the answer with the connection.
+            assert (await said(address, piece))[:12] in (b"HTTP/1.1 400", b""), piece[:60]
+        end = f"content-length: {len(BODY)}\r\nconnection: close\r\n\r\n".encode() + BODY
+        assert (await said(address, HEAD + b"x: " + b"y" * (most - 500) + b"\r\n" + end)).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": "x" * 12}, None),
+        ({"prompt": "x" * 13}, "prompt: found 13 characters: must be at most 12 to fit into the 4 tokens"),
+        ({"prompt": ["x" * 12] * 9}, None),
+        ({"prompt": ["x", "x" * 13]}, "prompt: found 13 characters"),
+        ({"messages": [{"role": "u", "content": "x" * 11}]}, None),
+        ({"messages": [{"role": "u", "content": "x" * 12}]}, "messages: found 13 characters"),
+        ({"messages": [{"content": "x" * 7}] * 2}, "messages: found 14 characters"),
+        ({"messages": [{"content": [{"text": "x" * 7}, {"text": "y" * 6}]}]}, "messages: found 13 characters"),
+        ({"messages": [{"content": [{"image_url": {"url": "x" * 99}}]}]}, None),
+        ({"messages": [{}], "tools": [{"file": "x" * 13}]}, "messages: found 13 characters"),
+        ({"messages": [], "chat_template_kwargs": {"a": {"b": ["x" * 13]}}}, "messages: found 13 characters"),
+        ({"messages": [{}] * MAX_MESSAGES}, None),
+        ({"messages": [{}] * (MAX_MESSAGES + 1)}, f"messages: found {MAX_MESSAGES + 1}: must be at most"),
+        ([], "The body is refused: Expected `object`"),
+    ],
+)
+async def test_texts_that_cannot_fit_reach_no_engine(tmp_path: Path, body: Any, message: str | None) -> None:
+    """Three characters is the longest of the tokens, and four tokens fit."""
+    app = build_app(Engine(), InferenceConfig(output_dir=tmp_path), room=ROOM)
+    given = {"prompt": [1], **body} if isinstance(body, dict) else body
+    status, answered = await ask(app, "/v1/completions", json.dumps(given).encode())
+    if message is None:
+        assert status == 200, answered
+    else:
+        assert status == 400 and answered["error"]["message"].startswith(message)
