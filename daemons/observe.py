@@ -114,6 +114,10 @@ class Observer:
             left=end.left if end else frozenset(),
         )
 
+    def excuse(self) -> None:
+        """Count nothing that a daemon has shown up to now as standing still: none can write its status file."""
+        self._unchanged.clear()
+
     def forget(self, name: str) -> None:
         """Drop what is kept about a daemon and its run."""
         self._runs.pop(name, None)

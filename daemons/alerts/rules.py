@@ -56,7 +56,7 @@ def incidents(
 ) -> list[Incident]:
     """All that is wrong or unproven but collapsed rewards, which need more than a snapshot (`rewards`)."""
     supervisor = workspace.daemon(SUPERVISOR)
-    is_watched = supervisor is None or supervisor.state != LOST
+    is_watched = supervisor is None or supervisor.state not in (LOST, STALLED)
     run_ids = {run.run_id for run in workspace.runs}
     found = [incident for run in workspace.runs for incident in _of_run(run, is_watched=is_watched)]
     found += [Incident("run_invalid", each.name, _line(each.reason)) for each in workspace.refused]
@@ -66,13 +66,23 @@ def incidents(
         elif daemon is not supervisor:
             found += unproven(daemon.name, "daemon_crashed", "daemon_stalled")
     if supervisor is not None and not is_watched:
-        found.append(Incident("daemon_crashed", SUPERVISOR, _line(f"lost: {supervisor.reason}")))
+        found += _of_supervisor(supervisor, workspace.disk)
     found += [incident for seen in nodes for incident in _of_node(seen)]
-    if free_bytes is None:
+    if workspace.disk is not None:
+        found.append(Incident("disk_low", "disk", _line(workspace.disk)))
+    elif free_bytes is None:
         found += unproven("disk", "disk_low")
     elif free_bytes < min_free_gb * 1e9:
         found.append(Incident("disk_low", "disk", f"{free_bytes / 1e9:.1f} GB free, less than {min_free_gb:g} GB"))
     return found
+
+
+def _of_supervisor(supervisor: DaemonView, disk: str | None) -> Iterator[Incident]:
+    """Of one that is lost, or that does not respond: for the trouble of the disk that is reported, or for another."""
+    if supervisor.state == LOST:
+        yield Incident("daemon_crashed", SUPERVISOR, _line(f"lost: {supervisor.reason}"))
+    elif disk is None:
+        yield Incident("daemon_stalled", SUPERVISOR, _line(supervisor.reason or "no progress"))
 
 
 def is_well(workspace: Workspace) -> bool:

@@ -164,7 +164,13 @@ def make_snapshot(
     old = {row.run_id: row for row in before.rows} if before else {}
     rows = tuple(
         _same_or_new(
-            old.get(run.run_id), order, run, tails.get(run.run_id, NO_TAIL), now, signs.get(run.run_id, run.updated_at)
+            old.get(run.run_id),
+            order,
+            run,
+            tails.get(run.run_id, NO_TAIL),
+            now,
+            # No run can give a sign of life while the disk takes nothing.
+            None if workspace.disk else signs.get(run.run_id, run.updated_at),
         )
         for order, run in enumerate(workspace.runs)
     )
@@ -342,7 +348,9 @@ def find_problems(
         if daemon.level >= Level.WARN and daemon.name not in named
     ]
     found += [Problem(each.name, one_line(f"refused: {each.reason}"), "entry") for each in workspace.refused]
-    if disk is not None and disk.is_low:
+    if workspace.disk is not None:
+        found.append(Problem(one_line("disk"), one_line(workspace.disk), "workspace"))
+    elif disk is not None and disk.is_low:
         room = f"{size_text(disk.free_bytes)} of {size_text(disk.total_bytes)} free"
         text = one_line(f"{room}: remove deleted runs for good with prl runs purge")
         found.append(Problem(one_line("disk"), text, "workspace"))
