@@ -216,12 +216,9 @@ def shown(text: str | None) -> CleanText | None:
 
 
 def daemon_view(status: DaemonStatus, now: float, *, is_home: bool = False, disk: str | None = None) -> DaemonView:
-    """The view of a daemon, by its status file.
+    """The view of a daemon, by its status file. `now` in Unix seconds; `disk` keeps status files from being written.
 
-    Args:
-        now: Unix seconds.
-        is_home: the supervisor of this very workspace runs on this machine.
-        disk: what keeps status files from being written.
+    `is_home`: the supervisor of this very workspace runs on this machine.
     """
     found = condition(status, now)
     state, reason, since = found.state, status.reason, status.stalled_since

@@ -65,8 +65,9 @@ def incidents(
             found += _of_daemon(daemon, workspace.read_at, is_service=daemon.name not in run_ids)
         elif daemon is not supervisor:
             found += unproven(daemon.name, "daemon_crashed", "daemon_stalled")
-    if supervisor is not None and not is_watched:
-        found += _of_supervisor(supervisor, workspace.disk)
+    if supervisor is not None and not is_watched and (supervisor.state == LOST or workspace.disk is None):
+        kind: AlertKind = "daemon_crashed" if supervisor.state == LOST else "daemon_stalled"
+        found.append(Incident(kind, SUPERVISOR, _line(f"{supervisor.state}: {supervisor.reason}")))
     found += [incident for seen in nodes for incident in _of_node(seen)]
     if workspace.disk is not None:
         found.append(Incident("disk_low", "disk", _line(workspace.disk)))
@@ -75,14 +76,6 @@ def incidents(
     elif free_bytes < min_free_gb * 1e9:
         found.append(Incident("disk_low", "disk", f"{free_bytes / 1e9:.1f} GB free, less than {min_free_gb:g} GB"))
     return found
-
-
-def _of_supervisor(supervisor: DaemonView, disk: str | None) -> Iterator[Incident]:
-    """Of one that is lost, or that does not respond: for the trouble of the disk that is reported, or for another."""
-    if supervisor.state == LOST:
-        yield Incident("daemon_crashed", SUPERVISOR, _line(f"lost: {supervisor.reason}"))
-    elif disk is None:
-        yield Incident("daemon_stalled", SUPERVISOR, _line(supervisor.reason or "no progress"))
 
 
 def is_well(workspace: Workspace) -> bool:

@@ -24,11 +24,15 @@ logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 # Less takes no status file.
 FULL_BYTES = 64 << 10
-# What makes less than this of the workspace's blocks or inodes visible is a quota of the folder's own.
+# A quota of a folder's own shows as a file system that is smaller than the workspace's.
 _SAME_SHARE = 0.9
 _ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _holding: dict[object, str] = {}
 T = TypeVar("T")
+
+
+class NotWritten(RuntimeError):
+    """A write that was held until the process was to end; the message has the trouble."""
 
 
 def find_trouble(workspace: Path) -> str | None:
@@ -37,30 +41,22 @@ def find_trouble(workspace: Path) -> str | None:
         room = os.statvfs(workspace)
     except OSError:
         return None
-    if room.f_flag & os.ST_RDONLY:
-        return _text(errno.EROFS, workspace, room)
-    has_none = _free_bytes(room) < FULL_BYTES or _has_no_inodes(room)
-    return _text(errno.ENOSPC, workspace, room) if has_none else None
+    is_full = _free_bytes(room) < FULL_BYTES or (room.f_files > 0 and room.f_favail == 0)
+    number = errno.EROFS if room.f_flag & os.ST_RDONLY else errno.ENOSPC if is_full else None
+    return _text(number, workspace, room) if number else None
 
 
-def disk_trouble(error: BaseException, workspace: Path, folder: Path) -> str | None:
+def disk_trouble(error: Exception, workspace: Path, folder: Path) -> str | None:
     """The trouble of the workspace's file system that caused `error`, met in `folder` below it; None: another cause."""
-    cause: BaseException | None = error
-    while cause is not None and not (isinstance(cause, OSError) and cause.errno in _ERRORS):
-        cause = cause.__cause__
-    if not isinstance(cause, OSError):
+    if not isinstance(error, OSError) or error.errno not in _ERRORS:
         return None
-    place = Path(cause.filename) if isinstance(cause.filename, str) else folder
-    place = next((each for each in (place, *place.parents) if folder in each.parents and each.exists()), folder)
+    path = Path(error.filename) if isinstance(error.filename, str) else folder
+    place = next((each for each in (path, *path.parents) if folder in each.parents and each.exists()), folder)
     try:
-        is_own = not _is_shared(workspace, place) or (cause.errno == errno.EIO and _takes_bytes(workspace))
-        return None if is_own else _text(cause.errno or errno.EIO, workspace, os.statvfs(workspace))
+        is_own = not _is_shared(workspace, place) or (error.errno == errno.EIO and _takes_bytes(workspace))
+        return None if is_own else _text(error.errno, workspace, os.statvfs(workspace))
     except OSError:
         return None  # the workspace or the run is gone
-
-
-class NotWritten(RuntimeError):
-    """Held until the process was to end, and then given up: the message has the trouble."""
 
 
 def holding() -> str | None:
@@ -68,10 +64,10 @@ def holding() -> str | None:
     return next(iter(list(_holding.values())), None)
 
 
-def held(write: Callable[[], T], run: Path, stopped: Callable[[float], bool]) -> T:
-    """The result of `write`, which is called again while the file system of the workspace of `run` is in trouble.
+def held(write: Callable[[], T], run: Path, gives_up: Callable[[float], bool]) -> T:
+    """The result of `write`, called again while the file system of the workspace that `run` is in has trouble.
 
-    `stopped` sleeps for so many seconds and returns whether to give up: then it raises NotWritten.
+    `gives_up` sleeps for so many seconds; when it returns true, NotWritten is raised.
     """
     while True:
         try:
@@ -80,22 +76,19 @@ def held(write: Callable[[], T], run: Path, stopped: Callable[[float], bool]) ->
             trouble = disk_trouble(error, run.parent, run)
             if trouble is None:
                 raise
-            with _noted(trouble):
-                if stopped(RETRY_S):
-                    raise NotWritten(trouble) from error
+        with _noted(trouble):
+            if gives_up(RETRY_S):
+                raise NotWritten(trouble)
 
 
 async def held_async(write: Callable[[], T], run: Path) -> T:
     """As `held`; the wait ends when the task is cancelled."""
     while True:
         try:
-            return write()
-        except OSError as error:
-            trouble = disk_trouble(error, run.parent, run)
-            if trouble is None:
-                raise
-        with _noted(trouble):
-            await asyncio.sleep(RETRY_S)
+            return held(write, run, lambda wait_s: True)
+        except NotWritten as error:
+            with _noted(str(error)):
+                await asyncio.sleep(RETRY_S)
 
 
 @contextlib.contextmanager
@@ -110,19 +103,17 @@ def _noted(trouble: str) -> Iterator[None]:
 
 
 def _is_shared(workspace: Path, place: Path) -> bool:
-    """Whether both are on one file system, with the same limits."""
+    """Whether both are on one file system, mounted alike and with the same limits."""
     ours, its = os.statvfs(workspace), os.statvfs(place)
-    pairs = (ours.f_blocks, its.f_blocks), (ours.f_files, its.f_files)
-    is_limited = any(its_size < _SAME_SHARE * size for size, its_size in pairs)
-    is_same = os.stat(workspace).st_dev == os.stat(place).st_dev
-    return is_same and not is_limited and not (its.f_flag ^ ours.f_flag) & os.ST_RDONLY
+    is_limited = its.f_blocks < _SAME_SHARE * ours.f_blocks or its.f_files < _SAME_SHARE * ours.f_files
+    is_mounted_alike = not (its.f_flag ^ ours.f_flag) & os.ST_RDONLY
+    return os.stat(workspace).st_dev == os.stat(place).st_dev and is_mounted_alike and not is_limited
 
 
 def _takes_bytes(workspace: Path) -> bool:
     try:
-        with tempfile.TemporaryFile(dir=workspace) as file:
+        with tempfile.TemporaryFile(dir=workspace, buffering=0) as file:
             file.write(b"x")
-            file.flush()
             os.fsync(file.fileno())
     except OSError:
         return False
@@ -133,18 +124,16 @@ def _free_bytes(room: os.statvfs_result) -> int:
     return room.f_frsize * (room.f_bavail if os.geteuid() else room.f_bfree)
 
 
-def _has_no_inodes(room: os.statvfs_result) -> bool:
-    return room.f_files > 0 and room.f_favail == 0
-
-
 def _text(number: int, workspace: Path, room: os.statvfs_result) -> str:
     mount = mount_of(workspace)
     where = f"{mount.source} ({mount.point})" if mount else str(workspace)
-    if number == errno.EROFS:
-        return f"{where} is mounted read-only: make it writable, training continues by itself"
-    if number == errno.EIO:
-        return f"input/output error on {where}: check the disk, training continues by itself"
-    if number == errno.ENOSPC and _has_no_inodes(room):
-        return f"no inodes left on {where}: remove some files, training continues by itself"
-    what = "no space left on" if number == errno.ENOSPC else "disk quota used up on"
-    return f"{what} {where}: {_free_bytes(room):,} bytes free; free some, training continues by itself"
+    has_inodes = room.f_favail > 0 or room.f_files == 0
+    problem = {
+        errno.EROFS: f"{where} is mounted read-only: make it writable",
+        errno.EIO: f"input/output error on {where}: check the disk",
+        errno.EDQUOT: f"disk quota used up on {where}: free some",
+        errno.ENOSPC: f"no space left on {where}: {_free_bytes(room):,} bytes free; free some"
+        if has_inodes
+        else f"no inodes left on {where}: remove some files",
+    }[number]
+    return f"{problem}, training continues by itself"

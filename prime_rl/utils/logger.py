@@ -13,7 +13,7 @@ from typing import TextIO
 from prime_rl.utils.text import clean_text
 
 REPEAT_S = 60.0
-MAX_SEEN = 1000
+MAX_SEEN = 1000  # messages
 
 
 class _Utc(logging.Formatter):
@@ -37,17 +37,15 @@ class _Repeats(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
-        now, key = record.created, (record.name, record.getMessage())
-        at, num_left_out = self._seen.pop(key, (-REPEAT_S, 0))
-        if 0 <= now - at < REPEAT_S:
-            self._seen[key] = at, num_left_out + 1
-            return False
+        message = record.getMessage()
+        at, num_left_out = self._seen.pop((record.name, message), (-REPEAT_S, 0))
+        is_repeated = 0 <= record.created - at < REPEAT_S
         if len(self._seen) >= MAX_SEEN:
             self._seen.clear()
-        self._seen[key] = now, 0
-        if num_left_out:
-            record.msg, record.args = f"{key[1]} ({num_left_out} more times since)", ()
-        return True
+        self._seen[record.name, message] = (at, num_left_out + 1) if is_repeated else (record.created, 0)
+        if num_left_out and not is_repeated:
+            record.msg, record.args = f"{message} ({num_left_out} more times since)", ()
+        return not is_repeated
 
 
 def complain(part: str, message: object) -> None:

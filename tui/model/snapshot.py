@@ -160,17 +160,13 @@ def make_snapshot(
 
     A row that equals the one in `before` is the same object, so widgets compare rows by identity.
     """
-    signs = alive_at or {}
+    signs: Mapping[str, float | None] = alive_at or {}
+    if workspace.disk:  # no run can give a sign of life
+        signs = {run.run_id: None for run in workspace.runs}
     old = {row.run_id: row for row in before.rows} if before else {}
     rows = tuple(
         _same_or_new(
-            old.get(run.run_id),
-            order,
-            run,
-            tails.get(run.run_id, NO_TAIL),
-            now,
-            # No run can give a sign of life while the disk takes nothing.
-            None if workspace.disk else signs.get(run.run_id, run.updated_at),
+            old.get(run.run_id), order, run, tails.get(run.run_id, NO_TAIL), now, signs.get(run.run_id, run.updated_at)
         )
         for order, run in enumerate(workspace.runs)
     )
