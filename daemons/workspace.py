@@ -69,6 +69,8 @@ class RunView:
 class DaemonView:
     """One daemon. `state`: starting, running, stalled, backoff, failed, stopped, done, or lost (not supervised).
 
+    Stalled: it is there, but makes no progress or does not respond; `reason` has which, since when, and what to do.
+
     `stalled_since` and `crashed_at` (its newest crash) in Unix seconds.
     """
 

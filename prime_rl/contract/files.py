@@ -289,12 +289,12 @@ def append_line(path: Path, line: str) -> None:
     make_folder(path.parent)
     with os.fdopen(open_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering=0) as file:
         is_torn = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
-        data, size = b"\n" * is_torn + line.encode() + b"\n", file.seek(0, os.SEEK_END)
+        data, size, num_taken = b"\n" * is_torn + line.encode() + b"\n", file.seek(0, os.SEEK_END), 0
         try:
-            while data:  # a disk that gets full writes a part and fails only at the next write
-                data = data[file.write(data) :]
+            while num_taken < len(data):  # a disk that gets full writes a part and fails only at the next write
+                num_taken += file.write(data[num_taken:])
         except OSError:
-            with contextlib.suppress(OSError):
+            if file.seek(0, os.SEEK_END) == size + num_taken:
                 file.truncate(size)
             raise
 
