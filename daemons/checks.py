@@ -156,7 +156,10 @@ def check_disk(disk: DiskView | None) -> Check:
 
 def check_inodes(path: Path) -> Check:
     """Whether the file system of the workspace has room for more files. Some count none."""
-    room = os.statvfs(_existing(path))
+    try:
+        room = os.statvfs(_existing(path))
+    except OSError as error:
+        return Check("inodes", "warning", f"cannot be checked: {error.strerror}", "check it with df -i")
     found = f"{room.f_favail:,} of {room.f_files:,} free" if room.f_files else "without a limit"
     if not room.f_files or room.f_favail >= LOW_INODES:
         return Check("inodes", "ok", found)
