@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from daemons.disk import DiskView
+from prime_rl.contract.disk import find_trouble
 from prime_rl.contract.layout import RUN_PREFIX
 from prime_rl.contract.status import HEARTBEAT_S
 from prime_rl.utils.extras import install_command
@@ -34,6 +35,8 @@ MIN_PYTHON = (3, 11)
 # A checkpoint of a small model fits ten times; a full disk costs no data but stops everything.
 LOW_DISK_BYTES = 5_000_000_000
 FULL_DISK_BYTES = 500_000_000
+# A run makes some tens of files a step, and keeps those of its last steps.
+LOW_INODES = 20_000
 # What containers give by default; processes that share tensors need more.
 SMALL_SHM_BYTES = 128_000_000
 # Status files of other machines are judged by our clock; after three heartbeats their writers count as lost.
@@ -116,6 +119,8 @@ def check_output_dir(path: Path) -> Check:
     place = _existing(path)
     if not place.is_dir():
         return Check("output_dir", "broken", f"{place} is not a folder", "choose another with --output-dir")
+    if (trouble := find_trouble(place)) and "read-only" in trouble:
+        return Check("output_dir", "broken", trouble.partition(":")[0], "make it writable: mount -o remount,rw")
     if not os.access(place, os.W_OK | os.X_OK | os.R_OK):
         return Check("output_dir", "broken", f"cannot read and write {place}", "choose another with --output-dir")
     folders = [path, *path.glob("*/"), *path.glob("daemons/*/"), *path.glob(f"{RUN_PREFIX}*/control/")]
@@ -161,6 +166,19 @@ def check_disk(disk: DiskView | None) -> Check:
     if disk.free_bytes < FULL_DISK_BYTES:
         return Check("disk", "broken", found, advice)
     return Check("disk", "warning", found, advice) if disk.free_bytes < LOW_DISK_BYTES else Check("disk", "ok", found)
+
+
+def check_inodes(path: Path) -> Check:
+    """Whether the file system of the workspace has room for more files. Some count none."""
+    try:
+        room = os.statvfs(_existing(path))
+    except OSError as error:
+        return Check("inodes", "warning", f"cannot be checked: {error.strerror}", "check it with df -i")
+    found = f"{room.f_favail:,} of {room.f_files:,} free" if room.f_files else "without a limit"
+    if not room.f_files or room.f_favail >= LOW_INODES:
+        return Check("inodes", "ok", found)
+    level: Level = "warning" if room.f_favail else "broken"
+    return Check("inodes", level, found, "remove small files, or put the workspace on another disk")
 
 
 def check_inotify(num_runs: int, limits: Mapping[str, int]) -> Check:

@@ -105,13 +105,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All input of `decide`."""
+    """All input of `decide`. `disk`: what keeps everything from writing to the workspace's file system."""
 
     wanted: Mapping[str, DaemonSpec]
     daemons: Mapping[str, Daemon]
     seen: Mapping[str, Seen]
     requests: frozenset[str]
     config: SupervisorConfig
+    disk: str | None = None
 
 
 class Do(enum.StrEnum):

@@ -45,15 +45,24 @@ def decide(snapshot: Snapshot, now: float) -> list[Action]:
     for name in names:
         daemon, spec = snapshot.daemons.get(name), snapshot.wanted.get(name)
         seen = snapshot.seen.get(name, Seen())
-        action = _decide_one(daemon, spec, seen, name in snapshot.requests, snapshot.config, now)
+        judged = _excused(daemon, now) if daemon and snapshot.disk else daemon
+        action = _decide_one(judged, spec, seen, name in snapshot.requests, snapshot.config, now)
         if action is None or (action.do is Do.NOTE and action.daemon == daemon):
             continue
+        if action.do is Do.START and snapshot.disk:
+            continue  # it could not write its status
         if action.do is Do.START and action.daemon.spec.run_id:
             if room <= 0 and name not in snapshot.requests:
                 continue  # a thousand interpreters that start at once would only keep each other waiting
             room -= 1
         actions.append(action)
     return actions
+
+
+def _excused(daemon: Daemon, now: float) -> Daemon:
+    """Nothing that happens while the disk takes nothing counts against a daemon, nor the time that it starts."""
+    started_at = now if daemon.state is State.STARTING else daemon.started_at
+    return replace(daemon, num_early_ends=0, num_crashes=0, started_at=started_at)
 
 
 def _starts(daemon: Daemon, now: float) -> bool:

@@ -100,6 +100,7 @@ def _place(output: OutputDir) -> Iterator[Check]:
     yield checks.check_file_system(output.path)
     there = next((each for each in (output.path.absolute(), *output.path.absolute().parents) if each.is_dir()), None)
     yield checks.check_disk(DiskReader(there).read(walk=False) if there else None)
+    yield checks.check_inodes(output.path)
 
 
 def _libraries(vllm: bool, import_libraries: bool, say: Say) -> Iterator[Check]:

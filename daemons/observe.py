@@ -116,6 +116,10 @@ class Observer:
             work=self._work(daemon) if end else None,
         )
 
+    def excuse(self) -> None:
+        """Count nothing that a daemon has shown up to now as standing still: none can write its status file."""
+        self._unchanged.clear()
+
     def forget(self, name: str) -> None:
         """Drop what is kept about a daemon and its run."""
         self._runs.pop(name, None)

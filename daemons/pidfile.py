@@ -10,6 +10,7 @@ other; and a holder whose pid file now names another has lost the workspace.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -150,8 +151,8 @@ class SupervisorLock:
         """
         try:
             same = os.path.samestat(os.fstat(self.fd), self.output.supervisor_lock.stat())
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno == errno.EIO  # a disk that fails has not lost the workspace
         return same and self._is_signed()
 
     def _is_signed(self) -> bool:

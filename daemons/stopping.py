@@ -92,6 +92,7 @@ def _stop_supervisor(
         timeout_s = min(timeout_s, saved_system(output).supervisor.grace_s)
         say(f"it is stalled, {stall_text(since)}: it has {timeout_s:g} s to stop")
     holder.send(signal.SIGTERM)
+    holder.send(signal.SIGCONT)  # one that was stopped meets the signal once it is continued
     try:
         wait_for(free, "the supervisor to stop", timeout_s=timeout_s)
     except WaitTimeout:

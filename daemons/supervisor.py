@@ -47,6 +47,7 @@ from daemons.specs import (
 from daemons.workspace import SUPERVISOR
 from prime_rl.configs.base import load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
+from prime_rl.contract.disk import disk_trouble, find_trouble
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, StatusWriter
 from prime_rl.utils.clock import SteadyClock
@@ -126,8 +127,10 @@ class Supervisor:
                 self.look_at_logs()
                 trouble = None
             except Exception as error:  # one bad tick must not end all daemons
-                logger.exception("reading the workspace failed; next try in %g s", TICK_S)
-                trouble = one_line(f"reading the workspace failed: {error}")
+                trouble = disk_trouble(error, self.output.path, self.output.path)
+                if trouble is None:
+                    logger.exception("reading the workspace failed; next try in %g s", TICK_S)
+                    trouble = one_line(f"reading the workspace failed: {error}")
             if trouble != said:
                 status.update(reason=trouble)
                 said = trouble
@@ -169,6 +172,9 @@ class Supervisor:
         An error with one daemon costs the others nothing; the first one is raised at the end.
         """
         began, now = time.monotonic(), self._clock()
+        if disk := find_trouble(self.output.path):
+            logger.warning("holding all daemons: %s", disk.partition(":")[0])
+            self._observer.excuse()
         self._halving.look()
         requests = self._observer.requests()
         # The processes first: one that has ended by now has written before why it did.
@@ -177,7 +183,7 @@ class Supervisor:
         seen = {name: self._see(daemon, looks[name], runs.get(name), now) for name, daemon in self._daemons.items()}
         specs = wanted_daemons(self.output, runs.values())
         troubles: list[Exception] = []
-        for action in decide(Snapshot(specs, self._daemons, seen, requests, self.config), now):
+        for action in decide(Snapshot(specs, self._daemons, seen, requests, self.config, disk), now):
             try:
                 self._act(action, looks.get(action.daemon.spec.name))
             except Exception as error:  # the boundary of one daemon: it is tried again at the next look

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from prime_rl.contract.condition import LOST, condition, stall_text, stalled_since, utc
+from prime_rl.contract.condition import LOST, STALLED, condition, stall_text, stalled_since, utc
 from prime_rl.contract.status import (
     DaemonStatus,
     InferenceStatus,
@@ -78,6 +78,8 @@ class RunView:
 class DaemonView:
     """One daemon. `state`: starting, running, stalled, backoff, failed, stopped, done, or lost (not supervised).
 
+    Stalled: it is there, but makes no progress or does not respond; `reason` has which, since when, and what to do.
+
     `stalled_since` and `crashed_at` (its newest crash) in Unix seconds.
     """
 
@@ -114,6 +116,7 @@ class Workspace:
 
     `trainer` and `inference` are None when they do not live; `max_runs` is 0 when unknown. `num_unread` runs are left
     out of a first look. `replicas` are the inference servers that live, by number, and `inference` all of them in one.
+    `disk`: the trouble of its file system that holds everything up, None without any.
     """
 
     output_dir: Path
@@ -129,6 +132,7 @@ class Workspace:
     read_at: float
     num_unread: int = 0
     replicas: tuple[tuple[int, InferenceStatus], ...] = ()
+    disk: CleanText | None = None
 
     def run(self, run_id: str) -> RunView | None:
         """The view of a run; None for one that this look does not have."""
@@ -231,13 +235,18 @@ def shown(text: str | None) -> CleanText | None:
     return clean_text(text.strip(), MAX_REASON_CHARS) if text else None
 
 
-def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
-    """The view of a daemon, by its status file. `now` in Unix seconds."""
+def daemon_view(status: DaemonStatus, now: float, *, is_home: bool = False, disk: str | None = None) -> DaemonView:
+    """The view of a daemon, by its status file. `now` in Unix seconds; `disk` keeps status files from being written.
+
+    `is_home`: the supervisor of this very workspace runs on this machine.
+    """
     found = condition(status, now)
     state, reason, since = found.state, status.reason, status.stalled_since
     process = status.writer if status.name == SUPERVISOR else status.child
     if state == LOST:
-        reason, since = _lost_text(status), None
+        lost = LOST, _lost_text(status)
+        state, reason = _silence(status, disk) if is_home and status.writer.is_running() else lost
+        since = status.updated_at if state == STALLED else None
     elif found.since is not None:
         reason, since = stall_text(found.since), found.since
     return DaemonView(
@@ -254,6 +263,19 @@ def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
         stalled_since=since,
         crashed_at=status.crashes[-1].at if status.crashes else None,
     )
+
+
+def _silence(status: DaemonStatus, disk: str | None) -> tuple[str, str | None]:
+    """State and reason of a daemon whose supervisor, which writes `status`, runs but does not respond."""
+    silent = f"does not respond, last heartbeat {utc(status.updated_at)}"
+    if status.name == SUPERVISOR:
+        remedy = f"if it was stopped, continue it with kill -CONT {status.pid}; prl down ends it"
+        return STALLED, f"{silent}: {disk or remedy}"
+    child = status.child
+    runs_on = child is not None and child.is_running()
+    if disk:
+        return (STALLED, f"{silent}: {disk}") if runs_on else (status.state, status.reason)
+    return LOST, f"its supervisor {silent}" + (f"; process {child.pid} still runs" if child and runs_on else "")
 
 
 def _lost_text(status: DaemonStatus) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Set
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from daemons.pidfile import read_info
 from daemons.run_files import (
     NO_FILE,
     NOT_PARSED,
@@ -37,6 +38,7 @@ from daemons.workspace import (
     waits_for,
 )
 from prime_rl.contract.condition import STALLED, stall_text, stalled_since
+from prime_rl.contract.disk import find_trouble
 from prime_rl.contract.files import file_problem
 from prime_rl.contract.layout import OutputDir, RefusedRun, scan_runs
 from prime_rl.contract.status import (
@@ -48,6 +50,7 @@ from prime_rl.contract.status import (
     TrainerRunStatus,
     TrainerStatus,
     is_alive,
+    is_there,
     run_state,
 )
 from prime_rl.utils.text import one_line
@@ -71,6 +74,7 @@ class WorkspaceReader:
         self._statuses: dict[Path, tuple[Stamp, Status | None]] = {}
         self._scanned: tuple[Stamp, list[RefusedRun]] = (NO_FILE, [])
         self._runs: tuple[list[RunView], tuple[RunView, ...]] = ([], ())
+        self._is_home = False
 
     def read(
         self,
@@ -91,10 +95,14 @@ class WorkspaceReader:
             most: while there are runs in slots, read at most so many of them and no others.
         """
         now = self._clock() if now is None else now
+        info = read_info(self.output)
+        self._is_home = info is not None and info.lives_here() and info.output_dir == str(self.output.path.resolve())
         trainer = self._living(self.output.trainer_status, TrainerStatus, now)
         replicas = self._replicas(now)
         inference = together([status for _, status in replicas])
-        daemons = self._daemons(now)
+        # Where no supervisor runs nothing is held: it may be a disk that is read-only on purpose.
+        disk = (find_trouble(self.output.path) if self._is_home else None) or (trainer.disk if trainer else None)
+        daemons = self._daemons(now, disk)
         found, refused = self._scan(at_rest), self._scanned[1]
         reasons = {each.name: each.reason for each in refused} | (trainer.refused if trainer else {})
         places = {run_id: place for place, run_id in enumerate(trainer.waiting if trainer else [], start=1)}
@@ -106,7 +114,7 @@ class WorkspaceReader:
             if run_id in reasons:
                 continue
             slot = trainer.runs.get(run_id) if trainer else None
-            others = (slot, places.get(run_id), daemons.get(run_id), trainer is not None, broken)
+            others = (slot, places.get(run_id), daemons.get(run_id), trainer is not None, broken, disk)
             known = self._views.get(run_id)
             if known and known[0][1:-1] == others and _may_stay(known[0], run_id, at_rest, working):
                 runs.append(known[1])
@@ -129,9 +137,10 @@ class WorkspaceReader:
             inference=inference,
             replicas=replicas,
             supervisor_alive=self._living(self.output.daemon_status(SUPERVISOR), DaemonStatus, now) is not None,
-            bottleneck=shown(find_bottleneck(runs, trainer, inference)),
+            bottleneck=shown(disk or find_bottleneck(runs, trainer, inference)),
             read_at=now,
             num_unread=len(found) - len(wanted),
+            disk=shown(disk),
         )
 
     def _scan(self, again: bool) -> dict[str, RunFiles]:
@@ -159,7 +168,7 @@ class WorkspaceReader:
         self._views[run_id] = (facts, view)
         return view
 
-    def _daemons(self, now: float) -> dict[str, DaemonView]:
+    def _daemons(self, now: float, disk: str | None) -> dict[str, DaemonView]:
         """Views by name: supervisor, trainer, inference, then the orchestrators."""
         try:
             paths = list(self.output.daemons.glob("*.json"))
@@ -170,7 +179,7 @@ class WorkspaceReader:
         for path in sorted(paths, key=lambda path: (order.get(path.stem, 3), path.name)):
             status = self._status(path, DaemonStatus)
             if status is not None and path.name == f"{status.name}.json":
-                views[status.name] = daemon_view(status, now)
+                views[status.name] = daemon_view(status, now, is_home=self._is_home, disk=disk)
         return views
 
     def _status(self, path: Path, kind: type[StatusT]) -> StatusT | None:
@@ -191,12 +200,17 @@ class WorkspaceReader:
         return tuple((number, status) for number, status in found if status is not None)
 
     def _living(self, path: Path, kind: type[StatusT], now: float) -> StatusT | None:
+        """The status whose writer runs; also one that does not respond, if it is this workspace's and not of a copy."""
         status = self._status(path, kind)
-        return status if is_alive(status, now) else None
+        is_silent = self._is_home and status is not None and is_there(status)
+        return status if is_alive(status, now) or is_silent else None
 
 
 class _Facts(NamedTuple):
-    """All that a run's view is made of. `place` is its place in the trainer's queue, `lives` its orchestrator's."""
+    """All that a run's view is made of. `place` is its place in the trainer's queue, `lives` its orchestrator's.
+
+    `disk` is what holds up all that work.
+    """
 
     record: RunRecord
     slot: TrainerRunStatus | None
@@ -204,6 +218,7 @@ class _Facts(NamedTuple):
     daemon: DaemonView | None
     trainer_lives: bool
     broken: str | None
+    disk: str | None
     lives: bool
 
 
@@ -248,7 +263,8 @@ def _make_view(facts: _Facts) -> RunView:
     position = facts.place if state is RunState.WAITING else None
     if state is RunState.WAITING:
         reason = record.preempted
-    since, why = _stall(facts) if state is RunState.ACTIVE else (None, None)
+    is_held = state is RunState.ACTIVE and facts.disk is not None
+    since, why = _stall(facts) if state is RunState.ACTIVE and not is_held else (None, None)
     living = status if facts.lives else None
     return RunView(
         run_id=record.run.run_id,
@@ -257,7 +273,9 @@ def _make_view(facts: _Facts) -> RunView:
         max_steps=max_steps,
         reward=status.reward if status else None,
         reason=shown(f"its orchestrator is stalled: {why}" if why else reason),
-        waiting_on=shown(waits_for(state, living, slot, position, daemon, facts.broken)),
+        waiting_on=shown(
+            f"the disk ({facts.disk})" if is_held else waits_for(state, living, slot, position, daemon, facts.broken)
+        ),
         updated_at=status.updated_at if status else None,
         run_idx=slot.run_idx if slot else None,
         queue_position=position,

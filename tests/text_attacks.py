@@ -110,7 +110,7 @@ STATUS_FILES: Mapping[str, tuple[Callable[[OutputDir], Path], Document]] = {
     "RunStatus": (lambda output: output.run(RUN).status, {"run_id": RUN, "state": "running", "max_steps": 9}),
     "TrainerStatus": (
         lambda output: output.trainer_status,
-        {"state": "waiting", "max_runs": 2, "runs": {RUN: {"run_idx": 0}}},
+        {"state": "waiting", "max_runs": 2, "runs": {RUN: {"run_idx": 0}}, "disk": None},
     ),
     "InferenceStatus": (lambda output: output.inference_status, {"state": "serving"}),
     "DaemonStatus": (lambda output: output.daemon_status(RUN), {"name": RUN, "state": "running", "child_pid": None}),

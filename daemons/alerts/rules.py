@@ -56,7 +56,7 @@ def incidents(
 ) -> list[Incident]:
     """All that is wrong or unproven but collapsed rewards, which need more than a snapshot (`rewards`)."""
     supervisor = workspace.daemon(SUPERVISOR)
-    is_watched = supervisor is None or supervisor.state != LOST
+    is_watched = supervisor is None or supervisor.state not in (LOST, STALLED)
     run_ids = {run.run_id for run in workspace.runs}
     found = [incident for run in workspace.runs for incident in _of_run(run, is_watched=is_watched)]
     found += [Incident("run_invalid", each.name, _line(each.reason)) for each in workspace.refused]
@@ -65,10 +65,13 @@ def incidents(
             found += _of_daemon(daemon, workspace.read_at, is_service=daemon.name not in run_ids)
         elif daemon is not supervisor:
             found += unproven(daemon.name, "daemon_crashed", "daemon_stalled")
-    if supervisor is not None and not is_watched:
-        found.append(Incident("daemon_crashed", SUPERVISOR, _line(f"lost: {supervisor.reason}")))
+    if supervisor is not None and not is_watched and (supervisor.state == LOST or workspace.disk is None):
+        kind: AlertKind = "daemon_crashed" if supervisor.state == LOST else "daemon_stalled"
+        found.append(Incident(kind, SUPERVISOR, _line(f"{supervisor.state}: {supervisor.reason}")))
     found += [incident for seen in nodes for incident in _of_node(seen)]
-    if free_bytes is None:
+    if workspace.disk is not None:
+        found.append(Incident("disk_low", "disk", _line(workspace.disk)))
+    elif free_bytes is None:
         found += unproven("disk", "disk_low")
     elif free_bytes < min_free_gb * 1e9:
         found.append(Incident("disk_low", "disk", f"{free_bytes / 1e9:.1f} GB free, less than {min_free_gb:g} GB"))

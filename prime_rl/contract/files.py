@@ -294,15 +294,20 @@ def write_atomic(
 def append_line(path: Path, line: str) -> None:
     """Append one line in a single write. The file must have one writer. Makes the parent folder, not its parents.
 
-    A part of a line that a killed writer left is ended first, so it never spoils the next. Raises OSError.
+    A part of a line that a killed writer left is ended first, so it never spoils the next. Raises OSError, and leaves
+    no part of the line then.
     """
     make_folder(path.parent)
     with os.fdopen(open_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering=0) as file:
         is_torn = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
-        data = b"\n" * is_torn + line.encode() + b"\n"
-        # A disk that gets full writes a part and fails only at the next write.
-        while data:
-            data = data[file.write(data) :]
+        data, size, num_taken = b"\n" * is_torn + line.encode() + b"\n", file.seek(0, os.SEEK_END), 0
+        try:
+            while num_taken < len(data):  # a disk that gets full writes a part and fails only at the next write
+                num_taken += file.write(data[num_taken:])
+        except OSError:
+            if file.seek(0, os.SEEK_END) == size + num_taken:
+                file.truncate(size)
+            raise
 
 
 @contextlib.contextmanager

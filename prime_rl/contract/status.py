@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from prime_rl.contract.disk import holding
 from prime_rl.contract.files import read_file, write_atomic
 from prime_rl.contract.run_state import RunFacts as RunFacts
 from prime_rl.contract.run_state import RunState as RunState
@@ -46,6 +47,7 @@ class Status(msgspec.Struct, kw_only=True):
     main loop, which turns without work too (null: it has not begun, or counts none); `loop_still_s` is how long ago it
     had last turned at `updated_at`, and `loop_limit_s` how long one turn may take. `pid_create_time` (Unix seconds) and
     `pid_start` identify the process `pid` (`utils.process`) on the machine `host` ("" in what earlier versions wrote).
+    `disk`: the trouble of the file system for which the process holds what it has to write; `waiting_on` has it then.
     """
 
     version: int = STATUS_FORMAT_VERSION
@@ -60,6 +62,7 @@ class Status(msgspec.Struct, kw_only=True):
     loop: int | None = None
     loop_still_s: float = 0.0
     loop_limit_s: float = EVENT_LOOP_LIMIT_S
+    disk: str | None = None
 
     @property
     def writer(self) -> ProcessId:
@@ -395,9 +398,12 @@ class StatusWriter:
         self.status.updated_at = self._clock()
         if self.status.loop is not None:
             self.status.loop_still_s = round(max(0.0, time.monotonic() - self._turned_s), 3)
+        written, trouble = self.status, holding()
+        if trouble:
+            written = msgspec.structs.replace(written, disk=trouble, waiting_on=f"the disk ({trouble})")
         try:
             for path in (self.path, *self._copies):
-                write_atomic(path, msgspec.json.encode(self.status))
+                write_atomic(path, msgspec.json.encode(written))
             self.error = None
         except OSError as error:
             self.error = error

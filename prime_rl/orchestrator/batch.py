@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import msgspec
 
 from prime_rl.configs.orchestrator import AdvantageConfig, OrchestratorConfig
+from prime_rl.contract.disk import held_async
 from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import TrainingBatch, TrainingSample, read_batch, write_batch
@@ -80,7 +82,7 @@ class BatchLoop:
         """Wait until the trainer has trained on what it was handed, then end the run."""
         await self.scheduler.end()
         await self.scheduler.wait_for_version(self.scheduler.ledger.step - 1, serve=False)
-        self.ending.write(reason)
+        await held_async(partial(self.ending.write, reason), self.run.path)
         raise RunEnded(reason)
 
     async def _make_one(self, step: int) -> None:
@@ -97,9 +99,9 @@ class BatchLoop:
             sampler=self.sampler,
         )
         if checkpoint_is_due(step, self.config.ckpt, self.config.max_steps):
-            save_state(self.run, batch)
-        publish_batch(self.run, batch)
-        self.ending.feed(step, self.batches.report(step, groups))
+            await held_async(partial(save_state, self.run, batch), self.run.path)
+        await held_async(partial(publish_batch, self.run, batch), self.run.path)
+        self.ending.feed(step, await self.batches.report(step, groups))
         self.samples.keep(groups, batch)
 
 

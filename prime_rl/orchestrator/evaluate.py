@@ -12,8 +12,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
+from prime_rl.contract.disk import held_async
 from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator.client import AccessDenied
 from prime_rl.orchestrator.envs.base import Environment
@@ -85,7 +87,8 @@ class Evaluator:
         if values:
             logger.info("eval of version %d: %s", version, {name: round(value, 4) for name, value in values.items()})
             values["time/eval"] = time.monotonic() - start_s
-            write_metrics(self._run.orchestrator_metrics, version, values, time.time())
+            write = partial(write_metrics, self._run.orchestrator_metrics, version, values, time.time())
+            await held_async(write, self._run.path)
             self._on_figures(version, values)
 
     async def _evaluate_env(self, env_name: str, version: int) -> dict[str, float]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
+from prime_rl.contract.disk import held_async
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.status import StatusWriter
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
@@ -100,7 +102,7 @@ class BatchReporter:
         self._reporter = reporter
         self._rate = TokenRate(RATE_WINDOW_S)
 
-    def report(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+    async def report(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Returns the figures of the batch."""
         time_s, ledger = self._scheduler.phases.lap(), self._scheduler.ledger
         held_by = bottleneck(time_s, num_ahead=step - 1 - self._scheduler.published)
@@ -112,7 +114,8 @@ class BatchReporter:
         values["tokens_per_s"] = self._rate.per_s(self._client.num_sampled_tokens)
         values |= self._client.metrics()
         line: dict[str, float | str] = {**values, "bottleneck": held_by or "none"}
-        write_metrics(self._run.orchestrator_metrics, step, line, time.time())
+        write = partial(write_metrics, self._run.orchestrator_metrics, step, line, time.time())
+        await held_async(write, self._run.path)
         self._reporter.update(
             step=step,
             reward=values["reward/mean"],

@@ -13,6 +13,7 @@ reads: safetensors and JSON. What may be removed is decided in `retention`.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -92,8 +93,8 @@ class RunSnapshot:
         """Whether the folder is still the run's own: not deleted, and not another one of the same name."""
         try:
             return self.run.path.stat().st_ino == self.inode
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno == errno.EIO  # a disk that fails has not lost the folder
 
 
 # The names of the tensors, which the file of an adapter has beside the tensors themselves.

@@ -1,8 +1,9 @@
 """What follows an update of a run: publish, checkpoint, metrics, prune, always in this order, off the critical path.
 
 The main thread takes a snapshot and hands it to the background writer; it goes on training while the disk works.
-Whatever fails there on behalf of one run (its disk is full, its folder is gone) evicts that run and no other. A run
-keeps its slot until what it made is written, and nothing else waits for that: so a run that comes back finds all of it.
+Whatever fails there on behalf of one run (its folder is gone) evicts that run and no other; trouble of the whole file
+system evicts none, and is waited for. A run keeps its slot until what it made is written, and nothing else waits for
+that: so a run that comes back finds all of it.
 Rank 0 only; holds no collective, so it may catch.
 
 A policy version is a folder that appears complete at once: PEFT for an adapter, or a whole model. Versions that no
@@ -12,15 +13,15 @@ name that identifies exactly these weights.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from prime_rl.configs.shared import BroadcastConfig
+from prime_rl.contract.disk import NotWritten, held, holding
 from prime_rl.contract.files import make_folder, mark_stable, staged_dir
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.trainer.checkpoint import CheckpointManager, RunSnapshot, Snapshots, WeightsSnapshot, is_due
@@ -67,11 +68,15 @@ class Publisher:
 
         The base model, which is version 0 of a run without `[init]`, is not.
         """
+        report = partial(self._status.published, run, replace(run.progress))
         if run.progress.step or run.config.init.from_ is not None:
-            self._broadcast.publish(RunSnapshot.of(run, self._snapshots.weights(run), state=None))
+            snapshot = RunSnapshot.of(run, self._snapshots.weights(run), state=None)
+            what = f"version {run.progress.step} of {run.run_id}"
+            self._writer.submit(WriteJob(run.run_id, what, partial(self._publish, snapshot), report))
+        else:
+            report()
         if run.progress.step >= run.config.max_steps:
             self._manager.finish_run(run)
-        self._status.published(run, replace(run.progress))
 
     def after_update(self, run: TrainerRun, ready: ReadyRun, report: UpdateReport, timer: PhaseTimer) -> None:
         """Make the update known. `timer` has the phases since the last update of any run."""
@@ -129,7 +134,7 @@ class Publisher:
         self.collect()
         if what is None:
             return True
-        run.waits_since = now if run.waits_since is None else run.waits_since
+        run.waits_since = now if run.waits_since is None or holding() else run.waits_since
         if now - run.waits_since < DISK_TIMEOUT_S:
             return False
         logger.error("%s leaves its slot after %g s of waiting for %s", run.run_id, DISK_TIMEOUT_S, what)
@@ -170,15 +175,19 @@ class Publisher:
         is_last = step >= snapshot.config.max_steps
         if is_last:
             self._checkpoint(snapshot, timer)
-        with timer("broadcast"), _blamed(snapshot, f"publishing version {step}", folder.broadcast_dir(step)):
-            self._broadcast.publish(snapshot)
+        with timer("broadcast"):
+            self._publish(snapshot)
         if not is_last:
             self._checkpoint(snapshot, timer)
         own_s = {phase: timer.seconds[phase] for phase in ("broadcast", "checkpoint")}
-        with _blamed(snapshot, f"writing the metrics of step {step}", folder.trainer_metrics):
-            self._metrics.write(run, ready, report, own_s)
-        with _blamed(snapshot, "removing what is old", folder.path):
-            prune(folder, snapshot.config.ckpt)
+        metrics = partial(self._metrics.write, run, ready, report, own_s)
+        self._do(snapshot, f"writing the metrics of step {step}", folder.trainer_metrics, metrics)
+        self._do(snapshot, "removing what is old", folder.path, partial(prune, folder, snapshot.config.ckpt))
+
+    def _publish(self, snapshot: RunSnapshot) -> None:
+        step = snapshot.progress.step
+        what, path = f"publishing version {step}", snapshot.run.broadcast_dir(step)
+        self._do(snapshot, what, path, partial(self._broadcast.publish, snapshot))
 
     def _checkpoint(self, snapshot: RunSnapshot, timer: PhaseTimer) -> None:
         """Save the run if its config asks for that at this step."""
@@ -188,21 +197,27 @@ class Publisher:
 
     def _write_checkpoint(self, snapshot: RunSnapshot) -> None:
         run, step = snapshot.run, snapshot.progress.step
-        with _blamed(snapshot, f"saving step {step}", run.checkpoint_dir(step)):
-            self._checkpoints.save(snapshot)
+        self._do(snapshot, f"saving step {step}", run.checkpoint_dir(step), partial(self._checkpoints.save, snapshot))
 
+    def _do(self, snapshot: RunSnapshot, what: str, path: Path, write: Callable[[], object]) -> None:
+        """Write at `path` once the disk takes it. Raises WriteError, or FolderGone and NotWritten: no fault of the run.
 
-@contextlib.contextmanager
-def _blamed(snapshot: RunSnapshot, what: str, path: Path) -> Iterator[None]:
-    """Describe what failed, where and why. Raises WriteError, or FolderGone, which is not an error."""
-    if not snapshot.is_at_home():
-        raise FolderGone(snapshot.run.run_id)
-    try:
-        yield
-    except Exception as error:
-        if not snapshot.is_at_home():
-            raise FolderGone(snapshot.run.run_id) from error
-        raise WriteError(f"{what} failed: {path}: {error_text(error)}") from error
+        The message of a WriteError is what failed, where and why.
+        """
+
+        def at_home() -> None:
+            if not snapshot.is_at_home():
+                raise FolderGone(snapshot.run.run_id)
+            write()
+
+        try:
+            held(at_home, snapshot.run.path, self._writer.gives_up)
+        except (FolderGone, NotWritten):
+            raise
+        except Exception as error:
+            if not snapshot.is_at_home():
+                raise FolderGone(snapshot.run.run_id) from error
+            raise WriteError(f"{what} failed: {path}: {error_text(error)}") from error
 
 
 class FileSystemWeightBroadcast:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from prime_rl.contract.disk import NotWritten
 from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, wait_for
 from prime_rl.utils.text import error_text
 
@@ -44,7 +45,7 @@ class WriteJob:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a job: `problem` is the error, "" if the run is gone, null on success."""
+    """The result of a job: `problem` is the error, "" if the run is gone or the trainer ends, null on success."""
 
     job: WriteJob
     problem: str | None
@@ -59,6 +60,9 @@ class BackgroundWriter:
         self._queues: dict[str, deque[WriteJob]] = {}
         self._results: list[Result] = []
         self._failed: set[str] = set()
+        self._ending = threading.Event()
+        # For a job: sleeps so many seconds; true when the trainer ends, so what the disk does not take is given up.
+        self.gives_up = self._ending.wait
 
     def submit(self, job: WriteJob) -> None:
         """Queue a job; ignored if an earlier one of the run failed."""
@@ -101,6 +105,7 @@ class BackgroundWriter:
 
         Raises WaitTimeout after DISK_TIMEOUT_S; what has not begun by then is dropped.
         """
+        self._ending.set()
 
         def is_done() -> bool:
             with self._changed:
@@ -159,6 +164,9 @@ def _problem_of(job: WriteJob) -> str | None:
         job.write()
     except FolderGone:
         logger.info("%s: the folder of the run went away", job.what)
+        return ""
+    except NotWritten as error:
+        logger.warning("%s is not written: %s", job.what, error)
         return ""
     except Exception as error:  # the boundary of a run: the main thread evicts it with these words
         logger.debug("%s failed", job.what, exc_info=True)

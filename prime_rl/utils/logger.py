@@ -12,6 +12,9 @@ from typing import TextIO
 
 from prime_rl.utils.text import clean_text
 
+REPEAT_S = 60.0
+MAX_SEEN = 1000  # messages
+
 
 class _Utc(logging.Formatter):
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
@@ -24,6 +27,27 @@ class _Utc(logging.Formatter):
         return clean_text(super().format(record))
 
 
+class _Repeats(logging.Filter):
+    """Lets the same warning or error through once in REPEAT_S, with how often it was left out since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        message = record.getMessage()
+        at, num_left_out = self._seen.pop((record.name, message), (-REPEAT_S, 0))
+        is_repeated = 0 <= record.created - at < REPEAT_S
+        if len(self._seen) >= MAX_SEEN:
+            self._seen.clear()
+        self._seen[record.name, message] = (at, num_left_out + 1) if is_repeated else (record.created, 0)
+        if num_left_out and not is_repeated:
+            record.msg, record.args = f"{message} ({num_left_out} more times since)", ()
+        return not is_repeated
+
+
 def complain(part: str, message: object) -> None:
     """Print an error to standard error; `message` may quote a run."""
     print(f"{part}: {clean_text(str(message))}", file=sys.stderr, flush=True)
@@ -32,6 +56,7 @@ def complain(part: str, message: object) -> None:
 def setup_logger(part: str, level: str = "info", stream: TextIO | None = None) -> logging.Logger:
     """Configure the root logger once, at the start of an entry file, and return the logger of `part`."""
     handler = logging.StreamHandler(stream or sys.stderr)
+    handler.addFilter(_Repeats())
     handler.setFormatter(_Utc("%(asctime)sZ %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]

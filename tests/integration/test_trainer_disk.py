@@ -175,7 +175,7 @@ def test_a_last_version_that_cannot_be_written_evicts_instead_of_finishing(
 
     def publish(broadcast: FileSystemWeightBroadcast, snapshot: RunSnapshot) -> Path:
         if snapshot.progress.step == NUM_STEPS:
-            raise OSError(28, "No space left on device")
+            raise OSError(27, "File too large")
         return real(broadcast, snapshot)
 
     monkeypatch.setattr(FileSystemWeightBroadcast, "publish", publish)

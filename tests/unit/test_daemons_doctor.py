@@ -153,6 +153,7 @@ def test_everything_is_looked_at_without_changing_anything(tmp_path: Path) -> No
             "output_dir",
             "file system",
             "disk",
+            "inodes",
             "inotify",
             "port",
             "clock",

@@ -96,6 +96,7 @@ def test_every_string_of_every_status_file(output: OutputDir, attack: str) -> No
         write_attacked(output, kind, lambda each: None)
     if attack not in UNSEEN:
         expected = {"RunStatus.waiting_on", "DaemonStatus.state", "InferenceStatus.engine", "NodeStatus.host"}
+        expected |= {"TrainerStatus.disk"}
         assert expected <= seen, "nothing was attacked"
 
 

@@ -81,5 +81,5 @@ def test_what_cannot_be_read_says_nothing(tmp_path: Path) -> None:
     table = tmp_path / "mountinfo"
     table.write_bytes(b"torn line\n\xff\xfe - \n22 1 254:0 / / rw\n")
     assert file_system_type(tmp_path, table) is None
-    assert parse_mounts("1 0 8:1 / /a\\011b\\134c rw - xfs /dev/x rw") == [(Path("/a\tb\\c"), "xfs")]
+    assert parse_mounts("1 0 8:1 / /a\\011b\\134c rw - xfs /dev/x rw") == [(Path("/a\tb\\c"), "xfs", "/dev/x")]
     assert file_system_type(tmp_path) is not None, "this machine has a table"

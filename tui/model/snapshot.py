@@ -160,7 +160,9 @@ def make_snapshot(
 
     A row that equals the one in `before` is the same object, so widgets compare rows by identity.
     """
-    signs = alive_at or {}
+    signs: Mapping[str, float | None] = alive_at or {}
+    if workspace.disk:  # no run can give a sign of life
+        signs = {run.run_id: None for run in workspace.runs}
     old = {row.run_id: row for row in before.rows} if before else {}
     rows = tuple(
         _same_or_new(
@@ -348,7 +350,9 @@ def find_problems(
         if daemon.level >= Level.WARN and daemon.name not in named
     ]
     found += [Problem(each.name, one_line(f"refused: {each.reason}"), "entry") for each in workspace.refused]
-    if disk is not None and disk.is_low:
+    if workspace.disk is not None:
+        found.append(Problem(one_line("disk"), one_line(workspace.disk), "workspace"))
+    elif disk is not None and disk.is_low:
         room = f"{size_text(disk.free_bytes)} of {size_text(disk.total_bytes)} free"
         text = one_line(f"{room}: remove deleted runs for good with prl runs purge")
         found.append(Problem(one_line("disk"), text, "workspace"))

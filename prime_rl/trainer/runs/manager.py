@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import TrainerLimits, check_against_trainer, resolve
+from prime_rl.contract.disk import disk_trouble
 from prime_rl.contract.files import remove
 from prime_rl.contract.layout import RunDir
 from prime_rl.lora.linear import MultiLoRALinear
@@ -286,8 +287,10 @@ class MultiRunManager(Slots):
             for call in calls_of(self._hooks.discovered, run.run_idx, run.run_id, config):
                 call()
         except Exception as error:
-            self._evictions.add(run.run_id, f"it cannot be admitted: {error_text(error)}")
-            self._forget(run, "it was refused")
+            trouble = disk_trouble(error, self.output_dir, run.dir.path)  # then it is tried again at the next look
+            if trouble is None:
+                self._evictions.add(run.run_id, f"it cannot be admitted: {error_text(error)}")
+            self._forget(run, trouble or "it was refused")
             return
         logger.info("%s takes slot %d at step %d", run.run_id, run.run_idx, run.progress.step)
 
