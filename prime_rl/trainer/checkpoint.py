@@ -14,6 +14,7 @@ reads: safetensors and JSON. What may be removed is decided in `retention`.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
@@ -29,8 +31,10 @@ from prime_rl.configs.shared import LoRAConfig
 from prime_rl.contract.files import make_folder, mark_stable, read_file, staged_dir, write_atomic
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.resume import pending_request
+from prime_rl.contract.run_state import NOT_FINITE
 from prime_rl.lora.adapter_state import load_peft, save_peft
 from prime_rl.lora.tensor_files import load_tensors
+from prime_rl.trainer.optim import largest_in
 from prime_rl.trainer.retention import PROGRESS_FILE, drop_after, sweep, trainer_steps
 from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
 from prime_rl.trainer.warm_start import begun_from, check_init
@@ -101,12 +105,17 @@ ADAPTER_HEAD_BYTES = 16 << 20
 
 
 class Snapshots(ABC):
-    """Takes them. For the thread that trains. `maps_files`: whether the files of a checkpoint may be mapped."""
+    """Takes them. For the thread that trains. `maps_files`: whether the files of a checkpoint may be mapped.
+
+    Attributes:
+        served: the type in which inference computes with the weights.
+    """
 
     maps_files = False
 
-    def __init__(self, manager: MultiRunManager) -> None:
+    def __init__(self, manager: MultiRunManager, served: torch.dtype) -> None:
         self._manager = manager
+        self.served = served
 
     @abstractmethod
     def collect(self, run: TrainerRun, *, with_state: bool) -> None:
@@ -135,16 +144,27 @@ class Snapshots(ABC):
 
     def restore(self, run: TrainerRun, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Put what `whole` took back into a slot. Raises ValueError when it does not fit the run's config."""
-        self._manager.load_state_dict_for_run(run.run_idx, weights)
+        self._put(run, weights)
         run.training.load_state_dict(state)
         run.generator.set_state(state["generator"])
+
+    def _put(self, run: TrainerRun, weights: dict[str, Tensor]) -> None:
+        """Into the run's slot. ValueError when they do not fit, or are not finite where they are served."""
+        limit = largest_in(self._manager.dtype_of(run.run_idx), self.served)
+        for name, tensor in weights.items():
+            most = float(torch.linalg.vector_norm(tensor.float(), math.inf))
+            if not most <= limit:
+                raise ValueError(f"its weights {NOT_FINITE}: {name} has {most:g}, must be at most {limit:g}")
+        self._manager.load_state_dict_for_run(run.run_idx, weights)
 
 
 class AdapterSnapshots(Snapshots):
     """Snapshots of adapters, which are whole on every rank."""
 
-    def __init__(self, manager: MultiRunManager, base_model: str, lora: LoRAConfig) -> None:
-        super().__init__(manager)
+    def __init__(
+        self, manager: MultiRunManager, base_model: str, lora: LoRAConfig, served: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(manager, served)
         self._base_model = base_model
         self._lora = lora
 
@@ -184,7 +204,7 @@ class AdapterSnapshots(Snapshots):
         limit = 4 * sum(tensor.numel() for tensor in fresh.values()) + ADAPTER_HEAD_BYTES
         tensors, config = load_peft(run.dir.init, limit=limit)
         rank, scale = self._manager.rank_of(idx), self._manager.scaling_factors[idx]
-        self._manager.load_state_dict_for_run(idx, begun_from(fresh, tensors, config, rank=rank, scale=scale))
+        self._put(run, begun_from(fresh, tensors, config, rank=rank, scale=scale))
 
 
 def copy_to_cpu(value: Any) -> Any:

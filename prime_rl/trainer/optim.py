@@ -78,8 +78,8 @@ class RunWeights(Protocol):
     def drop_gradients(self) -> None:
         """Forget what was accumulated in the slot."""
 
-    def is_finite(self, world: World) -> bool:
-        """Whether all updated weights are numbers; the same on all ranks."""
+    def are_within(self, limit: float, world: World) -> bool:
+        """Whether all updated weights are numbers from -`limit` to `limit`; the same on all ranks."""
 
     def join_state(self, state: Moments, world: World) -> Moments:
         """An optimizer's state as one rank alone would have it."""
@@ -91,16 +91,27 @@ class RunWeights(Protocol):
 class RunOptimizer:
     """Optimizer and schedule of one run, for its `weights`, which are kept in `dtype`; it stands after `step` updates.
 
+    Args:
+        served: the type in which inference computes with the weights.
+
     Attributes:
         optimizer, scheduler: torch's own.
     """
 
     def __init__(
-        self, config: OrchestratorConfig, weights: RunWeights, dtype: torch.dtype, world: World, step: int = 0
+        self,
+        config: OrchestratorConfig,
+        weights: RunWeights,
+        dtype: torch.dtype,
+        world: World,
+        step: int = 0,
+        *,
+        served: torch.dtype = torch.float32,
     ) -> None:
         self._config = config
         self._weights = weights
         self._world = world
+        self._limit = largest_in(dtype, served)
         params = weights.matrices if config.optim.type in NEEDS_MATRICES else weights.vectors
         self.optimizer = make_optimizer(config.optim, params, dtype)
         self.scheduler = make_scheduler(self.optimizer, config, step)
@@ -120,7 +131,7 @@ class RunOptimizer:
     def step(self, grad_norm: float) -> bool:
         """Clip to the run's own `max_norm`, update, drop the gradients; whether all weights are finite after it.
 
-        A collective where the weights are sharded. The rate stays until `next_rate`.
+        That is asked of the type in which they are served too. A collective where the weights are sharded. The rate stays until `next_rate`.
         """
         limit = self._config.optim.max_norm
         if 0 < limit < grad_norm:
@@ -128,7 +139,7 @@ class RunOptimizer:
         self.optimizer.step()
         self._weights.finish()
         self.drop_gradients()
-        return self._weights.is_finite(self._world)
+        return self._weights.are_within(self._limit, self._world)
 
     def next_rate(self) -> None:
         """The learning rate of the next update."""
@@ -212,6 +223,11 @@ def _kind(value: Any, num_weights: int) -> str:
     return (
         f"{value.dtype} of {value.numel() * num_weights} numbers" if value.dim() else f"{value.dtype} of no dimension"
     )
+
+
+def largest_in(*dtypes: torch.dtype) -> float:
+    """The largest number that is finite in each of `dtypes`."""
+    return min(torch.finfo(dtype).max for dtype in dtypes)
 
 
 @torch.no_grad()
@@ -314,10 +330,10 @@ class FlatWeights:
         for leaf in self._leaves:
             leaf.grad = None
 
-    def is_finite(self, world: World) -> bool:
-        """Whether all updated weights are numbers. All ranks have the same."""
-        # Not finite as soon as one of them is not; weights with so large a sum are invalid too.
-        return math.isfinite(float(self.values_P.detach().sum()))
+    def are_within(self, limit: float, world: World) -> bool:
+        """Whether all updated weights are numbers from -`limit` to `limit`. All ranks have the same."""
+        # The largest is NaN as soon as one of them is.
+        return float(torch.linalg.vector_norm(self.values_P.detach(), math.inf)) <= limit
 
     def join_state(self, state: Moments, world: World) -> Moments:
         """`state` as it is: every rank has all of it."""

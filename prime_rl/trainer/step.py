@@ -88,9 +88,12 @@ class TrainStep:
         run.sums, run.pass_s, run.ready = LossSums(), 0.0, False
         optimizer, progress = run.training, run.progress
         grad_norm, lr = optimizer.reduce_gradients(), optimizer.lr
-        problem = "its loss or gradient"
-        if math.isfinite(sums.loss) and math.isfinite(grad_norm):
-            problem = "" if optimizer.step(grad_norm) else "the weights after it"
+        # A logit that is not finite makes the entropy NaN, also where the loss cuts it off.
+        numbers = {**vars(sums), "gradient": grad_norm}
+        bad = [name.replace("_", " ") for name, value in numbers.items() if not math.isfinite(value)]
+        problem = f"its {' and '.join(bad)}" if bad else ""
+        if not problem and not optimizer.step(grad_norm):
+            problem = "the weights after it"
         step = progress.step + 1
         if problem:
             optimizer.drop_gradients()

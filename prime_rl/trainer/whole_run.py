@@ -63,9 +63,9 @@ class ShardedWeights:
         for parameter in (*self._leaves, *self.vectors):
             parameter.grad = None
 
-    def is_finite(self, world: World) -> bool:
+    def are_within(self, limit: float, world: World) -> bool:
         """A collective: all ranks get what one finds in its part."""
-        bad = sum(int(not torch.isfinite(part).all()) for part in self.vectors)
+        bad = sum(int(not torch.linalg.vector_norm(part.detach(), math.inf) <= limit) for part in self.vectors)
         return not world.sum(torch.tensor(float(bad), device=world.device))
 
     def join_state(self, state: Moments, world: World) -> Moments:
@@ -116,7 +116,7 @@ class ModelSnapshots(Snapshots):
     maps_files = True
 
     def __init__(self, manager: MultiRunManager, model: WholeModel, files: ModelFiles, home: torch.device) -> None:
-        super().__init__(manager)
+        super().__init__(manager, files.dtype)
         self._model = model
         self._files = files
         self._home = home
