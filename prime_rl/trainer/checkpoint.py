@@ -102,6 +102,8 @@ class RunSnapshot:
 
 # The names of the tensors, which the file of an adapter has beside the tensors themselves.
 ADAPTER_HEAD_BYTES = 16 << 20
+# No optimizer keeps more numbers of four bytes for a weight.
+MOST_MOMENTS = 4
 
 
 class Snapshots(ABC):
@@ -220,8 +222,8 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_VERSION = 2
 STATE_FILE = "state.safetensors"
-# A thousand times what a run's progress takes; its tensors are in another file.
-MAX_PROGRESS_BYTES = 64 << 20
+# Hundreds of times what a run's progress takes; its tensors are in another file.
+MAX_PROGRESS_BYTES = 16 << 20
 # The one key of a reference, and the mark of a key that was a number: optimizers count their parameters.
 _TENSOR = "$tensor"
 _NUMBER = "#"
@@ -301,16 +303,17 @@ class CheckpointManager:
         self._snapshots.begin(run)
         if os.path.lexists(folder / PROGRESS_FILE):
             try:
-                run.training.load_moments(self._read_state(folder)[1]["optimizer"])
+                run.training.load_moments(self._read_state(run, folder)[1]["optimizer"])
             except (KeyError, TypeError) as error:
                 raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
         logger.info("%s starts from %s", run.run_id, run.config.init.from_)
 
     def _read(self, run: TrainerRun, folder: Path) -> tuple[SavedProgress, dict[str, Tensor], dict[str, Any]]:
-        saved, state = self._read_state(folder)
+        saved, state = self._read_state(run, folder)
         return saved, self._snapshots.read(run, folder), state
 
-    def _read_state(self, folder: Path) -> tuple[SavedProgress, dict[str, Any]]:
+    def _read_state(self, run: TrainerRun, folder: Path) -> tuple[SavedProgress, dict[str, Any]]:
+        limit = MOST_MOMENTS * 4 * run.training.num_weights + ADAPTER_HEAD_BYTES
         try:
             progress = read_file(folder / PROGRESS_FILE, limit=MAX_PROGRESS_BYTES)
             version = msgspec.json.decode(progress, type=_Version).version
@@ -320,7 +323,8 @@ class CheckpointManager:
                     "the program that wrote it, or start over with ckpt.resume_step = 0"
                 )
             saved = msgspec.json.decode(progress, type=SavedProgress)
-            state = join_tensors(saved.state, load_tensors(folder / STATE_FILE, mapped=self._snapshots.maps_files))
+            tensors = load_tensors(folder / STATE_FILE, limit=limit, mapped=self._snapshots.maps_files)
+            state = join_tensors(saved.state, tensors)
         except msgspec.MsgspecError as error:
             raise ValueError(f"{folder} is damaged: {' '.join(str(error).split())}") from error
         return saved, state

@@ -117,6 +117,11 @@ class RunOptimizer:
         self.scheduler = make_scheduler(self.optimizer, config, step)
 
     @property
+    def num_weights(self) -> int:
+        """How many numbers it updates, on all ranks together."""
+        return self._weights.num_weights
+
+    @property
     def lr(self) -> float:
         """The learning rate of the next update."""
         return float(self.optimizer.param_groups[0]["lr"])

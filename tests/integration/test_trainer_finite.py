@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.budgets import in_full
-from tests.isolation_support import NUM_STEPS, Adapter, all_done, check, put_run
+from tests.isolation_support import Adapter, all_done, check, put_run
 from tests.trainer_support import (
     adapter,
     published,
