@@ -105,8 +105,12 @@ class Trainer:
 
     def _train_step(self, micro_batch: MicroBatch, batches: dict[int, ReadyRun]) -> None:
         with self._timer("forward_backward"):
-            self._step.forward_backward(micro_batch)
+            unfit = self._step.forward_backward(micro_batch)
+        for run, reason in unfit.items():
+            run.ready = False
+            self._manager.evict_run(run.run_idx, reason)
         if self._lead:
+            self._lead.packer.limit(self._step.most_tokens)
             self._lead.usage.passed(self._timer.last_s)
         for run in self._manager.ready:
             batch = batches[run.run_idx]

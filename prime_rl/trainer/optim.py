@@ -25,10 +25,14 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from prime_rl.configs.orchestrator import OptimConfig, OrchestratorConfig, SchedulerConfig
 from prime_rl.trainer.muon import Muon
 from prime_rl.trainer.world import World
+from prime_rl.utils.allocator import is_out_of_memory
 
 Params = list[nn.Parameter]
 # An optimizer's state: by number of the parameter, its own names and values.
 Moments = dict[int, dict[str, Any]]
+
+# A problem of a step.
+NO_MEMORY = "its optimizer does not fit into the memory that is left"
 
 # Look at the shape of each weight matrix; the others take all weights of a run as one vector.
 NEEDS_MATRICES = ("muon",)
@@ -55,6 +59,10 @@ class RunWeights(Protocol):
         """Names of the slot's parameters; a saved state must have the same ones."""
 
     @property
+    def leaves(self) -> list[nn.Parameter]:
+        """The slot's parameters, whose `grad` collects the gradients."""
+
+    @property
     def num_weights(self) -> int:
         """How many numbers the optimizer updates, on all ranks together."""
 
@@ -78,8 +86,8 @@ class RunWeights(Protocol):
     def drop_gradients(self) -> None:
         """Forget what was accumulated in the slot."""
 
-    def are_within(self, limit: float, world: World) -> bool:
-        """Whether all updated weights are numbers from -`limit` to `limit`; the same on all ranks."""
+    def are_within(self, limit: float) -> bool:
+        """Whether all updated weights that are on this rank are numbers from -`limit` to `limit`."""
 
     def join_state(self, state: Moments, world: World) -> Moments:
         """An optimizer's state as one rank alone would have it."""
@@ -117,6 +125,11 @@ class RunOptimizer:
         self.scheduler = make_scheduler(self.optimizer, config, step)
 
     @property
+    def leaves(self) -> list[nn.Parameter]:
+        """The slot's parameters, whose `grad` collects the gradients."""
+        return self._weights.leaves
+
+    @property
     def num_weights(self) -> int:
         """How many numbers it updates, on all ranks together."""
         return self._weights.num_weights
@@ -133,18 +146,30 @@ class RunOptimizer:
         """
         return self._weights.begin(self._world)
 
-    def step(self, grad_norm: float) -> bool:
-        """Clip to the run's own `max_norm`, update, drop the gradients; whether all weights are finite after it.
+    def step(self, grad_norm: float) -> str | None:
+        """Clip to the run's own `max_norm`, update, drop the gradients. The rate stays until `next_rate`.
 
-        That is asked of the type in which they are served too. A collective where the weights are sharded. The rate stays until `next_rate`.
+        Returns what is wrong after it, on any rank: weights that are not finite, also in the type in which they are
+        served, or NO_MEMORY. A collective.
         """
+        had_memory = True
+        try:
+            self._update(grad_norm)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            had_memory = False
+        self.drop_gradients()
+        are_good = self._weights.are_within(self._limit)
+        num_without, num_bad = self._world.sum(torch.tensor([float(not had_memory), float(not are_good)])).tolist()
+        return NO_MEMORY if num_without >= 1 else "the weights after it" if num_bad >= 1 else None
+
+    def _update(self, grad_norm: float) -> None:
         limit = self._config.optim.max_norm
         if 0 < limit < grad_norm:
             self._weights.scale_gradients(limit / grad_norm)
         self.optimizer.step()
         self._weights.finish()
-        self.drop_gradients()
-        return self._weights.are_within(self._limit, self._world)
 
     def next_rate(self) -> None:
         """The learning rate of the next update."""
@@ -283,7 +308,7 @@ class FlatWeights:
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], rank: int) -> None:
         self.names = [name for name, _ in named]
-        self._leaves = [leaf for _, leaf in named]
+        self.leaves = [leaf for _, leaf in named]
         self._own = [_own(name, leaf.detach(), rank) for name, leaf in named]
         self._rank = rank
         self.values_P = nn.Parameter(self._own[0].new_zeros(sum(own.numel() for own in self._own)))
@@ -296,7 +321,7 @@ class FlatWeights:
         for matrix, gradients in zip(self.matrices, self._gradients, strict=True):
             matrix.grad = gradients
         self.values_P.grad = self._gradients_P
-        self._apart = [at for at, leaf in enumerate(self._leaves) if not self._moved_in(leaf, self._values[at])]
+        self._apart = [at for at, leaf in enumerate(self.leaves) if not self._moved_in(leaf, self._values[at])]
 
     @property
     def num_weights(self) -> int:
@@ -311,11 +336,11 @@ class FlatWeights:
         """
         self._copy_apart(self._values, self._own)
         parts, grads = [], []
-        for name, leaf, part in zip(self.names, self._leaves, self._gradients, strict=True):
+        for name, leaf, part in zip(self.names, self.leaves, self._gradients, strict=True):
             if leaf.grad is not None:
                 parts.append(part)
                 grads.append(leaf.grad if leaf.grad.shape == part.shape else _own(name, leaf.grad, self._rank))
-        if len(grads) < len(self._leaves):
+        if len(grads) < len(self.leaves):
             self._gradients_P.zero_()
         if grads:
             torch._foreach_copy_(parts, grads)
@@ -332,10 +357,10 @@ class FlatWeights:
 
     def drop_gradients(self) -> None:
         """Set the gradients of the slot's parameters to None."""
-        for leaf in self._leaves:
+        for leaf in self.leaves:
             leaf.grad = None
 
-    def are_within(self, limit: float, world: World) -> bool:
+    def are_within(self, limit: float) -> bool:
         """Whether all updated weights are numbers from -`limit` to `limit`. All ranks have the same."""
         # The largest is NaN as soon as one of them is.
         return float(torch.linalg.vector_norm(self.values_P.detach(), math.inf)) <= limit
