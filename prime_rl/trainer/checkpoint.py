@@ -313,7 +313,7 @@ class CheckpointManager:
         return saved, self._snapshots.read(run, folder), state
 
     def _read_state(self, run: TrainerRun, folder: Path) -> tuple[SavedProgress, dict[str, Any]]:
-        limit = MOST_MOMENTS * 4 * run.training.num_weights + ADAPTER_HEAD_BYTES
+        limit = MOST_MOMENTS * 4 * run.training.weights.num_weights + ADAPTER_HEAD_BYTES
         try:
             progress = read_file(folder / PROGRESS_FILE, limit=MAX_PROGRESS_BYTES)
             version = msgspec.json.decode(progress, type=_Version).version

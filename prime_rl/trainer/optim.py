@@ -103,6 +103,7 @@ class RunOptimizer:
         served: the type in which inference computes with the weights.
 
     Attributes:
+        weights: as given.
         optimizer, scheduler: torch's own.
     """
 
@@ -113,26 +114,15 @@ class RunOptimizer:
         dtype: torch.dtype,
         world: World,
         step: int = 0,
-        *,
         served: torch.dtype = torch.float32,
     ) -> None:
         self._config = config
-        self._weights = weights
+        self.weights = weights
         self._world = world
         self._limit = largest_in(dtype, served)
         params = weights.matrices if config.optim.type in NEEDS_MATRICES else weights.vectors
         self.optimizer = make_optimizer(config.optim, params, dtype)
         self.scheduler = make_scheduler(self.optimizer, config, step)
-
-    @property
-    def leaves(self) -> list[nn.Parameter]:
-        """The slot's parameters, whose `grad` collects the gradients."""
-        return self._weights.leaves
-
-    @property
-    def num_weights(self) -> int:
-        """How many numbers it updates, on all ranks together."""
-        return self._weights.num_weights
 
     @property
     def lr(self) -> float:
@@ -144,7 +134,7 @@ class RunOptimizer:
 
         A rank that had no row of the run adds zeros. The result is the same to the last bit on all ranks.
         """
-        return self._weights.begin(self._world)
+        return self.weights.begin(self._world)
 
     def step(self, grad_norm: float) -> str | None:
         """Clip to the run's own `max_norm`, update, drop the gradients. The rate stays until `next_rate`.
@@ -160,16 +150,16 @@ class RunOptimizer:
                 raise
             had_memory = False
         self.drop_gradients()
-        are_good = self._weights.are_within(self._limit)
+        are_good = self.weights.are_within(self._limit)
         num_without, num_bad = self._world.sum(torch.tensor([float(not had_memory), float(not are_good)])).tolist()
         return NO_MEMORY if num_without >= 1 else "the weights after it" if num_bad >= 1 else None
 
     def _update(self, grad_norm: float) -> None:
         limit = self._config.optim.max_norm
         if 0 < limit < grad_norm:
-            self._weights.scale_gradients(limit / grad_norm)
+            self.weights.scale_gradients(limit / grad_norm)
         self.optimizer.step()
-        self._weights.finish()
+        self.weights.finish()
 
     def next_rate(self) -> None:
         """The learning rate of the next update."""
@@ -177,7 +167,7 @@ class RunOptimizer:
 
     def drop_gradients(self) -> None:
         """Forget what was accumulated."""
-        self._weights.drop_gradients()
+        self.weights.drop_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """Moments with the names they belong to, and the steps that the schedule counted. Tensors and plain values.
@@ -186,9 +176,9 @@ class RunOptimizer:
         """
         moments = {
             "type": self._config.optim.type,
-            "names": self._weights.names,
-            "num_weights": self._weights.num_weights,
-            "state": self._weights.join_state(self.optimizer.state_dict()["state"], self._world),
+            "names": self.weights.names,
+            "num_weights": self.weights.num_weights,
+            "state": self.weights.join_state(self.optimizer.state_dict()["state"], self._world),
         }
         return {"optimizer": moments, "scheduler": {"step": self.scheduler.last_epoch}}
 
@@ -202,7 +192,7 @@ class RunOptimizer:
 
     def load_moments(self, saved: dict[str, Any]) -> None:
         """Take over the moments alone: the schedule stays where it is. Raises ValueError when they do not fit."""
-        config, weights = self._config.optim, self._weights
+        config, weights = self._config.optim, self.weights
         if saved["type"] != config.type:
             raise ValueError(
                 f"the checkpoint has the state of {saved['type']!r}, the config asks for optim.type = "
@@ -255,9 +245,9 @@ def _kind(value: Any, num_weights: int) -> str:
     )
 
 
-def largest_in(*dtypes: torch.dtype) -> float:
-    """The largest number that is finite in each of `dtypes`."""
-    return min(torch.finfo(dtype).max for dtype in dtypes)
+def largest_in(one: torch.dtype, other: torch.dtype) -> float:
+    """The largest number that is finite in both types."""
+    return min(torch.finfo(one).max, torch.finfo(other).max)
 
 
 @torch.no_grad()

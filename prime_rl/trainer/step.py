@@ -84,20 +84,19 @@ class TrainStep:
         """
         if self._fits(batch):
             return {}
-        self._release_memory()
-        num_rows = len(batch.run_idxs)
-        what = f"{sum(map(len, batch.loss_mask))} tokens does not fit into the memory of {self._world.device}"
+        gc.collect()
+        give_back_holes()
+        torch.cuda.empty_cache()  # does nothing where no GPU is used
+        num_rows, num_tokens = len(batch.run_idxs), sum(map(len, batch.loss_mask))
+        rows, key = (f"{num_rows} samples", "max_tokens_per_micro_batch") if num_rows > 1 else ("a sample", "seq_len")
+        problem = f"{rows} with {num_tokens} tokens: out of memory on {self._world.device}; make {key} smaller"
         if self._is_sharded:
-            keys = "max_tokens_per_micro_batch" if num_rows > 1 else "seq_len"
-            raise PassTooLarge(f"rank {self._world.rank}: a pass of {num_rows} rows with {what}: set {keys} lower")
+            raise PassTooLarge(f"rank {self._world.rank}: {problem}")
         if num_rows == 1:
-            run = self._manager.run(batch.run_idxs[0])
-            return {
-                run: f"step {run.progress.step + 1}: a sample of {what}: set seq_len (now {run.config.seq_len}) lower"
-            }
-        logger.warning("a pass of %d rows with %s: it is done in halves", num_rows, what)
-        positions = sum(map(len, batch.loss_mask)) if self._model.packs else num_rows * batch.num_tokens
-        self.most_tokens = min(self.most_tokens, max(1, positions // 2))
+            return {self._manager.run(batch.run_idxs[0]): problem}
+        logger.warning("%s; now in halves", problem)
+        positions = num_tokens if self._model.packs else num_rows * batch.num_tokens
+        self.most_tokens = min(self.most_tokens, positions // 2)
         halves = (split(batch, part) for part in (slice(num_rows // 2), slice(num_rows // 2, None)))
         return {run: reason for half in halves for run, reason in self.forward_backward(half).items()}
 
@@ -107,7 +106,7 @@ class TrainStep:
         runs_R = [self._manager.run(run_idx) for run_idx in batch.run_idxs]
         num_rows = {run: len(list(same)) for run, same in groupby(runs_R)}
         # What a pass that is broken off has added cannot be told from what was there.
-        leaves = [] if self._is_sharded else [leaf for run in num_rows for leaf in run.training.leaves]
+        leaves = [] if self._is_sharded else [leaf for run in num_rows for leaf in run.training.weights.leaves]
         before = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
@@ -130,13 +129,6 @@ class TrainStep:
                 run.sums.add(sums_of_run)
                 run.pass_s += seconds
         return True
-
-    def _release_memory(self) -> None:
-        gc.collect()
-        if self._world.device.type == "cuda":
-            torch.cuda.empty_cache()
-        else:
-            give_back_holes()
 
     def update(self, run: TrainerRun, batch: ReadyRun) -> UpdateReport:
         """Update one run from what was collected. A collective: all ranks call it, for the same runs in one order."""
