@@ -16,6 +16,7 @@ from prime_rl.configs.base import ConfigError, ConfigProblem, build, load_toml, 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
+from prime_rl.contract.types import MAX_BATCH_BYTES, full_batch_bytes
 
 PARSE_ERROR_PREFIX = CONFIG_ERROR_PREFIX
 # Replace invalid values without a default, so that the rest can be checked. Two that depend on each other go
@@ -84,6 +85,14 @@ def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> 
         problems.append(
             ConfigProblem(
                 "sampling.max_tokens", f"found {config.sampling.max_tokens}: must be below seq_len = {seq_len}"
+            )
+        )
+    if (full := full_batch_bytes(config.batch_size, seq_len)) > MAX_BATCH_BYTES:
+        problems.append(
+            ConfigProblem(
+                "batch_size",
+                f"found {config.batch_size}: with seq_len = {seq_len} a batch has up to {full >> 20} MiB, "
+                f"must be at most {MAX_BATCH_BYTES >> 20}; make one of them smaller",
             )
         )
     return problems

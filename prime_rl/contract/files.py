@@ -232,11 +232,13 @@ def read_end(path: Path, limit: int) -> bytes:
 
 
 def _read(fd: int, limit: int) -> bytes:
-    """From where `fd` stands to its end, at most `limit` bytes."""
+    """From where `fd` stands to its end, at most `limit` bytes; in memory once, unless the file grows meanwhile."""
     chunks: list[bytes] = []
-    while limit and (chunk := os.read(fd, min(limit, _CHUNK_BYTES))):
+    size = max(0, os.fstat(fd).st_size - os.lseek(fd, 0, os.SEEK_CUR)) + 1
+    while limit and (chunk := os.read(fd, min(limit, size))):
         chunks.append(chunk)
         limit -= len(chunk)
+        size = _CHUNK_BYTES
     return b"".join(chunks)
 
 

@@ -9,9 +9,9 @@ here checks a sample against a model; `trainer.batch_files` does.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -23,11 +23,13 @@ BATCH_FORMAT_VERSION = 2
 # The columns of a sample: four bytes for an id, a logprob and an advantage, one for a flag. By the names of numpy.
 TOKEN_DTYPE, MASK_DTYPE, LOGPROB_DTYPE, ADVANTAGE_DTYPE = "<i4", "|u1", "<f4", "<f4"
 TOKEN_BYTES = 4
-# No batch file is larger: 4,096 samples of 32,768 tokens take about this much.
-MAX_BATCH_BYTES = 2 << 30
+# No batch file is larger: 2,500 samples of 32,768 tokens take about this much. The trainer has two of a run in memory,
+# and one that it decodes twice.
+MAX_BATCH_BYTES = 1 << 30
 # In version 1 a token is an id (5 bytes), a flag (1), a logprob and an advantage (9 each), in version 2 at most 13
 # bytes; a sample has names and numbers too, a batch the state of the example sampler.
 BYTES_A_TOKEN = 24
+COLUMN_BYTES_A_TOKEN = 13
 BYTES_A_SAMPLE = 4 << 10
 BYTES_BESIDES = 1 << 20
 
@@ -189,6 +191,16 @@ class _Head(msgspec.Struct):
     version: int = LISTS_VERSION
 
 
+class _Samples(msgspec.Struct, Generic[OneT], frozen=True, forbid_unknown_fields=True):
+    """A batch without the state of the sampler, whose empty lists take sixty times as much memory as of the file."""
+
+    run_id: str
+    step: int
+    samples: list[OneT]
+    sampler_state: msgspec.Raw
+    version: int = LISTS_VERSION
+
+
 class _RawSamples(msgspec.Struct):
     """A batch of which only the samples matter, undecoded."""
 
@@ -202,6 +214,10 @@ _head_decoder = msgspec.msgpack.Decoder(_Head)
 _BATCH_TYPES: dict[int, type[TrainingBatch | BatchColumns]] = {
     LISTS_VERSION: TrainingBatch,
     BATCH_FORMAT_VERSION: BatchColumns,
+}
+_SAMPLES_TYPES: dict[int, Any] = {
+    LISTS_VERSION: _Samples[TrainingSample],
+    BATCH_FORMAT_VERSION: _Samples[SampleColumns],
 }
 _SAMPLE_TYPES = {LISTS_VERSION: TrainingSample, BATCH_FORMAT_VERSION: SampleColumns}
 
@@ -220,6 +236,11 @@ def write_batch(path: Path, batch: TrainingBatch) -> None:
             raise
 
 
+def full_batch_bytes(batch_size: int, seq_len: int) -> int:
+    """How large a batch of a run with these settings gets, if all of its samples have `seq_len` tokens."""
+    return batch_size * (BYTES_A_SAMPLE + seq_len * COLUMN_BYTES_A_TOKEN)
+
+
 def max_batch_bytes(batch_size: int, seq_len: int) -> int:
     """How large the batch file of a run with these settings may be."""
     return min(MAX_BATCH_BYTES, BYTES_BESIDES + batch_size * (BYTES_A_SAMPLE + seq_len * BYTES_A_TOKEN))
@@ -227,7 +248,7 @@ def max_batch_bytes(batch_size: int, seq_len: int) -> int:
 
 def read_batch(path: Path, *, limit: int = MAX_BATCH_BYTES) -> TrainingBatch:
     """Read a batch file of at most `limit` bytes. Raises BadBatchError when it is not one, else OSError."""
-    batch = _read(path, limit)
+    batch: TrainingBatch | BatchColumns = _read(path, limit, _BATCH_TYPES)
     try:
         return batch if isinstance(batch, TrainingBatch) else batch.lists()
     except ValueError as error:
@@ -235,16 +256,17 @@ def read_batch(path: Path, *, limit: int = MAX_BATCH_BYTES) -> TrainingBatch:
 
 
 def read_columns(path: Path, *, limit: int = MAX_BATCH_BYTES) -> BatchColumns:
-    """The same as arrays, whose bytes are unchecked. Raises as `read_batch` does."""
-    batch = _read(path, limit)
+    """The same as arrays, whose bytes are unchecked, and without `sampler_state`. Raises as `read_batch` does."""
+    batch: _Samples[Any] = _read(path, limit, _SAMPLES_TYPES)
     try:
-        return batch if isinstance(batch, BatchColumns) else batch.columns()
+        samples = batch.samples if batch.version != LISTS_VERSION else _each(TrainingSample.columns, batch.samples)
+        return BatchColumns(batch.run_id, batch.step, samples, {})
     except ValueError as error:
         raise BadBatchError(f"{path}: {error}") from error
 
 
-def _read(path: Path, limit: int) -> TrainingBatch | BatchColumns:
-    """A batch as the file has it."""
+def _read(path: Path, limit: int, types: Mapping[int, Any]) -> Any:
+    """A batch as the file has it, in the one of `types` that is of its version."""
     try:
         data = read_file(path, limit=limit)
     except FileRefused as error:
@@ -252,10 +274,10 @@ def _read(path: Path, limit: int) -> TrainingBatch | BatchColumns:
     version = LISTS_VERSION
     try:
         version = _head_decoder.decode(data).version
-        if version not in _BATCH_TYPES:
-            known = " and ".join(map(str, _BATCH_TYPES))
+        if version not in types:
+            known = " and ".join(map(str, types))
             raise BadBatchError(f"{path}: format version {version}, this program reads {known}")
-        return msgspec.msgpack.decode(data, type=_BATCH_TYPES[version])
+        return msgspec.msgpack.decode(data, type=types[version])
     except _UNDECODABLE as error:
         raise BadBatchError(f"{path}: not a batch file: {_bad_sample(data, version) or error}") from error
 

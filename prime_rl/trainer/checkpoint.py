@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
@@ -30,8 +32,10 @@ from prime_rl.configs.shared import LoRAConfig
 from prime_rl.contract.files import make_folder, mark_stable, read_file, staged_dir, write_atomic
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.resume import pending_request
+from prime_rl.contract.run_state import NOT_FINITE
 from prime_rl.lora.adapter_state import load_peft, save_peft
 from prime_rl.lora.tensor_files import load_tensors
+from prime_rl.trainer.optim import largest_in
 from prime_rl.trainer.retention import PROGRESS_FILE, drop_after, sweep, trainer_steps
 from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
 from prime_rl.trainer.warm_start import begun_from, check_init
@@ -99,15 +103,22 @@ class RunSnapshot:
 
 # The names of the tensors, which the file of an adapter has beside the tensors themselves.
 ADAPTER_HEAD_BYTES = 16 << 20
+# No optimizer keeps more numbers of four bytes for a weight.
+MOST_MOMENTS = 4
 
 
 class Snapshots(ABC):
-    """Takes them. For the thread that trains. `maps_files`: whether the files of a checkpoint may be mapped."""
+    """Takes them. For the thread that trains. `maps_files`: whether the files of a checkpoint may be mapped.
+
+    Attributes:
+        served: the type in which inference computes with the weights.
+    """
 
     maps_files = False
 
-    def __init__(self, manager: MultiRunManager) -> None:
+    def __init__(self, manager: MultiRunManager, served: torch.dtype) -> None:
         self._manager = manager
+        self.served = served
 
     @abstractmethod
     def collect(self, run: TrainerRun, *, with_state: bool) -> None:
@@ -136,16 +147,27 @@ class Snapshots(ABC):
 
     def restore(self, run: TrainerRun, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Put what `whole` took back into a slot. Raises ValueError when it does not fit the run's config."""
-        self._manager.load_state_dict_for_run(run.run_idx, weights)
+        self._put(run, weights)
         run.training.load_state_dict(state)
         run.generator.set_state(state["generator"])
+
+    def _put(self, run: TrainerRun, weights: dict[str, Tensor]) -> None:
+        """Into the run's slot. ValueError when they do not fit, or are not finite where they are served."""
+        limit = largest_in(self._manager.dtype_of(run.run_idx), self.served)
+        for name, tensor in weights.items():
+            most = float(torch.linalg.vector_norm(tensor.float(), math.inf))
+            if not most <= limit:
+                raise ValueError(f"its weights {NOT_FINITE}: {name} has {most:g}, must be at most {limit:g}")
+        self._manager.load_state_dict_for_run(run.run_idx, weights)
 
 
 class AdapterSnapshots(Snapshots):
     """Snapshots of adapters, which are whole on every rank."""
 
-    def __init__(self, manager: MultiRunManager, base_model: str, lora: LoRAConfig) -> None:
-        super().__init__(manager)
+    def __init__(
+        self, manager: MultiRunManager, base_model: str, lora: LoRAConfig, served: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(manager, served)
         self._base_model = base_model
         self._lora = lora
 
@@ -185,7 +207,7 @@ class AdapterSnapshots(Snapshots):
         limit = 4 * sum(tensor.numel() for tensor in fresh.values()) + ADAPTER_HEAD_BYTES
         tensors, config = load_peft(run.dir.init, limit=limit)
         rank, scale = self._manager.rank_of(idx), self._manager.scaling_factors[idx]
-        self._manager.load_state_dict_for_run(idx, begun_from(fresh, tensors, config, rank=rank, scale=scale))
+        self._put(run, begun_from(fresh, tensors, config, rank=rank, scale=scale))
 
 
 def copy_to_cpu(value: Any) -> Any:
@@ -201,8 +223,8 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_VERSION = 2
 STATE_FILE = "state.safetensors"
-# A thousand times what a run's progress takes; its tensors are in another file.
-MAX_PROGRESS_BYTES = 64 << 20
+# Hundreds of times what a run's progress takes; its tensors are in another file.
+MAX_PROGRESS_BYTES = 16 << 20
 # The one key of a reference, and the mark of a key that was a number: optimizers count their parameters.
 _TENSOR = "$tensor"
 _NUMBER = "#"
@@ -282,16 +304,17 @@ class CheckpointManager:
         self._snapshots.begin(run)
         if os.path.lexists(folder / PROGRESS_FILE):
             try:
-                run.training.load_moments(self._read_state(folder)[1]["optimizer"])
+                run.training.load_moments(self._read_state(run, folder)[1]["optimizer"])
             except (KeyError, TypeError) as error:
                 raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
         logger.info("%s starts from %s", run.run_id, run.config.init.from_)
 
     def _read(self, run: TrainerRun, folder: Path) -> tuple[SavedProgress, dict[str, Tensor], dict[str, Any]]:
-        saved, state = self._read_state(folder)
+        saved, state = self._read_state(run, folder)
         return saved, self._snapshots.read(run, folder), state
 
-    def _read_state(self, folder: Path) -> tuple[SavedProgress, dict[str, Any]]:
+    def _read_state(self, run: TrainerRun, folder: Path) -> tuple[SavedProgress, dict[str, Any]]:
+        limit = MOST_MOMENTS * 4 * run.training.weights.num_weights + ADAPTER_HEAD_BYTES
         try:
             progress = read_file(folder / PROGRESS_FILE, limit=MAX_PROGRESS_BYTES)
             version = msgspec.json.decode(progress, type=_Version).version
@@ -301,7 +324,8 @@ class CheckpointManager:
                     "the program that wrote it, or start over with ckpt.resume_step = 0"
                 )
             saved = msgspec.json.decode(progress, type=SavedProgress)
-            state = join_tensors(saved.state, load_tensors(folder / STATE_FILE, mapped=self._snapshots.maps_files))
+            tensors = load_tensors(folder / STATE_FILE, limit=limit, mapped=self._snapshots.maps_files)
+            state = join_tensors(saved.state, tensors)
         except msgspec.MsgspecError as error:
             raise ValueError(f"{folder} is damaged: {' '.join(str(error).split())}") from error
         return saved, state

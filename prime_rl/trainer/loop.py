@@ -106,8 +106,12 @@ class Trainer:
 
     def _train_step(self, micro_batch: MicroBatch, batches: dict[int, ReadyRun]) -> None:
         with self._timer("forward_backward"):
-            self._step.forward_backward(micro_batch)
+            unfit = self._step.forward_backward(micro_batch)
+        for run, reason in unfit.items():
+            run.ready = False
+            self._manager.evict_run(run.run_idx, reason)
         if self._lead:
+            self._lead.packer.limit(self._step.most_tokens)
             self._lead.usage.passed(self._timer.last_s)
         for run in self._manager.ready:
             batch = batches[run.run_idx]
@@ -134,9 +138,8 @@ class Trainer:
 
     def created(self, run: TrainerRun) -> None:
         """All ranks: its optimizer, at the step where it starts, and what its checkpoint has."""
-        run.optimizer = RunOptimizer(
-            run.config, self._weights_of(run), self._manager.dtype_of(run.run_idx), self._world, run.progress.step
-        )
+        weights, dtype, served = self._weights_of(run), self._manager.dtype_of(run.run_idx), self._snapshots.served
+        run.optimizer = RunOptimizer(run.config, weights, dtype, self._world, run.progress.step, served=served)
         self._checkpoints.load(run)
         if self._lead:
             self._lead.publisher.resume(run)
@@ -362,7 +365,7 @@ def _set_up_weights(config: TrainerConfig, model: PolicyModel, manager: MultiRun
     if config.model.lora is not None:
         for name, layer in model.layers.items():
             layer.register_with_runs(manager, name)
-        return AdapterSnapshots(manager, config.model.name, config.model.lora)
+        return AdapterSnapshots(manager, config.model.name, config.model.lora, dtype_on(config.model, world))
     weights = WholeModel(model.module, keeps=world.is_master)
     manager.register_model(weights)
     files = ModelFiles.of(config.model.name, model.module.config, dtype_on(config.model, world))

@@ -12,6 +12,7 @@ Dimensions: R rows, T tokens of a row, N loss tokens of all rows, H hidden size,
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -81,7 +82,9 @@ class LogprobHead(nn.Module):
         if self.targets is None:
             return nn.functional.linear(hidden_RTH, self.weight)
         hidden_NH = hidden_RTH.flatten(0, 1).index_select(0, self.targets.at_N)
-        return torch.stack(token_logprobs(hidden_NH, self.weight, self.targets.ids_N, self.targets.temperatures_N))
+        both_N = token_logprobs(hidden_NH, self.weight, self.targets.ids_N, self.targets.temperatures_N)
+        # A norm makes zeros of numbers whose squares overflow: the logits would be equal, and finite.
+        return torch.stack(both_N).masked_fill(~hidden_NH.any(-1), math.nan)
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,14 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from prime_rl.configs.orchestrator import OptimConfig, OrchestratorConfig, SchedulerConfig
 from prime_rl.trainer.muon import Muon
 from prime_rl.trainer.world import World
+from prime_rl.utils.allocator import is_out_of_memory
 
 Params = list[nn.Parameter]
 # An optimizer's state: by number of the parameter, its own names and values.
 Moments = dict[int, dict[str, Any]]
+
+# A problem of a step.
+NO_MEMORY = "its optimizer does not fit into the memory that is left"
 
 # Look at the shape of each weight matrix; the others take all weights of a run as one vector.
 NEEDS_MATRICES = ("muon",)
@@ -55,6 +59,10 @@ class RunWeights(Protocol):
         """Names of the slot's parameters; a saved state must have the same ones."""
 
     @property
+    def leaves(self) -> list[nn.Parameter]:
+        """The slot's parameters, whose `grad` collects the gradients."""
+
+    @property
     def num_weights(self) -> int:
         """How many numbers the optimizer updates, on all ranks together."""
 
@@ -78,8 +86,8 @@ class RunWeights(Protocol):
     def drop_gradients(self) -> None:
         """Forget what was accumulated in the slot."""
 
-    def is_finite(self, world: World) -> bool:
-        """Whether all updated weights are numbers; the same on all ranks."""
+    def are_within(self, limit: float) -> bool:
+        """Whether all updated weights that are on this rank are numbers from -`limit` to `limit`."""
 
     def join_state(self, state: Moments, world: World) -> Moments:
         """An optimizer's state as one rank alone would have it."""
@@ -91,16 +99,27 @@ class RunWeights(Protocol):
 class RunOptimizer:
     """Optimizer and schedule of one run, for its `weights`, which are kept in `dtype`; it stands after `step` updates.
 
+    Args:
+        served: the type in which inference computes with the weights.
+
     Attributes:
+        weights: as given.
         optimizer, scheduler: torch's own.
     """
 
     def __init__(
-        self, config: OrchestratorConfig, weights: RunWeights, dtype: torch.dtype, world: World, step: int = 0
+        self,
+        config: OrchestratorConfig,
+        weights: RunWeights,
+        dtype: torch.dtype,
+        world: World,
+        step: int = 0,
+        served: torch.dtype = torch.float32,
     ) -> None:
         self._config = config
-        self._weights = weights
+        self.weights = weights
         self._world = world
+        self._limit = largest_in(dtype, served)
         params = weights.matrices if config.optim.type in NEEDS_MATRICES else weights.vectors
         self.optimizer = make_optimizer(config.optim, params, dtype)
         self.scheduler = make_scheduler(self.optimizer, config, step)
@@ -115,20 +134,32 @@ class RunOptimizer:
 
         A rank that had no row of the run adds zeros. The result is the same to the last bit on all ranks.
         """
-        return self._weights.begin(self._world)
+        return self.weights.begin(self._world)
 
-    def step(self, grad_norm: float) -> bool:
-        """Clip to the run's own `max_norm`, update, drop the gradients; whether all weights are finite after it.
+    def step(self, grad_norm: float) -> str | None:
+        """Clip to the run's own `max_norm`, update, drop the gradients. The rate stays until `next_rate`.
 
-        A collective where the weights are sharded. The rate stays until `next_rate`.
+        Returns what is wrong after it, on any rank: weights that are not finite, also in the type in which they are
+        served, or NO_MEMORY. A collective.
         """
+        had_memory = True
+        try:
+            self._update(grad_norm)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            had_memory = False
+        self.drop_gradients()
+        are_good = self.weights.are_within(self._limit)
+        num_without, num_bad = self._world.sum(torch.tensor([float(not had_memory), float(not are_good)])).tolist()
+        return NO_MEMORY if num_without >= 1 else "the weights after it" if num_bad >= 1 else None
+
+    def _update(self, grad_norm: float) -> None:
         limit = self._config.optim.max_norm
         if 0 < limit < grad_norm:
-            self._weights.scale_gradients(limit / grad_norm)
+            self.weights.scale_gradients(limit / grad_norm)
         self.optimizer.step()
-        self._weights.finish()
-        self.drop_gradients()
-        return self._weights.is_finite(self._world)
+        self.weights.finish()
 
     def next_rate(self) -> None:
         """The learning rate of the next update."""
@@ -136,7 +167,7 @@ class RunOptimizer:
 
     def drop_gradients(self) -> None:
         """Forget what was accumulated."""
-        self._weights.drop_gradients()
+        self.weights.drop_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """Moments with the names they belong to, and the steps that the schedule counted. Tensors and plain values.
@@ -145,9 +176,9 @@ class RunOptimizer:
         """
         moments = {
             "type": self._config.optim.type,
-            "names": self._weights.names,
-            "num_weights": self._weights.num_weights,
-            "state": self._weights.join_state(self.optimizer.state_dict()["state"], self._world),
+            "names": self.weights.names,
+            "num_weights": self.weights.num_weights,
+            "state": self.weights.join_state(self.optimizer.state_dict()["state"], self._world),
         }
         return {"optimizer": moments, "scheduler": {"step": self.scheduler.last_epoch}}
 
@@ -161,7 +192,7 @@ class RunOptimizer:
 
     def load_moments(self, saved: dict[str, Any]) -> None:
         """Take over the moments alone: the schedule stays where it is. Raises ValueError when they do not fit."""
-        config, weights = self._config.optim, self._weights
+        config, weights = self._config.optim, self.weights
         if saved["type"] != config.type:
             raise ValueError(
                 f"the checkpoint has the state of {saved['type']!r}, the config asks for optim.type = "
@@ -214,6 +245,11 @@ def _kind(value: Any, num_weights: int) -> str:
     )
 
 
+def largest_in(one: torch.dtype, other: torch.dtype) -> float:
+    """The largest number that is finite in both types."""
+    return min(torch.finfo(one).max, torch.finfo(other).max)
+
+
 @torch.no_grad()
 def round_to(dtype: torch.dtype, params: Params) -> None:
     """Round values to what `dtype` can hold; the parameters keep their own type."""
@@ -262,7 +298,7 @@ class FlatWeights:
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], rank: int) -> None:
         self.names = [name for name, _ in named]
-        self._leaves = [leaf for _, leaf in named]
+        self.leaves = [leaf for _, leaf in named]
         self._own = [_own(name, leaf.detach(), rank) for name, leaf in named]
         self._rank = rank
         self.values_P = nn.Parameter(self._own[0].new_zeros(sum(own.numel() for own in self._own)))
@@ -275,7 +311,7 @@ class FlatWeights:
         for matrix, gradients in zip(self.matrices, self._gradients, strict=True):
             matrix.grad = gradients
         self.values_P.grad = self._gradients_P
-        self._apart = [at for at, leaf in enumerate(self._leaves) if not self._moved_in(leaf, self._values[at])]
+        self._apart = [at for at, leaf in enumerate(self.leaves) if not self._moved_in(leaf, self._values[at])]
 
     @property
     def num_weights(self) -> int:
@@ -290,11 +326,11 @@ class FlatWeights:
         """
         self._copy_apart(self._values, self._own)
         parts, grads = [], []
-        for name, leaf, part in zip(self.names, self._leaves, self._gradients, strict=True):
+        for name, leaf, part in zip(self.names, self.leaves, self._gradients, strict=True):
             if leaf.grad is not None:
                 parts.append(part)
                 grads.append(leaf.grad if leaf.grad.shape == part.shape else _own(name, leaf.grad, self._rank))
-        if len(grads) < len(self._leaves):
+        if len(grads) < len(self.leaves):
             self._gradients_P.zero_()
         if grads:
             torch._foreach_copy_(parts, grads)
@@ -311,13 +347,13 @@ class FlatWeights:
 
     def drop_gradients(self) -> None:
         """Set the gradients of the slot's parameters to None."""
-        for leaf in self._leaves:
+        for leaf in self.leaves:
             leaf.grad = None
 
-    def is_finite(self, world: World) -> bool:
-        """Whether all updated weights are numbers. All ranks have the same."""
-        # Not finite as soon as one of them is not; weights with so large a sum are invalid too.
-        return math.isfinite(float(self.values_P.detach().sum()))
+    def are_within(self, limit: float) -> bool:
+        """Whether all updated weights are numbers from -`limit` to `limit`. All ranks have the same."""
+        # The largest is NaN as soon as one of them is.
+        return float(torch.linalg.vector_norm(self.values_P.detach(), math.inf)) <= limit
 
     def join_state(self, state: Moments, world: World) -> Moments:
         """`state` as it is: every rank has all of it."""

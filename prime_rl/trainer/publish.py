@@ -142,9 +142,10 @@ class Publisher:
 
     def save(self, run: TrainerRun) -> None:
         """Have the run saved after its last complete update. All ranks have collected it."""
-        snapshot = self._snapshots.whole(run)
         what = f"the last checkpoint of {run.run_id}"
-        self._writer.submit(WriteJob(run.run_id, what, partial(self._write_checkpoint, snapshot), lambda: None))
+        with self._manager.run_boundary(run, f"handing over {what}"):
+            write = partial(self._write_checkpoint, self._snapshots.whole(run))
+            self._writer.submit(WriteJob(run.run_id, what, write, lambda: None))
 
     def forgotten(self, run: TrainerRun) -> None:
         """Drop what the writer has not begun for a run that loses its slot, and its results."""

@@ -13,6 +13,8 @@ Dimensions: R rows, T tokens, K positions of tokens that are a loss token in at 
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -31,9 +34,13 @@ from prime_rl.contract.types import ADVANTAGE_DTYPE, LOGPROB_DTYPE, MASK_DTYPE, 
 from prime_rl.trainer import kept
 from prime_rl.trainer.loss import LossInputs, LossSums, RowLosses, compute_losses, row_statistics, sums_by_run
 from prime_rl.trainer.model import PolicyModel, Targets
+from prime_rl.trainer.optim import NO_MEMORY
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.world import World
+from prime_rl.utils.allocator import give_back_holes, is_out_of_memory
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,29 +63,72 @@ class UpdateReport:
 
 
 class TrainStep:
-    """Collects the gradients of all runs and updates those that are ready."""
+    """Collects the gradients of all runs and updates those that are ready.
+
+    Attributes:
+        most_tokens: positions of a pass, half of the smallest one of several rows that did not fit.
+    """
 
     def __init__(self, model: PolicyModel, manager: MultiRunManager, world: World) -> None:
         self._model = model
         self._manager = manager
         self._world = world
+        self._is_sharded = world.size > 1 or not model.layers
+        self.most_tokens: float = math.inf
 
-    def forward_backward(self, batch: MicroBatch) -> float:
-        """One pass; adds to the gradients and sums of the runs in `batch`. Returns the seconds it took."""
+    def forward_backward(self, batch: MicroBatch) -> dict[TrainerRun, str]:
+        """One pass; adds to the gradients and sums of the runs in `batch`. What does not fit is done in halves.
+
+        Returns the runs with a row that does not fit alone, each with the reason. Raises PassTooLarge where the model
+        is sharded: the other ranks wait for this one in the middle of the pass.
+        """
+        if self._fits(batch):
+            return {}
+        gc.collect()
+        give_back_holes()
+        torch.cuda.empty_cache()  # does nothing where no GPU is used
+        num_rows, num_tokens = len(batch.run_idxs), sum(map(len, batch.loss_mask))
+        rows, key = (f"{num_rows} samples", "max_tokens_per_micro_batch") if num_rows > 1 else ("a sample", "seq_len")
+        problem = f"{rows} with {num_tokens} tokens: out of memory on {self._world.device}; make {key} smaller"
+        if self._is_sharded:
+            raise PassTooLarge(f"rank {self._world.rank}: {problem}")
+        if num_rows == 1:
+            return {self._manager.run(batch.run_idxs[0]): problem}
+        logger.warning("%s; now in halves", problem)
+        positions = num_tokens if self._model.packs else num_rows * batch.num_tokens
+        self.most_tokens = min(self.most_tokens, positions // 2)
+        halves = (split(batch, part) for part in (slice(num_rows // 2), slice(num_rows // 2, None)))
+        return {run: reason for half in halves for run, reason in self.forward_backward(half).items()}
+
+    def _fits(self, batch: MicroBatch) -> bool:
+        """The pass, all of it or, where it does not fit, nothing of it."""
         start = time.perf_counter()
         runs_R = [self._manager.run(run_idx) for run_idx in batch.run_idxs]
-        found = forward_backward(self._model, batch, [run.config.loss for run in runs_R], self._world.device)
-        if found is None:
-            return time.perf_counter() - start
         num_rows = {run: len(list(same)) for run, same in groupby(runs_R)}
-        kept.collect(runs_R, batch, found.inputs)
-        statistics = row_statistics(found.inputs, found.losses, found.entropy_RK)
-        sums = sums_by_run(statistics, list(num_rows.values()))
-        seconds = time.perf_counter() - start
-        for run, sums_of_run in zip(num_rows, sums, strict=True):
-            run.sums.add(sums_of_run)
-            run.pass_s += seconds
-        return seconds
+        # What a pass that is broken off has added cannot be told from what was there.
+        leaves = [] if self._is_sharded else [leaf for run in num_rows for leaf in run.training.weights.leaves]
+        before = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        try:
+            found = forward_backward(self._model, batch, [run.config.loss for run in runs_R], self._world.device)
+            if found is not None:
+                kept.collect(runs_R, batch, found.inputs)
+                statistics = row_statistics(found.inputs, found.losses, found.entropy_RK)
+                sums = sums_by_run(statistics, list(num_rows.values()))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            for leaf, gradient in zip(leaves, before, strict=True):
+                leaf.grad = gradient
+            return False
+        add_gradients(leaves, before)
+        if found is not None:
+            seconds = time.perf_counter() - start
+            for run, sums_of_run in zip(num_rows, sums, strict=True):
+                run.sums.add(sums_of_run)
+                run.pass_s += seconds
+        return True
 
     def update(self, run: TrainerRun, batch: ReadyRun) -> UpdateReport:
         """Update one run from what was collected. A collective: all ranks call it, for the same runs in one order."""
@@ -88,11 +138,14 @@ class TrainStep:
         run.sums, run.pass_s, run.ready = LossSums(), 0.0, False
         optimizer, progress = run.training, run.progress
         grad_norm, lr = optimizer.reduce_gradients(), optimizer.lr
-        problem = "its loss or gradient"
-        if math.isfinite(sums.loss) and math.isfinite(grad_norm):
-            problem = "" if optimizer.step(grad_norm) else "the weights after it"
+        # A logit that is not finite makes the entropy NaN, also where the loss cuts it off.
+        numbers = {**vars(sums), "gradient": grad_norm}
+        bad = [name.replace("_", " ") for name, value in numbers.items() if not math.isfinite(value)]
+        problem = f"its {' and '.join(bad)}" if bad else optimizer.step(grad_norm)
         step = progress.step + 1
-        if problem:
+        if problem == NO_MEMORY:
+            problem = f"update {step}: {problem}: set model.lora.rank or max_concurrent_runs lower"
+        elif problem:
             optimizer.drop_gradients()
             problem = not_finite(step, problem, sums.loss, grad_norm, lr)
         else:
@@ -102,11 +155,32 @@ class TrainStep:
             progress.total_samples += batch.num_samples
         seconds = time.perf_counter() - start
         compares = run.config.loss.kl_coef > 0
-        return UpdateReport(step, sums, grad_norm, lr, seconds, pass_s, problem or None, compares, ratios)
+        return UpdateReport(step, sums, grad_norm, lr, seconds, pass_s, problem, compares, ratios)
 
     def _reduced(self, mine: LossSums) -> LossSums:
         # On the CPU, in double precision: reports, small and rare.
         return LossSums(*self._world.sum(torch.tensor(mine.as_list(), dtype=torch.float64)).tolist())
+
+
+class PassTooLarge(Exception):
+    """A pass does not fit into the memory of a rank; the message has its size and the key to change."""
+
+
+def split(batch: MicroBatch, rows: slice) -> MicroBatch:
+    """Some `rows` of `batch`."""
+    columns = {name: value[rows] for name, value in msgspec.structs.asdict(batch).items() if isinstance(value, list)}
+    return msgspec.structs.replace(batch, **columns, num_tokens=max(map(len, columns["loss_mask"])))
+
+
+@torch.no_grad()
+def add_gradients(leaves: Sequence[Tensor], before: Sequence[Tensor | None]) -> None:
+    """Add each gradient of `leaves` to what was there before, where something was: as backward would have done."""
+    pairs = [(leaf, old) for leaf, old in zip(leaves, before, strict=True) if old is not None]
+    new = [(old, leaf.grad) for leaf, old in pairs if leaf.grad is not None]
+    if new:
+        torch._foreach_add_([old for old, _ in new], [gradient for _, gradient in new])
+    for leaf, old in pairs:
+        leaf.grad = old
 
 
 def not_finite(step: int, what: str, loss: float, grad_norm: float, lr: float) -> str:

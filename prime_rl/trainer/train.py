@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     with heavy_imports():
         import prime_rl.trainer.loop  # noqa: F401 (what `train` needs)
         from prime_rl.trainer.model import ModelError
+        from prime_rl.trainer.step import PassTooLarge
         from prime_rl.trainer.world import WorldError, setup_world
 
     try:
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         with world.guarded():
             train(config, world, stop)
         world.close()
-    except (ModelError, WorldError, OSError) as error:
+    except (ModelError, PassTooLarge, WorldError, OSError) as error:
         logger.debug("the trainer failed", exc_info=True)
         complain("trainer", error)
         return 1

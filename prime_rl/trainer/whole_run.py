@@ -34,7 +34,7 @@ class ShardedWeights:
         self.names = [name for name, _ in named]
         self.num_weights = sum(leaf.numel() for _, leaf in named)
         self.vectors = [nn.Parameter(part_here(leaf.detach())) for _, leaf in named]
-        self._leaves = [leaf for _, leaf in named]
+        self.leaves = [leaf for _, leaf in named]
 
     @property
     def matrices(self) -> list[nn.Parameter]:
@@ -44,7 +44,7 @@ class ShardedWeights:
     def begin(self, world: World) -> float:
         """FSDP summed the gradients over ranks in every pass. Returns the norm over all parts. A collective."""
         square = torch.zeros((), device=world.device)
-        for leaf, part in zip(self._leaves, self.vectors, strict=True):
+        for leaf, part in zip(self.leaves, self.vectors, strict=True):
             part.grad = part_here(leaf.grad) if leaf.grad is not None else torch.zeros_like(part)
             square += part.grad.square().sum()
         return math.sqrt(float(world.sum(square)))
@@ -60,13 +60,13 @@ class ShardedWeights:
 
     def drop_gradients(self) -> None:
         """Set the gradients of parameters and parts to None."""
-        for parameter in (*self._leaves, *self.vectors):
+        for parameter in (*self.leaves, *self.vectors):
             parameter.grad = None
 
-    def is_finite(self, world: World) -> bool:
-        """A collective: all ranks get what one finds in its part."""
-        bad = sum(int(not torch.isfinite(part).all()) for part in self.vectors)
-        return not world.sum(torch.tensor(float(bad), device=world.device))
+    def are_within(self, limit: float) -> bool:
+        """Whether all updated weights of this rank's parts are numbers from -`limit` to `limit`."""
+        parts = (part.detach() for part in self.vectors if part.numel())
+        return all(float(torch.linalg.vector_norm(part, math.inf)) <= limit for part in parts)
 
     def join_state(self, state: Moments, world: World) -> Moments:
         """On the CPU of rank 0, one tensor after another; the others keep nothing. A collective."""
@@ -86,7 +86,7 @@ class ShardedWeights:
         """`turn` what has a number for each weight; counters stay."""
         return {
             at: {
-                key: turn(value, self._leaves[at]) if isinstance(value, Tensor) and value.dim() else value
+                key: turn(value, self.leaves[at]) if isinstance(value, Tensor) and value.dim() else value
                 for key, value in sorted(moments.items())
             }
             for at, moments in sorted(state.items())
@@ -116,7 +116,7 @@ class ModelSnapshots(Snapshots):
     maps_files = True
 
     def __init__(self, manager: MultiRunManager, model: WholeModel, files: ModelFiles, home: torch.device) -> None:
-        super().__init__(manager)
+        super().__init__(manager, files.dtype)
         self._model = model
         self._files = files
         self._home = home

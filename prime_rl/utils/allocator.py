@@ -26,6 +26,17 @@ def set_up_memory() -> bool:
     return mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _MOST_BYTES) == 1
 
 
+# In the errors of torch that are no OutOfMemoryError: of its allocator on the host, and of cuBLAS.
+_NO_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether `error` is that memory could not be had, on the host or on a GPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
 def give_back_holes() -> None:
     """Give free pages of the heap back to the system: a fraction of a millisecond, and each is cleared when used again.
 

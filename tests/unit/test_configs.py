@@ -25,6 +25,7 @@ from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits, check_against_trainer, explain, load_run_config, resolve
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.types import MAX_BATCH_BYTES, full_batch_bytes, max_batch_bytes
 
 MINIMAL = """\
 batch_size = 8
@@ -139,6 +140,21 @@ def test_what_the_trainer_cannot_serve(tmp_path: Path, extra: str, key: str, wor
     config = load_run_config(run_toml(tmp_path, f"{MINIMAL}{extra}\n"))
     (problem,) = check_against_trainer(config, LIMITS)
     assert problem.key == key and words in problem.message
+
+
+def test_a_batch_that_no_trainer_can_hold_is_refused(tmp_path: Path) -> None:
+    config = load_run_config(run_toml(tmp_path, MINIMAL))
+    seq_len = LIMITS.max_seq_len
+    (problem,) = check_against_trainer(config.model_copy(update={"batch_size": 4_000_000}), LIMITS)
+    assert str(problem) == (
+        f"batch_size: found 4000000: with seq_len = {seq_len} a batch has up to 21972 MiB, must be at most 1024; "
+        "make one of them smaller"
+    )
+    most = MAX_BATCH_BYTES // full_batch_bytes(1, seq_len)
+    assert check_against_trainer(config.model_copy(update={"batch_size": most}), LIMITS) == []
+    assert check_against_trainer(config.model_copy(update={"batch_size": most + 1}), LIMITS) != []
+    # What a full batch takes is read.
+    assert max_batch_bytes(most, seq_len) >= full_batch_bytes(most, seq_len)
 
 
 def test_a_workspace_refuses_a_run_for_whose_versions_it_has_no_room(tmp_path: Path) -> None:

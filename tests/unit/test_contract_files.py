@@ -4,17 +4,23 @@ import gc
 import os
 import resource
 import threading
+import tracemalloc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
 
 from prime_rl.contract.files import (
+    FileRefused,
     WaitStopped,
     WaitTimeout,
     append_line,
     mark_stable,
+    read_end,
+    read_file,
     read_text,
     staged_dir,
     wait_for,
@@ -30,6 +36,8 @@ from prime_rl.contract.types import (
     write_batch,
 )
 from tests.patience import PATIENCE_S
+
+T = TypeVar("T")
 
 
 def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
@@ -157,9 +165,59 @@ def test_batches_round_trip(tmp_path: Path) -> None:
     batch = TrainingBatch("run_a", 5, [sample(), sample()], {"next_index": 9})
     write_batch(tmp_path / "rollouts.msgpack", batch)
     assert read_batch(tmp_path / "rollouts.msgpack") == batch
-    assert read_columns(tmp_path / "rollouts.msgpack") == batch.columns()
+    assert read_columns(tmp_path / "rollouts.msgpack") == msgspec.structs.replace(batch.columns(), sampler_state={})
     (tmp_path / "lists").write_bytes(msgspec.msgpack.encode(batch))
     assert read_batch(tmp_path / "lists") == batch, "version 1"
+
+
+def test_a_file_is_in_memory_once(tmp_path: Path) -> None:
+    """A sparse one, which takes no room on the disk."""
+    path, size = tmp_path / "sparse", 64 << 20
+    with path.open("wb") as file:
+        file.truncate(size)
+    data, peak = traced(lambda: read_file(path, limit=size))
+    assert data == bytes(size) and peak < 1.1 * size
+    with pytest.raises(FileRefused, match=f"has {size} bytes, expected at most {size - 1}"):
+        read_file(path, limit=size - 1)
+    assert len(read_end(path, 3)) == 3 and traced(lambda: read_end(path, 3))[1] < 1 << 20
+
+
+def test_a_file_that_grows_while_it_is_read_is_read_to_its_end_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "grows", os.read
+    path.write_bytes(b"a" * 10)
+
+    def read(fd: int, size: int) -> bytes:
+        data = real(fd, size)
+        if path.stat().st_size == 10:
+            with path.open("ab") as file:
+                file.write(b"b" * 10)
+        return data
+
+    monkeypatch.setattr(os, "read", read)
+    assert read_file(path, limit=20) == b"a" * 10 + b"b" * 10
+    path.write_bytes(b"a" * 10)
+    with pytest.raises(FileRefused, match="has 20 bytes, expected at most 19"):
+        read_file(path, limit=19)
+
+
+def test_a_batch_takes_no_more_memory_than_its_samples_do(tmp_path: Path) -> None:
+    """A list without anything in it is one byte of the file."""
+    path, size = tmp_path / "rollouts.msgpack", 1 << 20
+    batch = BatchColumns("run_a", 5, [sample().columns()], {"x": [[]] * size})
+    path.write_bytes(msgspec.msgpack.encode(batch))
+    found, peak = traced(lambda: read_columns(path))
+    assert found.samples == batch.samples and peak < 3 * path.stat().st_size
+
+
+def traced(call: Callable[[], T]) -> tuple[T, int]:
+    """What `call` returns, and the most bytes that were allocated meanwhile."""
+    tracemalloc.start()
+    try:
+        return call(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def test_columns_are_little_endian_arrays() -> None:

@@ -55,7 +55,7 @@ class Disk:
         batch = make_batch(run_id, step, seed=seed)
         self.path(run_id, step).unlink(missing_ok=True)
         write_batch(self.path(run_id, step), batch)
-        return batch.columns()
+        return msgspec.structs.replace(batch.columns(), sampler_state={})  # which the trainer does not read
 
     def path(self, run_id: str, step: int = 1) -> Path:
         return self.folder / f"{run_id}_{step}"

@@ -70,7 +70,7 @@ def test_each_run_has_its_own_rate(tmp_path: Path) -> None:
 
 
 def update(run: RunOptimizer) -> None:
-    assert run.step(run.reduce_gradients())
+    assert run.step(run.reduce_gradients()) is None
     run.next_rate()
 
 
@@ -133,7 +133,7 @@ def test_a_gradient_is_clipped_by_the_limit_of_its_own_run(tmp_path: Path) -> No
         norm = runs[idx].reduce_gradients()
         expected = math.sqrt(sum(float(p.grad.square().sum()) for _, p in manager.get_named_parameters_for_run(idx)))
         assert norm == pytest.approx(expected)
-        assert runs[idx].step(norm)
+        assert runs[idx].step(norm) is None
         after = manager.get_state_dict_for_run(idx)
         moved.append(math.sqrt(sum(float((after[k] - before[k]).square().sum()) for k in before)))
         assert all(p.grad is None for _, p in manager.get_named_parameters_for_run(idx))

@@ -1,0 +1,94 @@
+"""What follows an update: the order of what is written, how many versions stay, and what a rank without rows adds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from prime_rl.contract.layout import list_steps
+from prime_rl.trainer.loss import LossSums
+from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
+from prime_rl.trainer.publish import FileSystemWeightBroadcast, Publisher
+from prime_rl.trainer.runs.sync import ReadyRun
+from prime_rl.trainer.step import UpdateReport
+from prime_rl.trainer.writer import BackgroundWriter
+from tests.runs_support import add
+from tests.unit.test_trainer_snapshot import Trainer
+
+
+class Silent:
+    """A status that is not written."""
+
+    def published(self, run: object, progress: object) -> None: ...
+
+
+class Noted:
+    """The parts of a trainer that write for its run, and in which order they did."""
+
+    def __init__(self, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trainer, self.done = Trainer(workspace), list[str]()
+        broadcast, checkpoints = FileSystemWeightBroadcast(), self.trainer.checkpoints
+        for owner, name in ((broadcast, "publish"), (checkpoints, "save")):
+            monkeypatch.setattr(owner, name, self._noting(name, getattr(owner, name)))
+        self.writer = BackgroundWriter()
+        status = cast(StatusReporter, Silent())
+        parts = (self.trainer.snapshots, broadcast, checkpoints, MetricsWriter(), status, self.writer)
+        self.publisher = Publisher(self.trainer.manager, *parts)
+
+    def _noting(self, name: str, real: Any) -> Any:
+        def call(snapshot: Any) -> Any:
+            self.done.append(f"{name} {snapshot.progress.step}")
+            return real(snapshot)
+
+        return call
+
+    def update(self) -> None:
+        self.trainer.update()
+        run = self.trainer.run
+        report = UpdateReport(run.progress.step, LossSums(), 1.0, 1e-3, 0.1, 0.1)
+        self.publisher.after_update(run, ReadyRun(0, 10, 1), report, PhaseTimer())
+        self.writer.finish()
+        self.publisher.collect()
+        assert not run.dir.evicted.exists() and run.leaving in (None, "it reached max_steps"), run.leaving
+
+
+def test_the_last_version_is_published_after_its_checkpoint_and_all_others_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run has finished when its last version is there, and is not written again."""
+    add(tmp_path, "run_a", max_steps=3, ckpt={"interval": 1})
+    noted = Noted(tmp_path, monkeypatch)
+    for _ in range(3):
+        noted.update()
+    assert noted.done == ["publish 1", "save 1", "publish 2", "save 2", "save 3", "publish 3"]
+
+
+@pytest.mark.parametrize("max_async_level", [0, 2])
+def test_the_versions_that_may_still_be_asked_for_stay_and_three_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_async_level: int
+) -> None:
+    """The newest, the one that is being loaded, and one to spare."""
+    add(tmp_path, "run_a", max_async_level=max_async_level)
+    noted = Noted(tmp_path, monkeypatch)
+    for _ in range(7):
+        noted.update()
+    kept = list_steps(noted.trainer.run.dir.broadcast, stable_only=True)
+    assert kept == list(range(7 - max_async_level - 2, 8))
+
+
+@pytest.mark.parametrize("num_with_rows", [0, 1])
+def test_a_rank_without_rows_adds_zeros_and_not_the_gradients_of_the_update_before(
+    tmp_path: Path, num_with_rows: int
+) -> None:
+    add(tmp_path, "run_a")
+    trainer = Trainer(tmp_path)
+    trainer.update()
+    leaves = [leaf for _, leaf in trainer.manager.get_named_parameters_for_run(0)]
+    assert all(leaf.grad is None for leaf in leaves)
+    for leaf in leaves[:num_with_rows]:
+        leaf.grad = torch.ones_like(leaf)
+    expected = sum(float(leaf.grad.square().sum()) for leaf in leaves if leaf.grad is not None) ** 0.5
+    assert trainer.run.training.reduce_gradients() == pytest.approx(expected)
