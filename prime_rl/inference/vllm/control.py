@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 # The front has let all requests end: what vLLM may still have is a probe of its health or a client that went away.
 PAUSE_TIMEOUT_S = 30.0
-PROBE_PROMPT = [0]
+# More than one token: of a single one an attention that overflows may show nothing.
+PROBE_PROMPT = [0, 1, 2, 3]
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LOAD = "/v1/load_lora_adapter"
 # What vLLM answers itself.
