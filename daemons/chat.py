@@ -27,6 +27,7 @@ from daemons.keys import inference_variable
 from daemons.trash import existing_run
 from daemons.versions import find_version, parse_version
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.sampling_ranges import refusal
 from prime_rl.contract.served import BASE_WEIGHTS, adapter_name, chat_name, is_chat, parse_weights_name
 from prime_rl.contract.status import InferenceStatus, is_alive, read_status
 from prime_rl.utils.secrets import SecretError, read_secret
@@ -43,11 +44,15 @@ _END = b"data: [DONE]"
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How answers are sampled; null leaves it to the server."""
+    """How answers are sampled; null leaves it to the server. Raises WrongUseError for what no server takes."""
 
     system: str = ""
     max_tokens: int = DEFAULT_MAX_TOKENS
     temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        if refused := refusal(vars(self)):
+            raise WrongUseError(f"invalid {refused[1]}")
 
 
 class _Refused(ActionError):

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from prime_rl.configs.base import BaseConfig
+from prime_rl.contract.sampling_ranges import RANGES, TEMPERATURE
 
+MIN_TOP_P, MIN_REPETITION_PENALTY = RANGES["top_p"].lowest, RANGES["repetition_penalty"].lowest
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class SamplingConfig(BaseConfig):
+class _Ranged(BaseConfig):
+    @field_validator("*")
+    @classmethod
+    def _is_in_range(cls, value: Any, info: ValidationInfo) -> Any:
+        limits = RANGES.get(info.field_name or "")
+        return value if limits is None or value is None else limits.check(value)
+
+
+class SamplingConfig(_Ranged):
     """How completions are sampled."""
 
-    temperature: float = Field(1.0, gt=0, le=2)
-    """Logits are divided by this. Must be above zero: greedy rollouts carry no gradient."""
+    temperature: float = Field(1.0, ge=TEMPERATURE.lowest, le=2)
+    """Logits are divided by this. It cannot be zero: greedy rollouts carry no gradient."""
 
     max_tokens: int = Field(64, ge=1)
     """Longest completion of one turn, in tokens."""
@@ -23,16 +33,17 @@ class SamplingConfig(BaseConfig):
     min_tokens: int = Field(0, ge=0)
     """Shortest completion of one turn, in tokens: nothing ends it before."""
 
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=MIN_TOP_P, le=1)
     """Only the smallest set of tokens with at least this probability is sampled from; 1: off."""
 
     top_k: int = Field(0, ge=0, lt=2**31)
     """Only this many of the most likely tokens are sampled from; 0: off."""
 
     min_p: float = Field(0.0, ge=0, le=1)
-    """Only tokens with at least this part of the probability of the most likely one are sampled from; 0: off."""
+    """Only tokens with at least this part of the probability of the most likely one are sampled from; 0: off, else
+    at least 1e-6."""
 
-    repetition_penalty: float = Field(1.0, gt=0, le=2)
+    repetition_penalty: float = Field(1.0, ge=MIN_REPETITION_PENALTY, le=2)
     """Logits of tokens of the prompt or the completion so far are divided by this if positive, else multiplied; 1:
     off."""
 
@@ -73,16 +84,16 @@ class SamplingConfig(BaseConfig):
         return self
 
 
-class EvalSamplingConfig(BaseConfig):
+class EvalSamplingConfig(_Ranged):
     """How completions are sampled in evaluations; everything else is that of `[sampling]`."""
 
     temperature: float | None = Field(None, ge=0, le=2)
-    """Logits are divided by this; 0 always takes the most likely token; null: that of `[sampling]`."""
+    """Logits are divided by this, at least 0.01; 0 always takes the most likely token; null: that of `[sampling]`."""
 
     max_tokens: int | None = Field(None, ge=1)
     """Longest completion of one turn, in tokens; null: that of `[sampling]`."""
 
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=MIN_TOP_P, le=1)
     """As in `[sampling]`; null: its value."""
 
     top_k: int | None = Field(None, ge=0, lt=2**31)

@@ -6,6 +6,7 @@ Trainer and inference read the weights (`lora.adapter_state`); `prl` reads only 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,4 +97,6 @@ def _parsed(path: Path, data: Any) -> AdapterConfig:
         raise ValueError(f"{path}: only plain LoRA adapters can be loaded")
     if config.rank < 1:
         raise ValueError(f"{path}: r is {config.rank}, must be at least 1")
+    if not math.isfinite(config.alpha):
+        raise ValueError(f"{path}: lora_alpha is {config.alpha}, must be a finite number")
     return config

@@ -5,11 +5,16 @@ Used by the guard of both engines and by the embedded engine. Independent of a w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from prime_rl.utils.text import one_line
 
 MAX_MESSAGE_CHARS = 1000
+from prime_rl.contract.sampling_ranges import refusal
+
+# What a client reads of an adapter whose numbers overflow.
+NOT_FINITE = "logits are not finite: its weights are too large, lower optim.lr"
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -19,6 +24,8 @@ _TYPES = {
     409: "ConflictError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
+    422: "InvalidAdapterError",
+    429: "RateLimitError",
     503: "ServiceUnavailableError",
 }
 
@@ -45,7 +52,20 @@ class ApiError(Exception):
         return error_body(self.status, self.message, param=self.param)
 
 
+def adapter_refused(name: str, error: ValueError | OSError) -> ApiError:
+    """The error for an adapter that is not loaded: 422 for what is in its files, 400 when they cannot be read now."""
+    status = 422 if isinstance(error, ValueError) else 400
+    return ApiError(status, f"adapter {name!r} is refused: {error}", param="lora_path")
+
+
 def error_body(status: int, message: str, *, param: str | None = None) -> dict[str, Any]:
     """OpenAI's JSON for an error; `param` is the field that is wrong, where there is one."""
     kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def check_ranges(body: Mapping[str, Any]) -> None:
+    """Raises ApiError (400) for a sampling parameter of a request that is outside of its range, in both engines."""
+    if refused := refusal(body):
+        name, problem = refused
+        raise ApiError(400, problem, param=name)

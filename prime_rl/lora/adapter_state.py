@@ -18,9 +18,11 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from prime_rl.contract.files import read_file
+
 # Re-exported: who loads an adapter needs them.
 from prime_rl.contract.peft import ADAPTER_FILE as ADAPTER_FILE
-from prime_rl.contract.peft import CONFIG_FILE, read_adapter_config
+from prime_rl.contract.peft import CONFIG_FILE, MAX_CONFIG_BYTES, read_adapter_config
 from prime_rl.contract.peft import AdapterConfig as AdapterConfig
 from prime_rl.lora.linear import MultiLoRALinear
 from prime_rl.lora.misfit import Shapes, misfit, shapes_of
@@ -82,11 +84,16 @@ def load_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, tensors: Mappi
     put_adapter(layers, idx, tensors, rank)
 
 
-def check_served_adapter(layers: Mapping[str, MultiLoRALinear], shapes: Shapes, config: AdapterConfig) -> None:
+def check_served_adapter(
+    layers: Mapping[str, MultiLoRALinear], shapes: Shapes, config: AdapterConfig, base: str
+) -> None:
     """Raises ValueError unless `put_adapter` may put tensors of `shapes` into `layers`, or into a part of them.
 
-    It is refused when it targets what takes no adapter here, or when its tensors are not exactly those that it lists.
+    It is refused when it was trained on another model than `base`, when it targets what takes no adapter here, or when
+    its tensors are not exactly those that it lists.
     """
+    if _is_other_model(config.base_model, base):
+        raise ValueError(f"its base model is {config.base_model}, not {base}")
     targeted = {name: layer for name, layer in layers.items() if _is_target(name, config.target_modules)}
     idle = [target for target in config.target_modules if not any(_is_target(name, [target]) for name in layers)]
     if idle or not targeted:
@@ -110,7 +117,9 @@ class ServedPart:
         put_adapter(self.layers, idx, self.tensors, self.config.rank)
 
 
-def served_parts(layers: Mapping[str, MultiLoRALinear], folder: Path) -> Generator[ServedPart, None, None]:
+def served_parts(
+    layers: Mapping[str, MultiLoRALinear], folder: Path, *, base: str
+) -> Generator[ServedPart, None, None]:
     """Read what `save_peft` wrote in parts of about PART_SIZE numbers, once the whole of it was checked by its shapes.
 
     Reading holds Python's lock, so each part holds up a thread that decodes only for so long. Raises as `load_peft`
@@ -118,12 +127,21 @@ def served_parts(layers: Mapping[str, MultiLoRALinear], folder: Path) -> Generat
     """
     config = read_adapter_config(folder)
     with open_tensors(folder / ADAPTER_FILE, limit=MAX_ADAPTER_BYTES) as file:
-        check_served_adapter(layers, file.shapes, config)
+        check_served_adapter(layers, file.shapes, config, base)
         num_parts = math.ceil(sum(map(math.prod, file.shapes.values())) / PART_SIZE)
         for start in range(num_parts):
             part = dict(itertools.islice(layers.items(), start, None, num_parts))
             names = {name for layer in part for name in peft_names(layer)} & file.shapes.keys()
-            yield ServedPart(part, file.read(names), config)
+            tensors = file.read(names)
+            check_finite(tensors)
+            yield ServedPart(part, tensors, config)
+
+
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for a tensor with a value that is not a finite number."""
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} is not finite: the training of this version has diverged")
 
 
 @torch.no_grad()
@@ -148,6 +166,21 @@ def _check_fit(layers: Mapping[str, MultiLoRALinear], shapes: Shapes, rank: int)
     problem = misfit(shapes, _expected_shapes(layers, rank))
     if problem:
         raise ValueError(f"adapter does not fit the model: {problem}")
+
+
+def _is_other_model(name: str, base: str) -> bool:
+    """Whether two models differ for certain: by their configs when both are folders here, by name when neither is."""
+    configs = [_model_config(Path(each)) for each in (name, base)]
+    if None in configs:
+        return configs == [None, None] and name != base and not Path(name).is_absolute()
+    return configs[0] != configs[1]
+
+
+def _model_config(folder: Path) -> bytes | None:
+    try:
+        return read_file(folder / "config.json", limit=MAX_CONFIG_BYTES, follow_links=True)
+    except (OSError, ValueError):
+        return None
 
 
 def _is_target(layer_name: str, targets: Sequence[str]) -> bool:

@@ -13,7 +13,14 @@ from collections.abc import Callable, Iterable
 
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.served import adapter_name, parse_adapter_name
-from prime_rl.orchestrator.client import InferenceError, RequestRefused, ServedModel, ServerClient, UnknownModel
+from prime_rl.orchestrator.client import (
+    AdapterRefused,
+    InferenceError,
+    RequestRefused,
+    ServedModel,
+    ServerClient,
+    UnknownModel,
+)
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.utils.background import Background
 
@@ -120,7 +127,10 @@ class AdapterPublication:
     async def _equip_one(self, server: ServerClient, version: int) -> None:
         try:
             await self._load(server, version)
-        except RequestRefused as error:  # raised to callers that ask for this one; the others must not wait for it
+        except (
+            RequestRefused,
+            AdapterRefused,
+        ) as error:  # raised to callers that ask for this one; the others must not wait for it
             logger.warning("a restarted server refuses %s: %s", self.label(version), error)
 
     async def _unload(self, client: InferenceClient, version: int) -> None:

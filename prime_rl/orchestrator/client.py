@@ -58,6 +58,10 @@ class RequestRefused(InferenceError):
     """The server refuses this request (4xx)."""
 
 
+class AdapterRefused(InferenceError):
+    """The adapter is at fault (422): its files, or logits that are not finite. The message is the server's own."""
+
+
 class UnknownModel(RequestRefused):
     """The server does not have the model or adapter (404), for example because it has been restarted."""
 
@@ -329,6 +333,8 @@ def _raise_for(response: httpx.Response, url: str) -> None:
         raise InferenceUnavailable(message, _retry_after_s(response), is_overload=code in (429, 503))
     if code > 500:
         raise ServerDown(message, is_overload=code == 503)
+    if code == 422:
+        raise AdapterRefused(_error_text(response))
     raise UnknownModel(message) if code == 404 else RequestRefused(message)
 
 

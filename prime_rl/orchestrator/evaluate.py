@@ -17,7 +17,7 @@ from functools import partial
 from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
 from prime_rl.contract.disk import held_async
 from prime_rl.contract.layout import RunDir
-from prime_rl.orchestrator.client import AccessDenied
+from prime_rl.orchestrator.client import AccessDenied, AdapterRefused
 from prime_rl.orchestrator.envs.base import Environment
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.metrics import eval_metrics, last_eval_step, write_metrics
@@ -115,7 +115,7 @@ class Evaluator:
         try:
             session = PolicySession(self._turns, self._tokenizer, seed=seed, version=version)
             return await session.rollout(self._envs[pick.env_name], pick.example)
-        except (AccessDenied, EnvironmentBroken):
+        except (AccessDenied, AdapterRefused, EnvironmentBroken):
             raise
         except Exception as error:  # whatever an environment raises is its own affair
             logger.warning("eval of version %d, %s: %s", version, pick.example.id, error)

@@ -32,7 +32,7 @@ from prime_rl.orchestrator.checkpoint import (
     Progress,
     find_progress,
 )
-from prime_rl.orchestrator.client import AccessDenied
+from prime_rl.orchestrator.client import AccessDenied, AdapterRefused
 from prime_rl.orchestrator.curriculum import Curricula
 from prime_rl.orchestrator.ending import Ending, RunMeter
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentBroken
@@ -75,7 +75,10 @@ from prime_rl.utils.watch import Watcher
 logger = logging.getLogger("orchestrator")
 
 # Errors that a restart of the orchestrator would not fix.
-FINAL = (RunFailed, ConfigError, EnvironmentBroken, AccessDenied, TokenizerError, CheckpointError, BadBatchError)
+FINAL = (
+    *(RunFailed, ConfigError, EnvironmentBroken, AccessDenied, AdapterRefused),
+    *(TokenizerError, CheckpointError, BadBatchError),
+)
 
 
 async def orchestrate(

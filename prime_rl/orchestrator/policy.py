@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prime_rl.configs.sampling import SamplingConfig
-from prime_rl.orchestrator.client import Completion, RequestRefused, UnknownModel
+from prime_rl.orchestrator.client import AdapterRefused, Completion, RequestRefused, UnknownModel
 from prime_rl.orchestrator.envs.base import RolloutError
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.publication import Publication
@@ -31,6 +31,8 @@ RESTORE_LIMIT_S = 120.0
 RESTORE_RETRY_S = 1.0
 # A server that keeps losing what it has just loaded is broken, not restarted.
 MAX_RESTORES = 5
+# Some prompts may bring out what is wrong with an adapter; one that has refused so many and answered none is broken.
+MAX_ADAPTER_REFUSALS = 3
 
 
 class PolicyVersions:
@@ -55,7 +57,10 @@ class PolicyVersions:
         await self._publication.begin(self._client)
 
     async def switch_to(self, version: int) -> None:
-        """Have `version` served and use it for all new requests. Requests under way go on. Raises RequestRefused."""
+        """Have `version` served and use it for all new requests. Requests under way go on.
+
+        Raises RequestRefused, or AdapterRefused when that is for good.
+        """
         async with self._publication.unchanged():
             await self._publication.publish(self._client, version)
             before, self.version = self.version, version
@@ -149,6 +154,8 @@ class TurnSampler:
         self._policy = policy
         self._sampling = sampling
         self._seq_len = seq_len
+        self._answered: set[int] = set()  # versions
+        self._num_refused = 0  # requests to versions that have answered none
 
     async def sample(
         self,
@@ -187,8 +194,14 @@ class TurnSampler:
                             num_choices=num_choices,
                             num_prefix=num_prefix,
                         )
+                        self._answered.add(used)
                         exactly = version is not None
                         return self._policy.answered_by(used, completions[0].weights, exactly=exactly), completions
+                    except AdapterRefused as error:
+                        self._num_refused += used not in self._answered
+                        if self._num_refused >= MAX_ADAPTER_REFUSALS:
+                            raise
+                        raise RolloutError(str(error)) from error
                     except UnknownModel:
                         if attempt == MAX_RESTORES:
                             raise

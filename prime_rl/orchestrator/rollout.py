@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from prime_rl.orchestrator.client import AccessDenied, Completion
+from prime_rl.orchestrator.client import AccessDenied, AdapterRefused, Completion
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, RolloutError
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken, EnvironmentFault, ExampleUnusable, Interrupted
 from prime_rl.orchestrator.policy import FirstTurn, TurnSampler
@@ -245,7 +245,7 @@ class RolloutWorker:
                 self._member(pick, index, number, first_turn, note_version)
                 for number in range(self._rollouts_per_example)
             )
-        except (AccessDenied, EnvironmentBroken, ExampleUnusable):
+        except (AccessDenied, AdapterRefused, EnvironmentBroken, ExampleUnusable):
             raise
         except Exception as error:  # whatever an environment raises is its own affair
             raise GroupFailed(f"env {pick.env_name}: {type(error).__name__}: {error}") from error
@@ -291,7 +291,7 @@ async def together(parts: Iterable[Coroutine[Any, Any, ResultT]]) -> list[Result
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(part) for part in parts]
     except ExceptionGroup as errors:
-        kinds = (AccessDenied, EnvironmentBroken, ExampleUnusable, Exception)
+        kinds = (AccessDenied, AdapterRefused, EnvironmentBroken, ExampleUnusable, Exception)
         raise next(error for kind in kinds for error in errors.exceptions if isinstance(error, kind)) from None
     return [task.result() for task in running]
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.contract.sampling_ranges import TEMPERATURE
 from prime_rl.contract.types import (
     ADVANTAGE_DTYPE,
     LOGPROB_DTYPE,
@@ -42,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 # Numbers become float32, which has no place for others.
 MAX_FLOAT = 3.4e38
-MIN_TEMPERATURE = 1e-6
 # A disk that does not answer must not keep the trainer from ending.
 CLOSE_TIMEOUT_S = 5.0
 
@@ -129,8 +129,8 @@ def _length_problem(sample: SampleColumns, limits: BatchLimits) -> str | None:
 def _number_problem(sample: SampleColumns, limits: BatchLimits) -> str | None:
     if not _fits(sample.advantage):
         return f"advantage is {sample.advantage}"
-    if not (_fits(sample.temperature) and sample.temperature >= MIN_TEMPERATURE):
-        return f"temperature is {sample.temperature}, must be at least {MIN_TEMPERATURE}"
+    if not TEMPERATURE.lowest <= sample.temperature <= TEMPERATURE.highest:
+        return f"temperature is {sample.temperature}, must be {TEMPERATURE.lowest} to {TEMPERATURE.highest}"
     oldest, newest = oldest_allowed(limits.step, limits.max_async_level), limits.step - 1
     if not oldest <= sample.policy_version <= newest:
         return (

@@ -304,11 +304,38 @@ def test_loading_what_does_not_fit_is_refused(server: RunningServer, model: Path
     message = error_of(server.post(load, lora_name="run_p@v1", lora_path=str(partial)))
     assert "its target_modules are ['lm_head', 'q_proj'], this model takes adapters in ['down_proj'," in message
     weights.write_bytes(b"no safetensors")
-    assert server.post(load, lora_name="run_r@v1", lora_path=str(renamed)).status_code == 400
+    assert server.post(load, lora_name="run_r@v1", lora_path=str(renamed)).status_code == 422
     assert server.post(load, lora_name="../up", lora_path=str(renamed)).status_code == 400
     assert server.post(load, lora_name="run_r@v1").status_code == 400
     with server.openai() as client:
         assert {entry.id for entry in client.models.list()} == {server.model, A, B}
+
+
+def test_an_adapter_that_is_not_finite_costs_its_own_requests_only(
+    server: RunningServer, references: dict[str, PreTrainedModel], model: Path
+) -> None:
+    """Its numbers are refused when it is loaded; those that overflow in a product there, or when it is first asked."""
+    load, name = "/v1/load_lora_adapter", "run_z@v1"
+    broken = make_adapter(server.output_dir / "broken", model, seed=3)
+    weights = broken / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    save_file({**tensors, **{key: tensors[key] * float("nan") for key in sorted(tensors)[:1]}}, weights)
+    response = server.post(load, lora_name=name, lora_path=str(broken))
+    assert response.status_code == 422 and f"{sorted(tensors)[0]} is not finite" in error_of(response)
+
+    save_file({key: tensor * 1e25 for key, tensor in tensors.items()}, weights)
+    ask = {"prompt": PROMPTS[0], "max_tokens": NUM_TOKENS, "temperature": 0}
+    expected = greedy(references[B], PROMPTS[0], NUM_TOKENS)
+    with ThreadPoolExecutor(8) as pool:
+        good = [pool.submit(server.complete, model=B, **ask) for _ in range(4)]
+        response = server.post(load, lora_name=name, lora_path=str(broken))
+        if response.status_code == 200:
+            response = server.post("/v1/completions", model=name, logprobs=1, **ask)
+            server.unload(name)
+        good += [pool.submit(server.complete, model=B, **ask) for _ in range(4)]
+        assert [token_ids(each.result()) for each in good] == [[expected]] * 8
+    assert response.status_code == 422 and name in error_of(response)
+    assert "logits are not finite" in error_of(response)
 
 
 def test_adapters_come_from_below_output_dir_only(server: RunningServer, model: Path, tmp_path: Path) -> None:
@@ -356,6 +383,7 @@ def test_bad_requests_are_refused_in_openais_shape(server: RunningServer) -> Non
     assert status(prompt=[]) == 400
     assert status(temperature=-1) == 400
     assert status(temperature=2.5) == 400
+    assert status(temperature=1e-320) == status(min_p=1e-320) == status(repetition_penalty=1e-39) == 400
     assert status(n=0) == 400
     assert chat_status(messages="hello") == 400
     json_type = {"content-type": "application/json"}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,12 +22,13 @@ from transformers import (
     PreTrainedConfig,
     Qwen3Config,
 )
+from transformers.cache_utils import Cache
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, Job, _chunks
 from prime_rl.inference.embedded.kv import SPARE_COLUMNS
 from prime_rl.inference.embedded.model import ModelError, Served, load_model
-from prime_rl.inference.embedded.sampling import SamplingParams
+from prime_rl.inference.embedded.sampling import BatchParams, SamplingParams
 from prime_rl.inference.limits import max_model_len
 from prime_rl.lora.adapter_state import load_adapter
 from tests.inference_support import adapter_tensors, linear_shapes, make_model
@@ -72,11 +76,19 @@ def save(config: PreTrainedConfig, folder: Path) -> Path:
     return folder
 
 
-def job(prompt: list[int], max_tokens: int, slot: int | None = None, *, num_choices: int = 1, **params: Any) -> Job:
+def job(
+    prompt: list[int],
+    max_tokens: int,
+    slot: int | None = None,
+    *,
+    num_choices: int = 1,
+    model: str = "the base model",
+    **params: Any,
+) -> Job:
     sampling = SamplingParams(
         **{"n": num_choices, "seed": len(prompt), "temperature": 0.0, "max_tokens": max_tokens, **params}
     )
-    return Job([prompt], sampling, slot=slot, max_length=MAX_LENGTH)
+    return Job([prompt], sampling, slot=slot, max_length=MAX_LENGTH, model=model)
 
 
 def new_batch(served: Served, *, raw_logprobs: bool = False) -> Batch:
@@ -201,6 +213,185 @@ def test_rows_that_end_leave_room_and_are_reported_once(served: Served) -> None:
     assert counts == list(range(10, -1, -1))
     assert ended == [row for each in jobs for row in each.rows]
     assert batch.num_generated_tokens == 55
+
+
+BROKEN, GUILTY = 2, 1  # slots
+
+
+@pytest.fixture
+def with_overflow(served: Served, tmp_path: Path) -> Iterator[Served]:
+    """Slot BROKEN has finite weights whose products are not."""
+    layers = {name: layer.parameters_of(BROKEN) for name, layer in served.layers.items()}
+    kept = {name: [each.detach().clone() for each in pair] for name, pair in layers.items()}
+    with torch.no_grad():
+        for pair in layers.values():
+            for each in pair:
+                each.mul_(1e25)
+    yield served
+    with torch.no_grad():
+        for name, pair in layers.items():
+            for each, before in zip(pair, kept[name], strict=True):
+                each.copy_(before)
+
+
+def innocent() -> list[Job]:
+    return [
+        job([5, 6, 7], 12, slot=0, temperature=1.0, num_choices=2, top_logprobs=3),
+        job([9] * 20, 9, temperature=0.7, repetition_penalty=1.2, min_tokens=3),
+        job([11, 12], 15, slot=0, top_p=0.9, temperature=1.0),
+        job([3], 7),
+    ]
+
+
+def guilty(slot: int) -> list[Job]:
+    sampling: dict[str, Any] = {"slot": slot, "model": f"run_bad@v{slot}"}
+    return [
+        job([5, 6, 7], 12, temperature=1.0, **sampling),
+        job([5, 6, 7], 12, top_logprobs=5, num_choices=2, presence_penalty=1.0, **sampling),
+        job([30, 31], 4, top_k=3, top_p=0.5, min_p=0.1, temperature=0.5, **sampling),
+    ]
+
+
+def mixed(good: list[Job], bad: list[Job]) -> list[Job]:
+    return [*good[:1], *bad[:2], *good[1:3], *bad[2:], *good[3:]]
+
+
+def assert_ended_alone(served: Served, good: list[Job], bad: list[Job], problem: str) -> None:
+    assert outputs(good) == [alone(served, each) for each in innocent()]
+    assert all(each.error is None for each in good)
+    for each in bad:
+        assert {row.finish_reason for row in each.rows} <= {"error", "abort"}
+        assert each.error is not None and each.error.status == 422 and problem in each.error.message
+
+
+@pytest.mark.parametrize("raw_logprobs", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_row_whose_logits_are_not_finite_ends_alone(with_overflow: Served, raw_logprobs: bool, at_once: bool) -> None:
+    good, bad = innocent(), guilty(BROKEN)
+    if at_once:
+        batch = new_batch(with_overflow, raw_logprobs=raw_logprobs)
+        batch.add([row for each in mixed(good, bad) for row in each.rows])
+        run_out(batch)
+    else:
+        staggered(with_overflow, mixed(good, bad))
+    assert_ended_alone(with_overflow, good, bad, "run_bad@v2: logits are not finite")
+    assert all(math.isfinite(logprob) for each in good for row in each.rows for logprob in row.logprobs)
+
+
+def half_way(served: Served, fails: Callable[[Sequence[int | None]], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward for which `fails`, by the slots of its rows, raises when its first layer is through."""
+    forward = served.forward
+
+    def breaking(ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, slots: Sequence[int | None]) -> Tensor:
+        logits = forward(ids, mask, positions, cache, slots)
+        if fails(slots):
+            for layer in cache.layers[1:]:
+                layer.num_columns -= ids.shape[1]
+            raise RuntimeError("a kernel has failed")
+        return logits
+
+    monkeypatch.setattr(served, "forward", breaking)
+
+
+@pytest.mark.parametrize("in_prefill", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_exception_ends_the_rows_that_cause_it_and_costs_the_others_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch, in_prefill: bool, at_once: bool
+) -> None:
+    good, bad = innocent(), guilty(GUILTY)
+    with monkeypatch.context() as patch:
+        if in_prefill:
+            prefill = served.prefill
+            prefilling: list[bool] = []
+
+            def noted(prompts: Any, slots: Any) -> Cache:
+                prefilling.append(True)
+                try:
+                    return prefill(prompts, slots)
+                finally:
+                    prefilling.pop()
+
+            patch.setattr(served, "prefill", noted)
+            half_way(served, lambda slots: bool(prefilling) and GUILTY in slots, patch)
+        else:
+            half_way(served, lambda slots: GUILTY in slots, patch)
+        if at_once:
+            batch = new_batch(served)
+            batch.add([row for each in mixed(good, bad) for row in each.rows])
+            run_out(batch)
+        else:
+            staggered(served, mixed(good, bad))
+    assert_ended_alone(served, good, bad, "run_bad@v1: this request cannot be computed: RuntimeError: a kernel has")
+
+
+def test_an_exception_after_some_tokens_leaves_what_was_said(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = innocent(), guilty(GUILTY)
+    batch = new_batch(served)
+    batch.add([row for each in mixed(good, bad) for row in each.rows])
+    for _ in range(2):
+        batch.step()
+    with monkeypatch.context() as patch:
+        half_way(served, lambda slots: GUILTY in slots, patch)
+        ended = batch.step()
+    assert {row.job for row in ended} == set(bad) and all(len(row.token_ids) == 2 for row in ended)
+    run_out(batch)
+    assert_ended_alone(served, good, bad, "cannot be computed")
+    assert batch.num_generated_tokens == sum(len(row.token_ids) for each in good + bad for row in each.rows)
+
+
+def test_settings_that_cannot_be_taken_up_end_their_own_request(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Picky(BatchParams):
+        def __init__(self, params: Sequence[SamplingParams], *args: Any, **kwargs: Any) -> None:
+            if any(each.min_p == 0.125 for each in params):
+                raise OverflowError("too picky")
+            super().__init__(params, *args, **kwargs)
+
+    good, bad = innocent(), [job([5, 6, 7], 5, min_p=0.125), job([8], 5, min_p=0.125, num_choices=2)]
+    with monkeypatch.context() as patch:
+        patch.setattr("prime_rl.inference.embedded.batch.BatchParams", Picky)
+        staggered(served, [*good[:2], *bad, *good[2:]])
+    assert_ended_alone(served, good, bad, "the base model: this request cannot be computed: OverflowError: too picky")
+
+
+def test_a_text_that_cannot_be_decoded_ends_its_own_row(served: Served) -> None:
+    whole = alone(served, job([5, 6, 7], 12, ignore_eos=True))[0]
+
+    def decode(ids: Sequence[int]) -> str:
+        if whole[3] in ids:
+            raise UnicodeError("no such character")
+        return ""
+
+    good, bad = innocent(), [job([5, 6, 7], 12, ignore_eos=True, stop=["never"])]
+    batch = Batch(served, decode)
+    batch.add([row for each in [*bad, *good] for row in each.rows])
+    run_out(batch)
+    assert_ended_alone(served, good, bad, "its text cannot be decoded: UnicodeError: no such character")
+    assert len(bad[0].rows[0].token_ids) == whole.index(whole[3]) + 1
+
+
+def test_when_the_base_model_fails_too_no_row_is_at_fault(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = new_batch(served)
+    batch.add([row for each in innocent() for row in each.rows])
+    half_way(served, lambda slots: True, monkeypatch)
+    with pytest.raises(RuntimeError, match="a kernel has failed"):
+        batch.step()
+    assert not any(row.job.error for row in batch.rows)
+
+
+def test_rows_that_are_computed_again_get_the_same_tokens(served: Served) -> None:
+    jobs, batch = innocent(), new_batch(served)
+    rows = [row for each in jobs for row in each.rows]
+    batch.add(rows)
+    for num_steps in (1, 4, 3):
+        for _ in range(num_steps):
+            batch.step()
+        batch.release()
+        assert batch.num_rows == 0
+        batch.add([row for row in rows if row.finish_reason is None])
+    run_out(batch)
+    assert outputs(jobs) == [alone(served, each) for each in innocent()]
 
 
 def test_cancelled_rows_leave_and_the_others_go_on(served: Served) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import math
+import shutil
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.inference import InferenceConfig
@@ -22,7 +26,7 @@ from prime_rl.inference.embedded.model import Served, load_model
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.weight_files import model_shapes
-from prime_rl.lora.adapter_state import ADAPTER_FILE, ServedPart, served_parts
+from prime_rl.lora.adapter_state import ADAPTER_FILE, CONFIG_FILE, ServedPart, served_parts
 from prime_rl.lora.tensor_files import read_shapes
 from tests.inference_support import greedy, make_adapter, make_model
 from tests.patience import PATIENCE_S
@@ -203,10 +207,10 @@ async def test_a_load_that_is_cancelled_while_it_reads_is_not_a_refused_adapter(
 ) -> None:
     reading, may_go_on = threading.Event(), threading.Event()
 
-    def slow_parts(*args: Any) -> Iterator[ServedPart]:
+    def slow_parts(*args: Any, **kwargs: Any) -> Iterator[ServedPart]:
         reading.set()
         assert may_go_on.wait(PATIENCE_S)
-        yield from served_parts(*args)
+        yield from served_parts(*args, **kwargs)
 
     monkeypatch.setattr("prime_rl.inference.embedded.engine.served_parts", slow_parts)
     load = asyncio.create_task(engine.load_adapter("run_a@v1", make_adapter(tmp_path / "adapter", folder, seed=1)))
@@ -263,6 +267,135 @@ async def test_a_failure_in_the_engine_is_said_to_everybody_and_shows(
             with pytest.raises(EngineDead, match="no room for activations"):
                 await within(job.result())
         assert not engine.alive and "the engine has failed" in caplog.text
+
+
+def out_of_memory(served: Served, has_room: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A device that has room for so many rows; returns the numbers that were asked of it."""
+    forward, asked = served.forward, list[int]()
+
+    def limited(ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        asked.append(len(ids))
+        if not has_room(len(ids)):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(ids, *args)
+
+    monkeypatch.setattr(served, "forward", limited)
+    return asked
+
+
+async def test_out_of_memory_computes_rows_again_and_loses_no_token(
+    served: Served, monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
+) -> None:
+    prompts, sampling = (
+        [[5 + number, 6, 7] for number in range(8)],
+        SamplingParams(max_tokens=40, seed=3, ignore_eos=True),
+    )
+    adapter = make_adapter(tmp_path / "adapter", folder, seed=1)
+
+    async def answered(engine: Engine) -> list[list[int]]:
+        await engine.load_adapter("run_a@v1", adapter)
+        jobs = [engine.submit(prompts, sampling, adapter=name) for name in (None, "run_a@v1")]
+        return [row.token_ids for job in jobs for row in await within(job.result())]
+
+    async with running(new_engine(served, 8)) as engine:
+        expected = await answered(engine)
+    asked = out_of_memory(served, lambda num_rows: num_rows <= 3, monkeypatch)
+    async with running(new_engine(served, 8)) as engine:
+        assert await answered(engine) == expected
+        assert engine.alive and not engine.lacks_memory, "nothing waits any more"
+        assert engine.stats().num_tokens == 16 * 40, "no token was made twice"
+    assert max(asked) == 8 and sum(num_rows > 3 for num_rows in asked) < 16, "fewer at a time from then on"
+
+
+async def test_out_of_memory_takes_as_many_rows_as_before_when_there_is_room_again(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce = threading.Event()
+    scarce.set()
+    asked = out_of_memory(served, lambda num_rows: num_rows <= 1 or not scarce.is_set(), monkeypatch)
+    async with running(new_engine(served, 4)) as engine:
+        jobs = [engine.submit([PROMPT], params(LONG)) for _ in range(4)]
+        await until(lambda: engine.lacks_memory)
+        scarce.clear()
+        for job in jobs:
+            await within(job.result())
+        assert not engine.lacks_memory
+        asked.clear()
+        for _ in range(6):
+            await generate(engine, n=4)
+        await until(lambda: 4 in asked)
+
+
+async def test_a_row_that_does_not_fit_alone_ends_and_the_next_is_taken(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out_of_memory(served, lambda num_rows: False, monkeypatch)
+    async with running(new_engine(served, 4)) as engine:
+        job = engine.submit([PROMPT, PROMPT[:2]], params(5, 2))
+        with pytest.raises(ApiError, match=r"the base model: \d tokens do not fit into the memory") as caught:
+            await within(job.result())
+        assert caught.value.status == 400
+        monkeypatch.undo()
+        assert len(await tokens(engine)) == 12
+
+
+async def test_an_adapter_with_numbers_that_are_not_finite_is_refused(
+    engine: Engine, folder: Path, tmp_path: Path
+) -> None:
+    for number, value in enumerate((math.nan, math.inf, -math.inf)):
+        bad = make_adapter(tmp_path / f"bad{number}", folder, seed=1)
+        tensors = load_file(bad / ADAPTER_FILE)
+        name = sorted(tensors)[number]
+        tensors[name][-1, -1] = value
+        save_file(tensors, bad / ADAPTER_FILE)
+        with pytest.raises(ApiError, match=f"'run_a@v1' is refused: {name} is not finite") as caught:
+            await engine.load_adapter("run_a@v1", bad)
+        assert caught.value.status == 422 and not engine.adapters()
+    good = make_adapter(tmp_path / "good", folder, seed=1)
+    for name in ("run_b@v1", "run_b@v2"):  # both slots have been tried
+        await engine.load_adapter(name, good)
+    assert await tokens(engine, adapter="run_b@v1") == await tokens(engine, adapter="run_b@v2")
+
+
+async def test_an_adapter_of_another_base_model_is_refused(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    other = make_model(tmp_path / "other", attention_bias=True)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    adapter = make_adapter(tmp_path / "adapter", folder, seed=1)
+    config = json.loads((adapter / CONFIG_FILE).read_text())
+    for base, is_refused in (
+        (str(other), True),
+        (str(copy), False),
+        ("owner/model", False),  # may be where the folder came from
+        (str(tmp_path / "elsewhere"), False),  # a path of another machine
+        ("a\0b", False),
+    ):
+        (adapter / CONFIG_FILE).write_text(json.dumps(config | {"base_model_name_or_path": base}))
+        if is_refused:
+            with pytest.raises(ApiError, match=f"its base model is {base}, not {folder}") as caught:
+                await engine.load_adapter("run_a@v1", adapter)
+            assert caught.value.status == 422
+        else:
+            await engine.load_adapter("run_a@v1", adapter)
+            engine.unload_adapter("run_a@v1")
+    (adapter / CONFIG_FILE).write_text(json.dumps(config | {"lora_alpha": math.inf}))
+    with pytest.raises(ApiError, match="lora_alpha is inf"):
+        await engine.load_adapter("run_a@v1", adapter)
+
+
+async def test_a_request_that_fails_ends_with_all_its_waiting_choices(
+    engine: Engine, folder: Path, tmp_path: Path
+) -> None:
+    broken = make_adapter(tmp_path / "broken", folder, seed=1)
+    tensors = {name: tensor * 1e25 for name, tensor in load_file(broken / ADAPTER_FILE).items()}
+    save_file(tensors, broken / ADAPTER_FILE)
+    await engine.load_adapter("run_a@v1", broken)
+    long = engine.submit([PROMPT], params(LONG))
+    job = engine.submit([PROMPT] * 3, params(5, 7), adapter="run_a@v1")
+    with pytest.raises(ApiError, match="run_a@v1: logits are not finite") as caught:
+        await within(job.result())
+    assert caught.value.status == 422
+    assert [len(row.token_ids) for row in await within(long.result())] == [LONG]
+    await until(lambda: (engine.stats().num_running, engine.stats().num_waiting) == (0, 0))
 
 
 async def test_a_caller_that_goes_away_takes_nothing_from_the_engine(engine: Engine) -> None:

@@ -134,6 +134,9 @@ def test_fields_without_effect_are_accepted_at_neutral_values_only() -> None:
         ("stop", [str(number) for number in range(17)]),
         ("stop_token_ids", [-1]),
         ("min_tokens", 2**31),
+        ("temperature", 1e-320),
+        ("min_p", 1e-320),
+        ("max_tokens", 0),
     ):
         with pytest.raises(ApiError, match=name) as caught:
             parsed({"prompt": "x", name: value}, CompletionRequest)

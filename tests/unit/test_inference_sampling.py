@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
 from msgspec.structs import replace
 from transformers import (
     LogitsProcessor,
@@ -18,6 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from prime_rl.contract.sampling_ranges import RANGES, refusal
 from prime_rl.inference.embedded.batch import Job, Row
 from prime_rl.inference.embedded.sampling import BatchParams, SamplingParams, _draw, find_stop, sample
 
@@ -226,3 +230,78 @@ def test_a_stop_string_before_the_shortest_length_does_not_count() -> None:
     assert find_stop("abab", ["ab"], too_early=2) == (2, "ab")
     assert find_stop("abab", ["aba"], too_early=2) == (0, "aba"), "it ends later"
     assert find_stop("abab", ["ab"], too_early=4) is None
+
+
+NUM_TOKENS = 12
+_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def accepted(name: str) -> st.SearchStrategy[float]:
+    """Any value that no place refuses, the borders and those next to them more often."""
+    limits = RANGES[name]
+    inside = st.floats(limits.lowest, limits.highest)
+    return st.one_of(inside, st.sampled_from([limits.lowest, limits.highest, *limits.off]))
+
+
+@st.composite
+def any_params(draw: st.DrawFn) -> SamplingParams:
+    params = SamplingParams(
+        **{name: draw(accepted(name)) for name in _NAMES},
+        top_k=draw(st.sampled_from([0, 1, 3, NUM_TOKENS, 2**31 - 1])),
+        min_tokens=draw(st.integers(0, 3)),
+        top_logprobs=draw(st.sampled_from([0, 5])),
+    )
+    assert refusal({name: getattr(params, name) for name in RANGES if hasattr(params, name)}) is None
+    return params
+
+
+ROWS = st.lists(st.floats(-1e4, 1e4, width=32), min_size=NUM_TOKENS, max_size=NUM_TOKENS)
+
+
+@given(params=any_params(), logits=ROWS, uniform=st.integers(0, 2**52 - 1), raw=st.booleans())
+def test_accepted_parameters_always_give_a_token_with_a_finite_logprob(
+    params: SamplingParams, logits: list[float], uniform: int, raw: bool
+) -> None:
+    rows = batch(params, prompt=(1, 2, 2), said=(4, 4), num_vocabulary=NUM_TOKENS)
+    sampled = sample(torch.tensor([logits]), rows, [uniform * 2.0**-52], raw_logprobs=raw)
+    assert 0 <= int(sampled.token_ids_R) < NUM_TOKENS
+    assert -1e5 < float(sampled.logprobs_R) <= 1e-6, "to be the logprob of a token that may be sampled"
+
+
+NOT_FINITE = (float("nan"), float("inf"), float("-inf"), 3.4e38)
+
+
+@given(
+    params=st.lists(any_params(), min_size=3, max_size=3),
+    bad=st.lists(st.sampled_from([*NOT_FINITE, 0.0]), min_size=NUM_TOKENS, max_size=NUM_TOKENS),
+    raw=st.booleans(),
+)
+def test_a_row_that_is_not_finite_is_marked_and_changes_no_other(
+    params: list[SamplingParams], bad: list[float], raw: bool
+) -> None:
+    good = torch.randn(1, NUM_TOKENS, generator=torch.Generator().manual_seed(3))
+    logits = torch.cat([good, torch.tensor([bad]), good.flip(1)])
+    draws = uniforms(3)
+    together = sample(logits, batch(*params, num_vocabulary=NUM_TOKENS), draws, raw_logprobs=raw)
+    assert all(0 <= token_id < NUM_TOKENS for token_id in together.token_ids_R.tolist())
+    for row in (0, 2):
+        rows = batch(params[row], num_vocabulary=NUM_TOKENS)
+        alone = sample(logits[row : row + 1], rows, [draws[row]], raw_logprobs=raw)
+        assert together.token_ids_R[row] == alone.token_ids_R[0]
+        assert together.logprobs_R[row] == pytest.approx(alone.logprobs_R[0].item(), abs=1e-6)
+    if any(value == float("inf") or math.isnan(value) for value in bad) or all(value == float("-inf") for value in bad):
+        assert not together.logprobs_R[1].isfinite()
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        *[(name, value) for name in ("temperature", "top_p", "min_p", "repetition_penalty") for value in (1e-320, -1)],
+        *[(name, value) for name in RANGES for value in (float("nan"), 2**70, -(2**70))],
+        *[("temperature", 1e-39), ("temperature", 0.009), ("repetition_penalty", 0), ("top_p", 0), ("n", 257)],
+        *[("top_k", -2), ("max_tokens", 0), ("min_tokens", -1), ("seed", 2**63), ("presence_penalty", 2.1)],
+    ],
+)
+def test_what_breaks_an_engine_is_outside_of_the_ranges(name: str, bad: float) -> None:
+    found = refusal({"prompt": "x", name: bad})
+    assert found is not None and found[0] == name and f"{name}: found {bad}: must be" in found[1]

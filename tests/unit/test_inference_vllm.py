@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from starlette.requests import Request
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError
+from prime_rl.inference.front import build_app
 from prime_rl.inference.vllm.adapters import AdapterGate
 from prime_rl.inference.vllm.control import VllmControl
 from prime_rl.inference.weight_files import model_shapes
@@ -73,11 +77,8 @@ def test_an_adapter_that_vllm_ignored_or_cut_is_seen(tmp_path: Path) -> None:
             gate.check_sizes("run_a@v1", held)
 
 
-async def test_an_adapter_that_vllm_ignores_is_unloaded_and_refused(tmp_path: Path) -> None:
-    """As a fault of the request: a server that fails (500) is asked for the same again and again."""
-    model = make_model(tmp_path / "base")
-    folder = make_adapter(tmp_path / "run_a", model, seed=1)
-    config = InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}})
+def loading(config: InferenceConfig, size: tuple[float, float], logprob: float) -> tuple[VllmControl, list[int]]:
+    """A vLLM whose layers hold `size`, and whose next token has `logprob`; and what it unloaded."""
     requests: dict[str, Any] = {}
     removed: list[int] = []
 
@@ -89,12 +90,76 @@ async def test_an_adapter_that_vllm_ignores_is_unloaded_and_refused(tmp_path: Pa
     async def remove_lora(number: int) -> None:
         removed.append(number)
 
-    engine: Any = SimpleNamespace(engine_core=Core((0.0, 0.0)), remove_lora=remove_lora)
-    control = VllmControl(config, vllm, engine, requests, AdapterGate(config), lambda: 0)
-    request = Request({"type": "http", "path": "/v1/load_lora_adapter", "headers": []})
+    async def generate(*args: Any, lora_request: Any) -> AsyncIterator[Any]:
+        assert lora_request.lora_int_id == 7
+        choice = SimpleNamespace(token_ids=[3], logprobs=[{3: SimpleNamespace(logprob=logprob)}])
+        yield SimpleNamespace(outputs=[choice])
+
+    engine: Any = SimpleNamespace(engine_core=Core(size), remove_lora=remove_lora, generate=generate)
+    return VllmControl(config, vllm, engine, requests, AdapterGate(config), lambda: 0), removed
+
+
+LOAD = {"type": "http", "path": "/v1/load_lora_adapter", "headers": []}
+
+
+async def test_an_adapter_that_vllm_ignores_is_unloaded_and_refused(tmp_path: Path) -> None:
+    """As a fault of the request: a server that fails (500) is asked for the same again and again."""
+    model = make_model(tmp_path / "base")
+    folder = make_adapter(tmp_path / "run_a", model, seed=1)
+    config = InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}})
+    control, removed = loading(config, (0.0, 0.0), -1.0)
     with pytest.raises(ApiError, match=r"'run_a@v1' correctly: its layers hold \(0\.0, 0\.0\)") as caught:
-        await control.load_adapter(request, "run_a@v1", folder)
-    assert (caught.value.status, removed, requests) == (400, [7], {})
+        await control.load_adapter(Request(LOAD), "run_a@v1", folder)
+    assert (caught.value.status, removed, list(control.adapters())) == (400, [7], [])
+
+
+async def test_an_adapter_whose_numbers_overflow_is_unloaded_and_refused(tmp_path: Path) -> None:
+    """In its files, or in what vLLM computes with them: as a fault of the adapter, which ends its run."""
+    pytest.importorskip("vllm")
+    model = make_model(tmp_path / "base")
+    folder = make_adapter(tmp_path / "run_a", model, seed=1)
+    config = InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}})
+    gate = AdapterGate(config)
+    gate("run_a@v1", folder)
+    size_A, size_B = gate._sizes["run_a@v1"]
+    control, removed = loading(config, (size_A, size_B), -1.0)
+    await control.load_adapter(Request(LOAD), "run_a@v1", folder)
+    assert list(control.adapters()) == ["run_a@v1"] and not removed
+    control, removed = loading(config, (size_A, size_B), math.nan)
+    with pytest.raises(ApiError, match="'run_a@v1' is refused: logits are not finite") as caught:
+        await control.load_adapter(Request(LOAD), "run_a@v1", folder)
+    assert (caught.value.status, removed, list(control.adapters())) == (422, [7], [])
+    weights = folder / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    next(iter(tensors.values()))[0, 0] = math.inf
+    save_file(tensors, weights)
+    with pytest.raises(ApiError, match=r"'run_a@v1' is refused: .* is not finite") as caught:
+        await control.load_adapter(Request(LOAD), "run_a@v1", folder)
+    assert caught.value.status == 422
+
+
+async def test_vllm_gets_no_request_that_is_out_of_range(tmp_path: Path) -> None:
+    config = InferenceConfig.model_validate({"model": {"name": str(make_model(tmp_path / "base"))}})
+    passed: list[Any] = []
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(json.loads((await receive())["body"]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    control = VllmControl(config, vllm, None, {}, AdapterGate(config), lambda: 0)
+    asked = httpx.ASGITransport(build_app(control, config))
+    async with httpx.AsyncClient(transport=asked, base_url="http://127.0.0.1") as client:
+        for route in ("/v1/completions", "/v1/chat/completions"):
+            good = {"prompt": "x", "temperature": 0, "top_k": -1, "stream": True, "extra": [1]}
+            assert (await client.post(route, json=good)).status_code == 200 and passed.pop() == good
+            for name, value in (("temperature", 1e-320), ("repetition_penalty", 0), ("max_tokens", 2**70)):
+                response = await client.post(route, json={"prompt": "x", name: value})
+                assert response.status_code == 400 and response.json()["error"]["param"] == name
+        body = {"token_ids": [1], "sampling_params": {"temperature": 1e-39}}
+        response = await client.post("/inference/v1/generate", json=body)
+        assert response.status_code == 400 and "must be 0, or 0.01 to 2" in response.text
+    assert not passed
 
 
 class Core:

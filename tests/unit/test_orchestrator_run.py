@@ -291,6 +291,32 @@ async def test_single_failures_are_dropped_counted_and_survived(workspace: Works
     assert workspace.status.reason is None
 
 
+@pytest.mark.parametrize(("route", "num_asked"), [("/v1/completions", {3, 4}), ("/v1/load_lora_adapter", {1})])
+async def test_an_adapter_that_inference_refuses_ends_the_run_with_its_reason(
+    workspace: Workspace, route: str, num_asked: set[int]
+) -> None:
+    """At once where its files are at fault; else when it has answered none of three requests."""
+    refused: list[str] = []
+
+    def fault(path: str, body: dict[str, Any]) -> int | None:
+        if path != route or (path == "/v1/completions" and "@v" not in body["model"]):
+            return None
+        refused.append(str(body))
+        return 422
+
+    workspace.fake.fault = fault
+    assert await workspace.run_to_the_end(client={"max_concurrent_requests": 2}) == 1
+    assert (workspace.status.state, workspace.status.reason) == ("failed", "injected 422")
+    assert len(refused) in num_asked, "one more may be under way"
+
+
+async def test_an_adapter_that_some_prompts_break_costs_those_rollouts_only(workspace: Workspace) -> None:
+    bad = iter([False, True, False, False, False] * 100)
+    workspace.fake.fault = lambda path, body: 422 if path == "/v1/completions" and next(bad) else None
+    assert await workspace.run_to_the_end(client={"max_concurrent_requests": 2}) == 0
+    assert len(workspace.completions) > 8 and workspace.status.reason is None
+
+
 @pytest.mark.parametrize(
     ("over", "prepare", "reason"),
     [

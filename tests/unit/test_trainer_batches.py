@@ -151,6 +151,8 @@ def test_a_file_without_a_version_has_version_1(tmp_path: Path) -> None:
         (with_sample(temperature=0.0), "sample 1: temperature is 0.0"),
         (with_sample(temperature=1e-300), "sample 1: temperature is 1e-300"),
         (with_sample(temperature=-1.0), "sample 1: temperature is -1.0"),
+        (with_sample(temperature=0.009), "sample 1: temperature is 0.009, must be 0.01 to 2"),
+        (with_sample(temperature=2.1), "sample 1: temperature is 2.1, must be 0.01 to 2"),
         (with_sample(temperature=NAN), "sample 1: temperature is nan"),
         (with_sample(policy_version=0), "sample 1: policy_version is 0, batch 3 may hold versions 1 to 2 with max_as"),
         (with_sample(policy_version=3), "sample 1: policy_version is 3, batch 3 may hold"),

@@ -200,7 +200,7 @@ class Api:
             raise ApiError(400, f"{param}: token id {largest} is out of vocabulary ({vocab_size})", param=param)
 
     def _check_size(self, num_choices: int, params: SamplingParams) -> None:
-        """Raises ApiError: 400 for what is too much at any time, 503 for what is too much now."""
+        """Raises ApiError: 400 for what is too much at any time, 429 and 503 for what is too much now."""
         size = num_choices * min(params.max_tokens, self._engine.max_model_len) * (1 + params.top_logprobs)
         if num_choices > self._max_waiting or size > MAX_ANSWER_SIZE:
             raise ApiError(
@@ -208,6 +208,9 @@ class Api:
                 f"The request is too large: {num_choices} choices (at most {self._max_waiting}) with up to {size} "
                 f"tokens and logprobs (at most {MAX_ANSWER_SIZE}). Ask for fewer prompts or choices at a time.",
             )
+        if self._engine.lacks_memory:
+            message = f"Inference is out of memory and computes earlier requests again: try again in {RETRY_AFTER_S} s."
+            raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
         num_waiting = self._engine.stats().num_waiting
         if num_waiting + num_choices > self._max_waiting:
             message = (

@@ -4,6 +4,10 @@ Collaborators: `Served` does the forwards, `sampling` draws, `kv.compose` copies
 changes. Rows are sorted by adapter. A row that ends is a hole, computed along until enough holes are worth a copy. No
 threads, no clients: the engine calls it from its one thread.
 
+A row whose logits are not finite ends alone. When an exception comes out of a computation, its rows are computed apart
+until those are found that cause it: these end, the others get what they would have got. Out of memory is no row's
+fault: it is raised, and the tokens of the rows are all that is needed to compute them again (`release`).
+
 Each row has a random stream of its own, so a seeded request gets the same tokens whatever else is in the batch and
 whenever it joined.
 
@@ -13,12 +17,15 @@ Dimensions: R rows (holes included), V vocabulary, C columns of the cache.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +33,10 @@ from transformers.cache_utils import Cache
 
 from prime_rl.inference.embedded.kv import SPARE_COLUMNS, compose, new_cache
 from prime_rl.inference.embedded.model import Served
-from prime_rl.inference.embedded.sampling import BatchParams, Sampled, SamplingParams, find_stop, sample
-from prime_rl.inference.errors import ApiError
+from prime_rl.inference.embedded.sampling import BatchParams, SamplingParams, find_stop, sample
+from prime_rl.inference.errors import NOT_FINITE, ApiError
+
+logger = logging.getLogger(__name__)
 
 # Token positions (prompts x longest prompt) of one prefill forward: bounds its activations to tens of MB a layer.
 MAX_PREFILL_TOKENS = 8192
@@ -43,14 +52,23 @@ class Job:
     Args:
         slot: of the adapter; None: the base model.
         max_length: of a prompt and what follows it, in tokens.
+        model: what errors call the adapter.
     """
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, slot: int | None, max_length: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        slot: int | None,
+        max_length: int,
+        model: str = "the base model",
     ) -> None:
         self.prompts = [tuple(prompt) for prompt in prompts]
         self.params = params
         self.slot = slot
+        self.rank = -1 if slot is None else slot
+        self.model = model
         self.rows: list[Row] = []
         for prompt in self.prompts:
             seed = secrets.randbits(64) if params.seed is None else params.seed
@@ -78,8 +96,8 @@ class Row:
         token_ids: the end-of-sequence token included when it ended the row.
         logprobs: of each token, as in `sample`.
         top: the most likely tokens at each position; empty when not asked for.
-        finish_reason: "stop" (end of sequence, a stop token or a stop string), "length" or "abort" (its job was
-            cancelled); None while it runs.
+        finish_reason: "stop" (end of sequence, a stop token or a stop string), "length", "abort" (its job was
+            cancelled) or "error" (its job has it); None while it runs.
         stop_at: length of the text before the stop string, None when no stop string ended it.
         stop_reason: the stop string or stop token that ended it.
     """
@@ -101,17 +119,34 @@ class Row:
         return len(self.prompt_ids) + self.max_tokens
 
     @property
+    def all_ids(self) -> tuple[int, ...]:
+        """Prompt and completion so far."""
+        return (*self.prompt_ids, *self.token_ids)
+
+    @property
     def prefill_key(self) -> tuple[int, int, tuple[int, ...]]:
         """Rows with the same one share a prefill. Sorts by adapter, the base model first, then by length."""
-        return -1 if self.job.slot is None else self.job.slot, len(self.prompt_ids), self.prompt_ids
+        ids = self.all_ids
+        return self.job.rank, len(ids), ids
 
     @cached_property
     def _stream(self) -> Random:
         return Random(self.seed)
 
+    @cached_property
+    def next_uniform(self) -> float:
+        """The number for its next token, however often that is tried."""
+        return self.uniform()
+
     def uniform(self) -> float:
         """The next number of its stream, of 52 bits."""
         return self._stream.getrandbits(52) * 2.0**-52
+
+    def fail(self, problem: str, status: int = 422) -> None:
+        """End it with an error, and its job with it."""
+        self.finish_reason = "error"
+        self.job.error = self.job.error or ApiError(status, f"{self.job.model}: {problem}")
+        self.job.is_cancelled = True
 
 
 class Batch:
@@ -142,71 +177,134 @@ class Batch:
         self.num_generated_tokens = 0
 
     @property
+    def rows(self) -> list[Row]:
+        """Those that still generate; holes are left out."""
+        return [row for row in self._rows if row.finish_reason is None]
+
+    @property
     def num_rows(self) -> int:
-        """Rows that still generate; holes are not counted."""
-        return sum(row.finish_reason is None for row in self._rows)
+        """The number of `rows`."""
+        return len(self.rows)
 
     @property
     def longest(self) -> int:
         """Tokens that the longest row may come to."""
-        return max((row.max_length for row in self._rows if row.finish_reason is None), default=0)
+        return max((row.max_length for row in self.rows), default=0)
 
     def add(self, rows: Sequence[Row]) -> list[Row]:
-        """Let `rows` join: their prompts are in the cache then, but for the last token, which the next step takes.
+        """Let `rows` join: their tokens are in the cache then, but for the last one, which the next step takes.
 
-        Returns those that do not join, because their jobs were cancelled meanwhile.
+        Returns those that have ended, because their jobs were cancelled meanwhile or they cannot be computed.
         """
         joining: dict[Row, tuple[Cache, int]] = {}
+
+        def prefill(chunk: Sequence[Sequence[Row]]) -> None:
+            firsts = [same[0] for same in chunk]
+            cache = self._served.prefill([row.all_ids[:-1] for row in firsts], [row.job.slot for row in firsts])
+            joining.update({row: (cache, source) for source, same in enumerate(chunk) for row in same})
+
         for chunk in _chunks(rows):
             if all(row.job.is_cancelled for same in chunk for row in same):
-                continue
-            firsts = [same[0] for same in chunk]
-            cache = self._served.prefill([row.prompt_ids[:-1] for row in firsts], [row.job.slot for row in firsts])
-            joining.update({row: (cache, source) for source, same in enumerate(chunk) for row in same})
+                for same in chunk:
+                    for row in same:
+                        row.finish_reason = "abort"
+            else:
+                self._apart(chunk, prefill)
         if joining:
-            self._recompose(joining)
-        return [row for row in rows if row not in joining]
+            self._apart([[row] for row in joining], lambda some: self._recompose({row: joining[row] for [row] in some}))
+        return [row for row in rows if row.finish_reason is not None]
 
     def step(self) -> list[Row]:
         """One token for every row. Returns the rows that finished with it."""
-        if not self._rows:
-            return []
-        if self._cache.get_seq_length() == self._mask_RC.shape[1]:
-            self._recompose({})
-        num_columns = self._cache.get_seq_length() + 1
-        logits_RV = self._served.forward(
-            self._ids_R[:, None], self._mask_RC[:, :num_columns], self._lengths_R[:, None], self._cache, self._slots
-        )
-        uniforms = [row.uniform() for row in self._rows]
-        sampled = sample(logits_RV, self._params, uniforms, raw_logprobs=self._raw_logprobs)
-        self._ids_R = sampled.token_ids_R
-        self._lengths_R += 1
-        self._params.advance(sampled.token_ids_R)
-        finished = self._append(sampled)
-        num_rows = self.num_rows
-        if not num_rows:
-            self._rows, self._cache = [], new_cache()
-        elif len(self._rows) - num_rows > MAX_HOLES * len(self._rows):
-            self._recompose({})
-        return finished
+        rows = self.rows
+        parts: dict[Row, tuple[Cache, int]] = {}
 
-    def _append(self, sampled: Sampled) -> list[Row]:
-        """Hand every row its token; returns the rows that end with it."""
-        token_ids, logprobs, top_ids, top_logprobs = ([] if each is None else each.tolist() for each in sampled)
-        finished = []
+        def advance(some: Sequence[Sequence[Row]]) -> None:
+            if len(some) == len(rows):
+                self._advance()
+                return
+            part = Batch(self._served, self._decode, raw_logprobs=self._raw_logprobs)
+            part._recompose({row: (self._cache, self._rows.index(row)) for [row] in some})
+            part._advance()
+            self.num_generated_tokens += part.num_generated_tokens
+            parts.update({row: (part._cache, idx) for idx, row in enumerate(part._rows)})
+
+        if rows:
+            self._apart([[row] for row in rows], advance)
+        if not self.num_rows:
+            self.release()
+        elif parts:
+            self._recompose({row: source for row, source in parts.items() if row.finish_reason is None})
+        return [row for row in rows if row.finish_reason is not None]
+
+    def release(self) -> None:
+        """Forget the rows and what was computed for them; they go on when they are added again."""
+        self._rows, self._cache = [], new_cache()
+
+    def _apart(self, groups: Sequence[Sequence[Row]], compute: Callable[[Sequence[Sequence[Row]]], None]) -> None:
+        """Compute all `groups` together. Where that raises, compute halves of them: one that raises alone ends.
+
+        Raises when the base model cannot compute a token either: then no row is at fault.
+        """
+        try:
+            compute(groups)
+            return
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if len(groups) == 1:
+                logger.error("a request cannot be computed", exc_info=error)
+                self._served.prefill([[0]], [None])
+                for row in groups[0]:
+                    row.fail(f"this request cannot be computed: {type(error).__name__}: {error}")
+                return
+        middle = len(groups) // 2
+        for half in (groups[:middle], groups[middle:]):
+            self._apart(half, compute)
+
+    def _advance(self) -> None:
+        """One token for every row. When it raises, the cache is that of before."""
+        is_full = self._cache.get_seq_length() == self._mask_RC.shape[1]
+        if is_full or len(self._rows) - self.num_rows > MAX_HOLES * len(self._rows):
+            self._recompose({})
+        num_columns = self._cache.get_seq_length()
+        mask_RT = self._mask_RC[:, : num_columns + 1]
+        try:
+            logits_RV = self._served.forward(
+                self._ids_R[:, None], mask_RT, self._lengths_R[:, None], self._cache, self._slots
+            )
+            uniforms = [row.next_uniform for row in self._rows]
+            sampled = sample(logits_RV, self._params, uniforms, raw_logprobs=self._raw_logprobs)
+            values = [[] if each is None else each.tolist() for each in sampled]
+            self._ids_R = sampled.token_ids_R
+            self._lengths_R += 1
+            self._params.advance(sampled.token_ids_R)
+        except BaseException:
+            for layer in self._cache.layers:
+                layer.num_columns = num_columns
+            raise
+        self._append(*values)
+
+    def _append(self, token_ids: list[Any], logprobs: list[Any], top_ids: list[Any], top_logprobs: list[Any]) -> None:
+        """Hand every row its token."""
         for idx, row in enumerate(self._rows):
             if row.finish_reason is not None:
                 continue
+            if not math.isfinite(logprobs[idx]):
+                row.fail(NOT_FINITE)
+                continue
             row.token_ids.append(token_ids[idx])
             row.logprobs.append(logprobs[idx])
+            del row.next_uniform
             self.num_generated_tokens += 1
             if num_top := row.job.params.top_logprobs:
                 row.top.append(list(zip(top_ids[idx], top_logprobs[idx], strict=True))[:num_top])
-            if self._ends(row, token_ids[idx]):
-                finished.append(row)
-        return finished
+            try:
+                self._note_end(row, token_ids[idx])
+            except Exception as error:  # of the tokenizer, which has its own ideas of some tokens
+                row.fail(f"its text cannot be decoded: {type(error).__name__}: {error}")
 
-    def _ends(self, row: Row, token_id: int) -> bool:
+    def _note_end(self, row: Row, token_id: int) -> None:
         params = row.job.params
         if row.job.is_cancelled:
             row.finish_reason = "abort"
@@ -219,7 +317,6 @@ class Batch:
             row.stop_at, row.stop_reason = stop
         elif len(row.token_ids) >= row.max_tokens:
             row.finish_reason = "length"
-        return row.finish_reason is not None
 
     def _stop_string(self, token_ids: Sequence[int], params: SamplingParams) -> tuple[int, str] | None:
         """A stop string that the last token completed. Only the tail is decoded until then."""
@@ -237,16 +334,10 @@ class Batch:
         """Copy the rows that live and those that join into a new cache with room, sorted by adapter."""
         sources = {row: (self._cache, idx) for idx, row in enumerate(self._rows) if row.finish_reason is None}
         sources |= joining
-        rows, device = sorted(sources, key=lambda row: row.prefill_key[0]), self._served.device
+        rows, device = sorted(sources, key=lambda row: row.job.rank), self._served.device
         lengths = [len(row.prompt_ids) + len(row.token_ids) - 1 for row in rows]
-        self._cache = compose([sources[row] for row in rows], max(lengths))
-        self._rows = rows
-        self._slots = [row.job.slot for row in rows]
-        self._ids_R = torch.tensor([(row.token_ids or row.prompt_ids)[-1] for row in rows], device=device)
-        self._lengths_R = torch.tensor(lengths, device=device)
-        columns_C = torch.arange(max(lengths) + SPARE_COLUMNS, device=device)
-        self._mask_RC = columns_C >= max(lengths) - self._lengths_R[:, None]
-        self._params = BatchParams(
+        cache = compose([sources[row] for row in rows], max(lengths))
+        params = BatchParams(
             [row.job.params for row in rows],
             [row.prompt_ids for row in rows],
             [row.token_ids for row in rows],
@@ -254,6 +345,13 @@ class Batch:
             num_vocabulary=self._served.num_logits,
             device=device,
         )
+        ids_R = torch.tensor([(row.token_ids or row.prompt_ids)[-1] for row in rows], device=device)
+        lengths_R = torch.tensor(lengths, device=device)
+        columns_C = torch.arange(max(lengths) + SPARE_COLUMNS, device=device)
+        # All or nothing: what raises above can be tried again with other rows.
+        self._mask_RC = columns_C >= max(lengths) - lengths_R[:, None]
+        self._rows, self._slots, self._cache, self._params = rows, [row.job.slot for row in rows], cache, params
+        self._ids_R, self._lengths_R = ids_R, lengths_R
 
 
 def _chunks(rows: Sequence[Row]) -> list[list[list[Row]]]:

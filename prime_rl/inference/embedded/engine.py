@@ -1,8 +1,9 @@
 """The engine: decodes all requests together (continuous batching), one round of the batch after the other.
 
 All state belongs to the event loop. The model belongs to a thread of its own, which does one thing at a time: a round
-of steps, or between two rounds what changes the weights. Waiting rows join as far as there is room. Collaborator:
-`Batch` (the rows).
+of steps, or between two rounds what changes the weights. Waiting rows join as far as there is room. When the device is
+out of memory, all rows wait again with the tokens that they have, and half as many run together; whenever so many have
+ended, one more does. Collaborator: `Batch` (the rows).
 
 An adapter has a name and a slot that holds its weights. A slot is given to another adapter only when its name was
 unloaded and no job uses it, so a job is never served weights other than those its name meant when it came. Whether a
@@ -20,10 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from prime_rl.inference.embedded.batch import Batch, Decode, Job, Row
 from prime_rl.inference.embedded.model import Served
 from prime_rl.inference.embedded.sampling import SamplingParams
-from prime_rl.inference.errors import ApiError
+from prime_rl.inference.errors import ApiError, adapter_refused
 from prime_rl.inference.reporting import Snapshot
 from prime_rl.lora.adapter_state import served_parts
 
@@ -53,6 +56,7 @@ class Engine:
         self.served = served
         self.max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
+        self._max_rows: float = max_num_seqs  # fewer after the device was out of memory
         self._batch = Batch(served, decode, raw_logprobs=raw_logprobs)
         self._thread = ThreadPoolExecutor(1, "engine")
         self._has_news = asyncio.Event()  # for `run`: a request, a change, or the end
@@ -67,6 +71,11 @@ class Engine:
         """Whether the engine takes requests: until `stop` or a failure."""
         return self._dead is None
 
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether rows wait that the device had no memory for."""
+        return self._max_rows < self._max_num_seqs and bool(self._waiting)
+
     async def run(self) -> None:
         """Decode until `stop`. Boundary of the engine: whatever ends it is logged and passed to every open job."""
         try:
@@ -74,7 +83,10 @@ class Engine:
                 self._has_news.clear()
                 joining = self._take_fitting()
                 if joining or self._batch.num_rows:
-                    self._end(await self._on_thread(partial(self._round, joining)))
+                    ended, preempted = await self._on_thread(partial(self._round, joining))
+                    self._waiting.extendleft(reversed(preempted))
+                    self._max_rows = min(self._max_num_seqs, self._max_rows + len(ended) / self._max_rows)
+                    self._end(ended)
                 else:
                     await self._has_news.wait()
         except Exception as error:
@@ -95,7 +107,8 @@ class Engine:
         if adapter is not None and adapter not in self._adapters:
             raise ApiError(404, f"The model {adapter!r} does not exist.", param="model")
         slot = None if adapter is None else self._adapters[adapter][0]
-        job = Job(prompts, params, slot=slot, max_length=self.max_model_len)
+        named = {} if adapter is None else {"model": adapter}
+        job = Job(prompts, params, slot=slot, max_length=self.max_model_len, **named)
         self._open_jobs.add(job)
         self._waiting.extend(job.rows)
         self._num_prompt_tokens += sum(map(len, job.prompts))
@@ -107,8 +120,8 @@ class Engine:
         if job.ended.is_set():
             return
         job.is_cancelled = True
-        self._end([row for row in self._waiting if row.job is job])
-        self._waiting = deque(row for row in self._waiting if row.job is not job)
+        waiting, self._waiting = self._waiting, deque(row for row in self._waiting if row.job is not job)
+        self._end([row for row in waiting if row.job is job])
 
     async def change(self, action: Callable[[], None]) -> None:
         """Run `action` in the engine's thread while no forward runs.
@@ -132,18 +145,18 @@ class Engine:
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Check it, then read a part beside a round and copy it after that round, until it is in its slot.
 
-        One adapter at a time. Raises ApiError 400 with one clear line.
+        One adapter at a time. Raises ApiError, 400 or 422, with one clear line.
         """
         slot = self._free_slot()
         # Not closed when this is cancelled: its thread still reads, and closes it by dropping it.
-        parts = served_parts(self.served.layers, folder)
+        parts = served_parts(self.served.layers, folder, base=self.served.model.name_or_path)
         try:
             while (part := await asyncio.to_thread(next, parts, None)) is not None:
                 await self.change(partial(part.put, slot))
                 self.served.routing.scaling[slot] = part.config.scaling
         except (ValueError, OSError) as error:
             parts.close()
-            raise ApiError(400, f"adapter {name!r} is refused: {error}", param="lora_path") from error
+            raise adapter_refused(name, error) from error
         self._adapters[name] = slot, str(folder)
 
     def unload_adapter(self, name: str) -> None:
@@ -180,7 +193,7 @@ class Engine:
         """Waiting rows that may join, in the order they came: by number, and by what the cache may grow to."""
         joining: list[Row] = []
         num_rows, longest = self._batch.num_rows, self._batch.longest if self._waiting else 0
-        while self._waiting and num_rows < self._max_num_seqs:
+        while self._waiting and num_rows < self._max_rows:
             longest = max(longest, self._waiting[0].max_length)
             # A row that is alone always runs: max_model_len bounds it.
             if num_rows and (num_rows + 1) * longest > self.served.cache_tokens:
@@ -193,16 +206,34 @@ class Engine:
         """Count down the jobs of rows that have ended; deliver those that are complete."""
         for row in rows:
             row.job.num_open -= 1
+            if row.job.error is not None and row.job.num_open:
+                self.cancel(row.job)
             if row.job.num_open == 0:
                 self._open_jobs.discard(row.job)
                 row.job.ended.set()
 
-    def _round(self, joining: Sequence[Row]) -> list[Row]:
-        """Let rows join and decode until there is something to do elsewhere. Returns the rows that have ended."""
-        ended = [*self._batch.add(joining), *self._batch.step()]
-        while self._batch.num_rows and not ended and not self._has_news.is_set():
-            ended = self._batch.step()
-        return ended
+    def _round(self, joining: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+        """Let rows join and decode until there is something to do elsewhere.
+
+        Returns the rows that have ended, and those that must be computed again since the device is out of memory.
+        """
+        rows = [*self._batch.rows, *joining]
+        try:
+            ended = [*self._batch.add(joining), *self._batch.step()]
+            while self._batch.num_rows and not ended and not self._has_news.is_set():
+                ended = self._batch.step()
+            return ended, []
+        except torch.OutOfMemoryError as error:
+            logger.warning("out of memory with %d rows: they are computed again, fewer at a time: %s", len(rows), error)
+        # Not in the handler: what it has still holds tensors.
+        self._batch.release()
+        torch.cuda.empty_cache()
+        preempted = [row for row in rows if row.finish_reason is None]
+        self._max_rows = max(1, len(preempted) // 2)
+        if len(preempted) == 1:
+            row = preempted.pop()
+            row.fail(f"{len(row.all_ids)} tokens do not fit into the memory of inference: ask for fewer", status=400)
+        return [row for row in rows if row.finish_reason is not None], preempted
 
     async def _on_thread(self, action: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, action)

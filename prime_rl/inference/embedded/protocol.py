@@ -22,7 +22,7 @@ from prime_rl.inference.bodies import checked
 from prime_rl.inference.embedded.batch import Job, Row
 from prime_rl.inference.embedded.sampling import MAX_TOP_LOGPROBS, SamplingParams, TokenId
 from prime_rl.inference.embedded.text import Text
-from prime_rl.inference.errors import ApiError
+from prime_rl.inference.errors import ApiError, check_ranges
 
 MAX_PROMPTS = 1024
 # JSON has no minus infinity; vLLM writes this too.
@@ -124,8 +124,8 @@ class ChatRequest(Generation, kw_only=True):
     """POST /v1/chat/completions. Without a limit an answer goes on to the end of the model's context."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    max_tokens: Annotated[int, Meta(ge=1)] = 2**31
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: int = 2**31
+    max_completion_tokens: int | None = None
     logprobs: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
@@ -170,6 +170,7 @@ def parsed(body: dict[str, Any], kind: type[R]) -> R:
         if given[name] != _NEUTRAL[name]:
             message = f"{name!r} is not supported by the embedded engine: remove it or use vLLM"
             raise ApiError(400, message, param=name)
+    check_ranges(given)
     return checked(given, kind)
 
 

@@ -17,10 +17,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 TokenId = Annotated[int, Meta(ge=0)]
-# The ranges of OpenAI and vLLM.
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _StopString = Annotated[str, Meta(min_length=1)]
-MAX_CHOICES = 256
 MAX_TOP_LOGPROBS = 20
 _CUTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -30,6 +27,8 @@ _OFF = {**_CUTS, **_PENALTIES, "min_tokens": 0}
 
 class SamplingParams(Struct, kw_only=True):
     """How one request is sampled, in the fields of clients; the rest is described in `configs.sampling`.
+
+    The values of a request are within `contract.sampling_ranges` before they come here.
 
     Attributes:
         n: choices of each prompt.
@@ -41,17 +40,17 @@ class SamplingParams(Struct, kw_only=True):
         ignore_eos: go on after an end-of-sequence token (for measurements).
     """
 
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] = 0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
-    presence_penalty: _Penalty = 0.0
-    frequency_penalty: _Penalty = 0.0
-    max_tokens: Annotated[int, Meta(ge=1)] = 16
-    min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    n: int = 1
+    seed: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int = 16
+    min_tokens: int = 0
     stop: _StopString | Annotated[list[_StopString], Meta(max_length=16)] = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
@@ -134,16 +133,20 @@ class Sampled(NamedTuple):
 def sample(logits_RV: Tensor, params: BatchParams, uniforms: Sequence[float], *, raw_logprobs: bool = False) -> Sampled:
     """Draw one token a row. `uniforms` are random numbers of at most 52 bits in [0, 1), one a row.
 
-    With `raw_logprobs` the reported logprobs are those of `logits_RV` as they are, else of what was drawn from.
+    With `raw_logprobs` the reported logprobs are those of `logits_RV` as they are, else of what was drawn from. Where
+    the distribution or that logprob is not finite, the logprob of the token is not, and the token means nothing.
     """
     allowed_RV = _penalized(logits_RV.float(), params)
     logprobs_RV = torch.log_softmax(_narrowed(allowed_RV / params.temperature_R1, params), dim=-1)
     token_ids_R = allowed_RV.argmax(dim=-1)
     if params.any_random:
         token_ids_R = torch.where(params.greedy_R, token_ids_R, _draw(logprobs_RV, uniforms))
-    if raw_logprobs:
-        logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
     logprobs_R = logprobs_RV.gather(1, token_ids_R[:, None])[:, 0]
+    if raw_logprobs:
+        is_finite_R = logprobs_R.isfinite()
+        logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
+        raw_R = logprobs_RV.gather(1, token_ids_R[:, None])[:, 0]
+        logprobs_R = torch.where(is_finite_R, raw_R, float("nan"))
     if not params.num_top_logprobs:
         return Sampled(token_ids_R, logprobs_R)
     top = logprobs_RV.topk(min(params.num_top_logprobs, logprobs_RV.shape[1]), dim=-1)
@@ -190,7 +193,8 @@ def _draw(logprobs_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
     cdf_RV = logprobs_RV.double().exp().cumsum(dim=-1)
     # 52 bits: the largest number times any total stays below that total after rounding.
     threshold_R = torch.tensor(uniforms, dtype=torch.float64, device=cdf_RV.device) * cdf_RV[:, -1]
-    return torch.searchsorted(cdf_RV, threshold_R[:, None], right=True)[:, 0]
+    # In a row of NaN nothing is above the threshold.
+    return torch.searchsorted(cdf_RV, threshold_R[:, None], right=True)[:, 0].clamp(max=cdf_RV.shape[1] - 1)
 
 
 def find_stop(text: str, stop: Sequence[str], too_early: int = 0) -> tuple[int, str] | None:

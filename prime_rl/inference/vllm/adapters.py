@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.errors import ApiError
-from prime_rl.lora.adapter_state import AdapterConfig, check_served_adapter, load_peft
+from prime_rl.inference.errors import adapter_refused
+from prime_rl.lora.adapter_state import AdapterConfig, check_finite, check_served_adapter, load_peft
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 from prime_rl.lora.misfit import shapes_of
@@ -48,6 +48,7 @@ class AdapterGate:
     """Call it with name and folder of an adapter; it returns the path that vLLM is to load, or raises ApiError."""
 
     def __init__(self, config: InferenceConfig) -> None:
+        self._base = config.model.name
         self._num_loads: Counter[str] = Counter()
         self._sizes: dict[str, AdapterSize] = {}
         self._layers: dict[str, MultiLoRALinear] = {}
@@ -60,12 +61,13 @@ class AdapterGate:
             self._layers = apply_lora_to_model(model, lora.rank, 1, lora.target_modules, AdapterRouting(1))
 
     def __call__(self, name: str, folder: Path) -> str:
-        """Check the adapter's names and shapes against the model, and keep its size for `check_sizes`."""
+        """Check the adapter's names, shapes and numbers, and keep its size for `check_sizes`."""
         try:
             tensors, config = load_peft(folder)
-            check_served_adapter(self._layers, shapes_of(tensors), config)
+            check_served_adapter(self._layers, shapes_of(tensors), config, self._base)
+            check_finite(tensors)
         except (ValueError, OSError) as error:
-            raise ApiError(400, f"adapter {name!r} is refused: {error}", param="lora_path") from error
+            raise adapter_refused(name, error) from error
         self._sizes[name] = _size(tensors, config)
         return self._fresh_path(name, folder)
 

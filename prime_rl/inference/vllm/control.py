@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -12,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.bodies import replay
-from prime_rl.inference.errors import ApiError
+from prime_rl.inference.bodies import decoded, replay
+from prime_rl.inference.errors import NOT_FINITE, ApiError, adapter_refused, check_ranges
 from prime_rl.inference.vllm.adapters import AdapterGate
 from prime_rl.inference.weight_files import check_weight_file, model_shapes, weights_label
 from prime_rl.lora.misfit import misfit
@@ -28,11 +29,12 @@ logger = logging.getLogger(__name__)
 
 # The front has let all requests end: what vLLM may still have is a probe of its health or a client that went away.
 PAUSE_TIMEOUT_S = 30.0
-PROBE_PROMPT = [0]
-COMPLETIONS = "/v1/completions"
+# More than one token: of a single one an attention that overflows may show nothing.
+PROBE_PROMPT = [0, 1, 2, 3]
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LOAD = "/v1/load_lora_adapter"
 # What vLLM answers itself.
-ENDPOINTS = (COMPLETIONS, "/v1/chat/completions", "/v1/models", "/v1/unload_lora_adapter", "/metrics")
+ENDPOINTS = (COMPLETIONS, CHATS, "/v1/models", "/v1/unload_lora_adapter", "/metrics")
 
 
 class VllmControl:
@@ -63,7 +65,7 @@ class VllmControl:
         self.adapters = requests.keys
         self.num_tokens = num_tokens
         self.failed = False
-        self.endpoints = dict.fromkeys(ENDPOINTS, app)
+        self.endpoints = {**dict.fromkeys(ENDPOINTS, app), COMPLETIONS: self._checked, CHATS: self._checked}
         self.lifespan = lambda _: app.router.lifespan_context(app)
 
     def alive(self) -> bool:
@@ -72,10 +74,21 @@ class VllmControl:
 
     async def complete(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of vLLM's /v1/completions to `body`. Raises ApiError, also when the client goes away."""
+        check_ranges(body)
         answered: dict[str, Any] | None = msgspec.json.decode(await self._answer(request, COMPLETIONS, body))
         if answered is None:
             raise ApiError(400, "The client has closed the connection.")
         return answered
+
+    async def _checked(self, request: Request) -> ASGIApp:
+        """What answers `request`: vLLM, once its sampling parameters are found to be in range. Raises ApiError."""
+        check_ranges(await decoded(request, dict[str, Any]))
+        body = await request.body()
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._app(scope, replay(body, receive), send)
+
+        return answer
 
     async def load_adapter(self, request: Request, name: str, folder: Path) -> None:
         """Have vLLM load the adapter, and unload it again if its layers do not hold it. Raises ApiError."""
@@ -110,14 +123,20 @@ class VllmControl:
 
     async def generate_one(self) -> None:
         """Generate one token with the base model."""
+        await self._probe(None)
+
+    async def _probe(self, adapter: Any) -> float:
+        """Generate one token with `adapter` (of vLLM's table; None: the base model), and return its logprob."""
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        async for _ in self._engine.generate({"prompt_token_ids": PROBE_PROMPT}, params, f"health-{uuid.uuid4()}"):
-            pass
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=1)
+        prompt, request_id = {"prompt_token_ids": PROBE_PROMPT}, f"probe-{uuid.uuid4()}"
+        async for answer in self._engine.generate(prompt, params, request_id, lora_request=adapter):
+            (choice,) = answer.outputs
+        return float(choice.logprobs[0][choice.token_ids[0]].logprob)
 
     async def _verify(self, name: str) -> None:
-        """Make sure that its layers hold what the adapter's file holds."""
+        """Make sure that its layers hold what the adapter's file holds, and that its logits are finite."""
         request = self._requests[name]
         found = await self._workers("prl_adapter_size", request.lora_int_id)
         try:
@@ -128,6 +147,9 @@ class VllmControl:
             raise ApiError(
                 400, f"vLLM does not serve adapter {name!r} correctly: {error}.", param="lora_name"
             ) from error
+        if not math.isfinite(await self._probe(request)):
+            await self.unload_adapter(name)
+            raise adapter_refused(name, ValueError(NOT_FINITE))
 
     async def load_weights(self, folder: Path) -> None:
         """Give all workers the new weights while nothing generates; none takes them over before all have them.
