@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from prime_rl.contract.sampling_ranges import refusal
 from prime_rl.utils.text import one_line
 
 MAX_MESSAGE_CHARS = 1000
-from prime_rl.contract.sampling_ranges import refusal
-
 # What a client reads of an adapter whose numbers overflow.
 NOT_FINITE = "logits are not finite: its weights are too large, lower optim.lr"
 _TYPES = {
