@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from prime_rl.configs.orchestrator import CkptConfig, OrchestratorConfig
-from prime_rl.contract.layout import RunDir
+from prime_rl.contract import files
+from prime_rl.contract.files import mark_stable
+from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.contract.resume import ResumeRequest, pending_request
 from prime_rl.trainer.checkpoint import is_due
 from prime_rl.trainer.metrics import last_metrics_step
-from prime_rl.trainer.retention import steps_to_remove
+from prime_rl.trainer.retention import PROGRESS_FILE, prune, remove_step, steps_to_remove
 from tests.trainer_support import write_config, write_run
 
 
@@ -45,6 +48,44 @@ def test_old_checkpoints_go_but_never_the_last_one_of_both_parts(
     ckpt: dict[str, int], complete: list[int], of_both: list[int], removed: list[int]
 ) -> None:
     assert steps_to_remove(CkptConfig.model_validate(ckpt), complete, of_both) == removed
+
+
+def run_with(
+    tmp_path: Path, *, batches: Sequence[int], of_trainer: Sequence[int], of_both: Sequence[int] = ()
+) -> RunDir:
+    """A run with these batches, and complete checkpoints of the trainer alone or of both parts."""
+    run = write_run(tmp_path, "run_a", Path("m"))
+    for step in batches:
+        run.rollout_dir(step).mkdir()
+        run.rollout_file(step).touch()
+    for step in (*of_trainer, *of_both):
+        run.trainer_checkpoint(step).mkdir(parents=True)
+        (run.trainer_checkpoint(step) / PROGRESS_FILE).touch()
+        mark_stable(run.checkpoint_dir(step))
+    for step in of_both:
+        run.orchestrator_checkpoint(step).mkdir()
+        (run.orchestrator_checkpoint(step) / "state.json").touch()
+    return run
+
+
+def test_a_batch_goes_when_both_parts_of_a_checkpoint_cover_it(tmp_path: Path) -> None:
+    run = run_with(tmp_path, batches=[1, 2, 3, 4, 5], of_both=[2], of_trainer=[4])
+    prune(run, CkptConfig())
+    assert list_steps(run.rollouts) == [3, 4, 5], "the orchestrator cannot go on from step 4"
+    assert list_steps(run.checkpoints, stable_only=True) == [2, 4]
+
+
+def test_a_step_folder_is_no_longer_stable_before_anything_else_of_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with(tmp_path, batches=[], of_trainer=[2])
+
+    def no_disk(path: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(files.shutil, "rmtree", no_disk)
+    remove_step(run.checkpoint_dir(2))
+    assert run.trainer_checkpoint(2).is_dir() and not stable_marker(run.checkpoint_dir(2)).exists()
 
 
 def test_an_explicit_resume_is_pending_until_it_was_carried_out_for_this_text(tmp_path: Path) -> None:

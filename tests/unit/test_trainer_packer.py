@@ -131,3 +131,16 @@ def test_a_run_that_is_held_takes_nothing_until_it_is_released(trainer: Trainer)
     wait_for(lambda: run.rollout_file(1) in trainer.reads, "the batch of run_a to be read", timeout_s=PATIENCE_S)
     assert trainer.packer.get_batch(held=("run_a",)) == {}
     assert trainer.takes() == {0: batches[0]}
+
+
+def test_nothing_more_is_trained_of_a_run_that_leaves(trainer: Trainer) -> None:
+    leaving, staying = add(trainer.workspace, "run_a"), add(trainer.workspace, "run_b")
+    look(trainer.manager)
+    batches = [trainer.put(each, 1) for each in (leaving, staying)]
+    trainer.takes(num=2)
+    trainer.manager.evict_run(0, "a test")
+    pack = trainer.packer.pack()
+    assert pack is not None and [ready.run_idx for ready in pack.ready] == [1]
+    assert [each.run_idxs for each in pack.micro_batches] == [[1] * len(batches[1].samples)]
+    trainer.manager.progress[1].step = 1
+    assert trainer.packer.pack() is None
