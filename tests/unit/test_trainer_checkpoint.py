@@ -14,7 +14,7 @@ from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.contract.resume import ResumeRequest, pending_request
 from prime_rl.trainer.checkpoint import is_due
 from prime_rl.trainer.metrics import last_metrics_step
-from prime_rl.trainer.retention import PROGRESS_FILE, prune, remove_step, steps_to_remove
+from prime_rl.trainer.retention import PROGRESS_FILE, drop_after, prune, remove_step, steps_to_remove, trainer_steps
 from tests.trainer_support import write_config, write_run
 
 
@@ -73,6 +73,42 @@ def test_a_batch_goes_when_both_parts_of_a_checkpoint_cover_it(tmp_path: Path) -
     prune(run, CkptConfig())
     assert list_steps(run.rollouts) == [3, 4, 5], "the orchestrator cannot go on from step 4"
     assert list_steps(run.checkpoints, stable_only=True) == [2, 4]
+
+
+def test_a_run_that_keeps_its_rollouts_keeps_all(tmp_path: Path) -> None:
+    run = run_with(tmp_path, batches=[1, 2, 3], of_trainer=[], of_both=[2])
+    prune(run, CkptConfig(keep_rollouts=True))
+    assert list_steps(run.rollouts) == [1, 2, 3]
+
+
+def test_what_a_writer_has_yet_to_rename_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    run = run_with(tmp_path, batches=[1, 2], of_trainer=[2])
+    run.orchestrator_checkpoint(2).mkdir()
+    (run.orchestrator_checkpoint(2) / ".state.json.5f.tmp").touch()
+    prune(run, CkptConfig())
+    assert list_steps(run.rollouts) == [1, 2]
+
+
+def test_a_checkpoint_that_was_not_completed_goes_when_a_newer_one_is_complete(tmp_path: Path) -> None:
+    run = run_with(tmp_path, batches=[], of_trainer=[1, 3, 4])
+    for step in (2, 5):
+        run.orchestrator_checkpoint(step).mkdir(parents=True)  # the orchestrator is ahead of the trainer
+    prune(run, CkptConfig(keep_last=3))
+    assert list_steps(run.checkpoints) == [1, 3, 4, 5]
+
+
+def test_the_trainer_resumes_from_what_has_its_own_part(tmp_path: Path) -> None:
+    run = run_with(tmp_path, batches=[], of_trainer=[1, 2])
+    (run.trainer_checkpoint(2) / PROGRESS_FILE).unlink()
+    assert trainer_steps(run) == [1]
+
+
+def test_a_run_that_goes_back_keeps_the_step_that_it_goes_back_to(tmp_path: Path) -> None:
+    run = run_with(tmp_path, batches=[1, 2, 3, 4], of_trainer=[1, 2, 3])
+    for step in (1, 2, 3):
+        run.broadcast_dir(step).mkdir(parents=True)
+    drop_after(run, 2)
+    assert [list_steps(each) for each in (run.broadcast, run.checkpoints, run.rollouts)] == [[1, 2]] * 3
 
 
 def test_a_step_folder_is_no_longer_stable_before_anything_else_of_it_goes(
