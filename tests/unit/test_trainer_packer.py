@@ -144,3 +144,18 @@ def test_nothing_more_is_trained_of_a_run_that_leaves(trainer: Trainer) -> None:
     assert [each.run_idxs for each in pack.micro_batches] == [[1] * len(batches[1].samples)]
     trainer.manager.progress[1].step = 1
     assert trainer.packer.pack() is None
+
+
+def test_a_run_whose_next_batch_is_gone_is_refused_and_not_waited_for(trainer: Trainer) -> None:
+    run = add(trainer.workspace, "run_a")
+    slot = look(trainer.manager).run(0)
+    trainer.packer.admitted(slot)
+    trainer.put(run, 1)
+    trainer.packer.admitted(slot)
+    slot.progress.step = 1
+    trainer.packer.admitted(slot)
+    trainer.put(run, 3)
+    with pytest.raises(ValueError, match=r"it is at step 1, but .*step_2.* is missing while step 3 exists"):
+        trainer.packer.admitted(slot)
+    trainer.put(run, 2)
+    trainer.packer.admitted(slot)
