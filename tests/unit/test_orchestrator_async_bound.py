@@ -40,6 +40,7 @@ from tests.orchestrator_support import (
     make_worker,
     publish,
 )
+from tests.unit.test_orchestrator_pure import a_group
 
 
 @dataclass(frozen=True)
@@ -283,9 +284,9 @@ class Versions:
 class Alone:
     """A scheduler without servers; `now` is its clock, `make_group` what its groups are made by."""
 
-    def __init__(self, folder: Path, make_group: Callable[..., Any]) -> None:
+    def __init__(self, folder: Path, make_group: Callable[..., Any], groups_per_batch: int = 2) -> None:
         self.now, self.policy, self.run = 0.0, Versions(), make_run(folder)
-        ledger = GroupLedger(step=1, next_index=0, groups_per_batch=2, max_steps=9, max_async_level=8)
+        ledger = GroupLedger(step=1, next_index=0, groups_per_batch=groups_per_batch, max_steps=99, max_async_level=98)
         client: Any = type("Client", (), {"trouble": None})
         with Watcher(rescan_s=60.0) as watcher:
             self.scheduler = Scheduler(
@@ -347,3 +348,72 @@ async def test_no_group_starts_after_the_end_not_even_in_the_place_of_one_that_f
     await alone.scheduler.switch_policy()
     await settle(lambda: True)
     assert started == [0, 1, 2]
+
+
+async def test_a_run_fails_when_more_than_half_of_its_last_groups_failed(tmp_path: Path) -> None:
+    """Every second group fails, which is survived; so does group 40."""
+    goes_on = asyncio.Event()
+
+    async def make_group(index: int, note: Callable[[int], None]) -> Group:
+        if index >= 40:
+            await (goes_on if index == 40 else asyncio.Event()).wait()
+        if index % 2 or index == 40:
+            raise GroupFailed(f"group {index} has no answer")
+        return a_group(index)
+
+    scheduler = Alone(tmp_path, make_group, groups_per_batch=1).scheduler
+    taken = [group.index for _ in range(20) for group in await scheduler.next_groups()]
+    assert taken == [*range(0, 40, 2)]
+    waiting = asyncio.create_task(scheduler.next_groups())
+    await settle(lambda: True)
+    assert not waiting.done()
+    goes_on.set()
+    with pytest.raises(RunFailed, match="11 of the last 20 groups failed; last: group 40 has no answer"):
+        await waiting
+    await scheduler.close()
+
+
+async def test_the_last_version_is_waited_for_until_it_is_published_or_served(tmp_path: Path) -> None:
+    scheduler = Alone(tmp_path, never).scheduler
+
+    async def is_over(waiting: asyncio.Task[None]) -> bool:
+        await settle(lambda: True)
+        return waiting.done()
+
+    for_publication, for_service = (
+        asyncio.create_task(scheduler.wait_for_version(2, serve=serve)) for serve in (False, True)
+    )
+    assert not await is_over(for_publication)
+    publish(scheduler._run, 2)
+    await scheduler.notice_published()
+    assert await is_over(for_publication) and not await is_over(for_service)
+    await scheduler.switch_policy()
+    assert await is_over(for_service)
+    await scheduler.close()
+
+
+async def test_what_a_group_makes_after_it_was_stopped_counts_for_nothing(tmp_path: Path) -> None:
+    """Group 0 is too old for the version that comes, and swallows that it is stopped."""
+    made: list[int] = []
+
+    async def make_group(index: int, note: Callable[[int], None]) -> Group:
+        made.append(index)
+        note(alone.policy.version)
+        if made.count(0) == 1 and index == 0:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                return a_group(0, rewards=[0.0])
+        return a_group(index, rewards=[1.0], version=alone.policy.version)
+
+    alone = Alone(tmp_path, make_group)
+    scheduler = alone.scheduler
+    scheduler.ledger._max_off_policy_steps = 0
+    scheduler._fill()
+    await settle(lambda: True)
+    scheduler.published = 1
+    await scheduler.switch_policy()
+    first, second = await scheduler.next_groups()
+    assert (first.index, second.index, made.count(0)) == (0, 1, 2)
+    assert [rollout.reward for rollout in first.rollouts_G] == [1.0], "of the second try"
+    await scheduler.close()

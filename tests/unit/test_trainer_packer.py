@@ -164,9 +164,7 @@ def test_a_run_whose_next_batch_is_gone_is_refused_and_not_waited_for(trainer: T
 def test_the_tokens_of_a_pass_are_counted_for_the_run_that_has_them(trainer: Trainer) -> None:
     runs = [add(trainer.workspace, name) for name in ("run_a", "run_b")]
     look(trainer.manager)
-    num_tokens = [
-        sum(len(each.loss_mask) for each in trainer.put(run, 1, seed).samples) for seed, run in enumerate(runs)
-    ]
+    batches = [trainer.put(run, 1, seed) for seed, run in enumerate(runs)]
     trainer.takes(num=2)
     assert trainer.packer.pack() is not None
     num_tokens = [sum(len(sample.loss_mask) for sample in batch.samples) for batch in batches]
