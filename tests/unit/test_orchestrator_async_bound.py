@@ -395,6 +395,7 @@ async def test_the_last_version_is_waited_for_until_it_is_published_or_served(tm
 async def test_what_a_group_makes_after_it_was_stopped_counts_for_nothing(tmp_path: Path) -> None:
     """Group 0 is too old for the version that comes, and swallows that it is stopped."""
     made: list[int] = []
+    stopped: list[int] = []
 
     async def make_group(index: int, note: Callable[[int], None]) -> Group:
         made.append(index)
@@ -403,6 +404,7 @@ async def test_what_a_group_makes_after_it_was_stopped_counts_for_nothing(tmp_pa
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
+                stopped.append(index)
                 return a_group(0, rewards=[0.0])
         return a_group(index, rewards=[1.0], version=alone.policy.version)
 
@@ -414,6 +416,6 @@ async def test_what_a_group_makes_after_it_was_stopped_counts_for_nothing(tmp_pa
     scheduler.published = 1
     await scheduler.switch_policy()
     first, second = await scheduler.next_groups()
-    assert (first.index, second.index, made.count(0)) == (0, 1, 2)
+    assert (first.index, second.index, made.count(0), stopped) == (0, 1, 2, [0])
     assert [rollout.reward for rollout in first.rollouts_G] == [1.0], "of the second try"
     await scheduler.close()
