@@ -18,6 +18,7 @@ from prime_rl.multinode.records import (
     EXIT_TRY_AGAIN,
     GroupRecord,
     GroupSetting,
+    GroupState,
     NodeRecord,
     NodeState,
 )
@@ -146,10 +147,28 @@ def test_what_the_node_has_started_is_waited_for_and_not_for_ever() -> None:
 
 def test_a_node_that_has_failed_does_not_say_afterwards_that_it_was_asked_to() -> None:
     alone = Alone().at_work()
-    alone.report = Report(error="a damaged file")
-    alone.tick()
+    alone.member.own = replace(alone.member.own, state=NodeState.FAILED, reason="a damaged file")
     alone.member.leave("asked to end by SIGINT")
     assert alone.until_exit() == Exit(EXIT_FAILED, "a damaged file")
+    assert alone.written[-1].state is NodeState.FAILED
+
+
+def test_what_fails_while_the_group_ends_is_not_the_reason() -> None:
+    worker = Alone()
+    worker.member.setting = dataclasses.replace(SETTING, rank=1, num_nodes=2)
+    worker.member.own = NodeRecord(1, "mine", 0)
+
+    def tick(state: GroupState, seq: int) -> Exit | None:
+        worker.nodes[0] = NodeRecord(0, "m", seq, state=NodeState.RUNNING, epoch="1-m")
+        members, position = {0: "m", 1: "mine"}, Position(1, Phase.START)
+        worker.group = GroupRecord(1, "m", seq, state, members, position, exit_code=75, reason="node 0 left")
+        return worker.tick()
+
+    for seq in range(1, 4):
+        assert tick(GroupState.RUNNING, seq) is None
+    assert worker.begun == [Position(1, Phase.START)]
+    worker.report = Report(error="its neighbour is gone")
+    assert tick(GroupState.ENDING, 4) == Exit(EXIT_TRY_AGAIN, "node 0 left")
 
 
 def test_the_next_master_has_an_epoch_above_all_that_it_has_seen() -> None:

@@ -16,8 +16,7 @@ import pytest
 
 from prime_rl.contract.layout import RunDir, list_rollout_steps
 from prime_rl.contract.status import RunStatus, read_status
-from prime_rl.contract.types import TrainingBatch, read_batch
-from prime_rl.orchestrator.batch import publish_batch
+from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from prime_rl.orchestrator.rollout import derive_seed
 from tests.orchestrator_support import (
@@ -117,21 +116,6 @@ async def test_a_run_from_its_first_batch_to_its_last_update(workspace: Workspac
         read_batch(workspace.run.rollout_file(step)).sampler_state for step in (3, 4)
     ]
     assert workspace.fake.adapters == {}, "all adapters of the run are unloaded"
-
-
-async def test_the_state_of_a_checkpoint_is_written_before_its_batch(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The batch lets the trainer complete that checkpoint."""
-    was_there = {}
-
-    def watched(run: RunDir, batch: TrainingBatch) -> None:
-        was_there[batch.step] = (run.orchestrator_checkpoint(batch.step) / "state.json").exists()
-        publish_batch(run, batch)
-
-    monkeypatch.setattr("prime_rl.orchestrator.batch.publish_batch", watched)
-    await workspace.run_to_the_end(max_steps=3, ckpt={"interval": 2})
-    assert was_there == {1: False, 2: True, 3: True}
 
 
 async def test_two_runs_of_the_same_seed_are_the_same(workspace: Workspace, tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from prime_rl.orchestrator import share
 from prime_rl.orchestrator.envs import load_environment
 from prime_rl.orchestrator.sampler import ExampleSampler
 from tests.orchestrator_support import IM_END, FakeInference, make_model, make_run, publish, run_config, serving
-from tests.unit.test_orchestrator_pure import a_group
 
 ITERATIONS, UPDATES, GROUPS = 3, 2, 8
 SUMS = {"id": "arithmetic", "args": {"wording": "short", "num_examples": 6, "num_eval_examples": 2, "max_operand": 9}}
@@ -153,23 +152,6 @@ async def test_an_update_needs_no_environment_where_no_draw_depends_on_rewards(t
     assert one.batches()[-1].sampler_state == {"next_index": ITERATIONS * GROUPS}
     rewards = {"reward/mean", "reward/exact_match/mean", "reward/is_number/mean"}
     assert all(line.keys() == {"step", *rewards} for line in one.figures()), "nothing of the examples"
-
-
-def test_a_node_writes_the_state_of_a_checkpoint_before_its_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, was_there = make_run(tmp_path, RUN_ID), {}
-    for made in (run.metrics, run.checkpoints):
-        made.mkdir()
-
-    def watched(run: RunDir, batch: TrainingBatch) -> None:
-        was_there[batch.step] = (run.orchestrator_checkpoint(batch.step) / "state.json").exists()
-
-    monkeypatch.setattr(share, "publish_batch", watched)
-    request = JoinRequest(run=str(run.path), split="train", sources={}, steps=[1, 2, 3], result="")
-    config = run_config(tmp_path, max_steps=3, ckpt={"interval": 2})
-    share._join_train(request, run, config, [a_group(index) for index in range(3)], None)
-    assert was_there == {1: False, 2: True, 3: True}
 
 
 @pytest.mark.slow
