@@ -13,9 +13,10 @@ import pytest
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.layout import RunDir
+from prime_rl.orchestrator import publication
 from prime_rl.orchestrator.adapters import AdapterPublication
-from prime_rl.orchestrator.client import RequestRefused
-from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.orchestrator.client import InferenceUnavailable, RequestRefused
+from prime_rl.orchestrator.pool import BACKOFF_MAX_S, InferenceClient
 from tests.orchestrator_support import (
     IM_END,
     FakeInference,
@@ -27,6 +28,7 @@ from tests.orchestrator_support import (
     serving,
     until,
 )
+from tests.patience import PATIENCE_S
 from tests.ports import free_port
 
 # Nothing listens there.
@@ -170,6 +172,27 @@ async def test_a_full_server_is_left_alone_for_as_long_as_it_asks(model: Path, t
         assert client.trouble is None and metrics["inference/0/living"] == 1  # full, not dead
         await client.close()
     assert paths(fakes[0]) == ["completions"] and len(completions(fakes[1])) == 5
+
+
+async def test_failures_that_come_together_count_as_one_and_no_pause_has_no_end(tmp_path: Path) -> None:
+    client, clock = make_client([NOWHERE], tmp_path, backoff_start_s=0.5), asyncio.get_running_loop().time
+    (server,) = client._servers
+    for _ in range(20):
+        client._note_failure(server, InferenceUnavailable("it is busy"))
+    assert (server.num_failures, server.num_refused) == (20, 1)
+    server.num_refused, server.not_before_s, before_s = 1000, 0.0, clock()
+    client._note_failure(server, InferenceUnavailable("it is busy"))
+    assert before_s + BACKOFF_MAX_S <= server.not_before_s <= clock() + BACKOFF_MAX_S + 0.5
+    await client.close()
+
+
+async def test_what_a_killed_orchestrator_left_is_not_waited_for_where_no_server_answers(
+    run: RunDir, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(publication, "CLEAR_TIMEOUT_S", 0.05)
+    async with asyncio.timeout(PATIENCE_S):
+        await publication.clear_inference(run_config(model, client={"base_url": NOWHERE}), run)
+    assert "inference does not answer: it has no adapters of run_a, or keeps them" in caplog.text
 
 
 def test_servers_are_named_once_and_by_url(model: Path) -> None:
