@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from daemons.launchers import ending, ray, slurm
-from daemons.launchers.agent import GPUS_VARIABLE, ORPHANED, AgentRecord
+from daemons.launchers.agent import GPUS_VARIABLE, ORPHANED, AgentRecord, visible_devices
 from daemons.launchers.base import Alive, Ended, Handle
 from daemons.launchers.ending import kill_strays, strays_of
 from daemons.launchers.placement import Place
@@ -139,6 +139,16 @@ def test_a_stray_whose_agent_is_silent_is_gone_with_it(output: OutputDir, monkey
     assert kill_strays(output, {stray}, lambda: None) == set()
     assert output.stop_request("trainer", START).exists() and not output.stop_request("trainer", "5b").exists()
     assert {each.pid for each in strays_of(output)} == {4712}, "what was not meant is left alone"
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "seen"),
+    [("", [0, 2], "0,2"), ("4,5,6", [0, 2], "4,6"), ("GPU-a,GPU-b", [1], "GPU-b"), ("4,5", [1, 3], "5,3")],
+)
+def test_the_devices_of_a_daemon_are_counted_among_those_that_its_agent_sees(
+    visible: str, devices: list[int], seen: str
+) -> None:
+    assert visible_devices(visible, devices) == seen
 
 
 class NoRay:

@@ -186,6 +186,26 @@ async def test_failures_that_come_together_count_as_one_and_no_pause_has_no_end(
     await client.close()
 
 
+@pytest.mark.parametrize(("base_url", "follows"), [(NOWHERE, False), (None, True)])
+async def test_the_servers_of_the_workspace_are_followed_unless_the_config_names_its_own(
+    run: RunDir, model: Path, monkeypatch: pytest.MonkeyPatch, base_url: str | None, follows: bool
+) -> None:
+    looked_at: list[Path] = []
+
+    class NoReplicas:
+        def __init__(self, output_dir: Path) -> None:
+            looked_at.append(output_dir)
+
+        def look(self) -> dict[int, Any]:
+            return {}
+
+    monkeypatch.setattr(publication, "Replicas", NoReplicas)
+    config = run_config(model, client={"base_url": base_url} if base_url else {})
+    client = publication.connect(config, run, AdapterPublication(run))
+    await client.close()
+    assert looked_at == ([run.path.parent] if follows else [])
+
+
 async def test_what_a_killed_orchestrator_left_is_not_waited_for_where_no_server_answers(
     run: RunDir, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
