@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import msgspec
 import pytest
 
 from daemons.launchers import ending, ray, slurm
-from daemons.launchers.agent import GPUS_VARIABLE, ORPHANED, AgentRecord, visible_devices
+from daemons.launchers.agent import GPUS_VARIABLE, ORPHANED, Agent, AgentRecord, visible_devices
 from daemons.launchers.base import Alive, Ended, Handle
 from daemons.launchers.ending import kill_strays, strays_of
 from daemons.launchers.placement import Place
@@ -149,6 +151,15 @@ def test_the_devices_of_a_daemon_are_counted_among_those_that_its_agent_sees(
     visible: str, devices: list[int], seen: str
 ) -> None:
     assert visible_devices(visible, devices) == seen
+
+
+def test_a_daemon_is_asked_once_and_the_shortest_grace_counts(output: OutputDir) -> None:
+    agent, sent = Agent(output, "trainer", START, 0), list[int]()
+    agent._child = SimpleNamespace(send_signal=sent.append)  # type: ignore[assignment]
+    for grace_s in (500.0, 50.0, 5000.0):
+        agent.end(None, grace_s)
+    assert agent._deadline is not None and 0.0 < agent._deadline - time.monotonic() <= 50.0
+    assert sent == [signal.SIGTERM]
 
 
 class NoRay:

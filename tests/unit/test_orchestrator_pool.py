@@ -15,8 +15,9 @@ from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator import publication
 from prime_rl.orchestrator.adapters import AdapterPublication
-from prime_rl.orchestrator.client import InferenceUnavailable, RequestRefused
+from prime_rl.orchestrator.client import InferenceUnavailable, RequestRefused, ServerClient
 from prime_rl.orchestrator.pool import BACKOFF_MAX_S, InferenceClient
+from prime_rl.orchestrator.replicas import Standing
 from tests.orchestrator_support import (
     IM_END,
     FakeInference,
@@ -204,6 +205,40 @@ async def test_the_servers_of_the_workspace_are_followed_unless_the_config_names
     client = publication.connect(config, run, AdapterPublication(run))
     await client.close()
     assert looked_at == ([run.path.parent] if follows else [])
+
+
+async def test_a_server_that_leaves_while_it_is_equipped_is_not_asked(tmp_path: Path) -> None:
+    async def equip(client: ServerClient) -> None:
+        server.retired = leaves
+
+    client = make_client([NOWHERE], tmp_path, equip=equip)
+    (server,) = client._servers
+    for leaves in (True, False):
+        server.living, server.retired = False, False
+        await client._bring_back(server)
+        assert server.living is not leaves
+    await client.close()
+
+
+async def test_a_silent_server_is_asked_for_one_sign_of_life_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, asked, answers = make_client([NOWHERE], tmp_path), list[int](), asyncio.Event()
+    (server,) = client._servers
+
+    async def list_models() -> list[Any]:
+        asked.append(server.number)
+        await answers.wait()
+        return []
+
+    monkeypatch.setattr(server.client, "list_models", list_models)
+    for _ in range(3):
+        client._heed(server, Standing.SILENT)
+    await until(lambda: bool(asked), "the question")
+    answers.set()
+    await until(lambda: not server.is_doubted, "the answer")
+    assert asked == [0] and server.living
+    await client.close()
 
 
 async def test_what_a_killed_orchestrator_left_is_not_waited_for_where_no_server_answers(

@@ -15,6 +15,7 @@ from prime_rl.contract.resume import ResumeRequest, pending_request
 from prime_rl.trainer.checkpoint import is_due
 from prime_rl.trainer.metrics import last_metrics_step
 from prime_rl.trainer.retention import PROGRESS_FILE, drop_after, prune, remove_step, steps_to_remove, trainer_steps
+from prime_rl.trainer.runs.control import is_finished
 from tests.trainer_support import write_config, write_run
 
 
@@ -134,6 +135,17 @@ def test_an_explicit_resume_is_pending_until_it_was_carried_out_for_this_text(tm
     write_config(run, Path("m"), ckpt={"resume_step": 4}, seed=1)
     assert isinstance(pending_request(run, asked.ckpt.resume_step), ResumeRequest)
     assert pending_request(run, config().ckpt.resume_step) is None
+
+
+def test_a_finished_run_that_is_sent_back_is_not_finished(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "run_a", Path("m"), max_steps=2, ckpt={"resume_step": 1})
+    back, on = config(max_steps=2, ckpt={"resume_step": 1}), config(max_steps=2)
+    run.broadcast_dir(1).mkdir(parents=True)
+    mark_stable(run.broadcast_dir(1))
+    assert not is_finished(run, on)
+    run.broadcast_dir(2).mkdir()
+    mark_stable(run.broadcast_dir(2))
+    assert is_finished(run, on) and not is_finished(run, back)
 
 
 def test_the_last_step_of_a_metrics_file_is_found_also_when_the_last_line_is_torn(tmp_path: Path) -> None:
