@@ -108,6 +108,46 @@ def test_staged_dir_leaves_nothing_when_the_body_fails(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_staged_dir_appears_when_the_disk_has_every_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order that a power cut tests: content, names, then the rename, then the name of the folder itself."""
+    calls: list[str] = []
+    sync, rename = os.fsync, os.rename
+
+    def watched_sync(fd: int) -> None:
+        calls.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        sync(fd)
+
+    def watched_rename(source: Path, target: Path) -> None:
+        calls.append("rename")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_sync)
+    monkeypatch.setattr(os, "rename", watched_rename)
+    with staged_dir(tmp_path / "step_1") as staged:
+        (staged / "weights").write_text("w")
+        (staged / "inner").mkdir()
+        (staged / "inner" / "state").write_text("s")
+        mark_stable(staged, sync=False)
+    assert sorted(calls[:2]) == ["state", "weights"]
+    assert calls[2:] == [staged.name, "rename", tmp_path.name]
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, stat = tmp_path / "orch.toml", os.fstat
+    path.write_bytes(b"x" * 8)
+    assert read_file(path, limit=10) == b"x" * 8
+
+    def grows(fd: int) -> os.stat_result:
+        found = stat(fd)
+        with path.open("ab") as file:
+            file.write(b"y" * 2)
+        return found
+
+    monkeypatch.setattr(os, "fstat", grows)
+    with pytest.raises(FileRefused, match="has 11 bytes, expected at most 10"):
+        read_file(path, limit=10)
+
+
 def test_read_text_of_odd_files(tmp_path: Path) -> None:
     path = tmp_path / "f"
     assert read_text(path) is None

@@ -120,7 +120,7 @@ def test_a_fork_with_its_optimizer_comes_from_a_checkpoint(run: RunDir) -> None:
     assert fork_run(home(run), "run_a", step=4, new_id="run_b", with_optimizer=True).added is False
     with pytest.raises(ActionError, match="'run_b' already exists"):
         fork_run(home(run), "run_a", step=4, new_id="run_b")
-    for changes in ({"optim": {"type": "sgd"}}, {"model": {"lora": {"rank": 8}}}):
+    for changes in ({"optim": {"type": "sgd"}}, {"model": {"lora": {"rank": 8}}}, {"model": {"lora": {"alpha": 16}}}):
         with pytest.raises(ActionError, match="--with-optimizer: run_a was trained with"):
             fork_run(home(run), "run_a", with_optimizer=True, overrides=changes)
     assert len(events(run)) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -249,3 +250,20 @@ def test_a_holder_notices_that_another_machine_took_its_workspace(output: Output
     lock.release()
     info = read_info(output)
     assert info is not None and info.host == "elsewhere", "and leaves it what is its own now"
+
+
+def test_the_lock_of_a_workspace_that_was_made_again_is_not_that_of_the_new_one(output: OutputDir) -> None:
+    before = SupervisorLock.acquire(output)
+    assert before is not None and SupervisorLock.acquire(output) is None
+    before.write_info(1.0)
+    assert before.is_in_place()
+    shutil.rmtree(output.path)
+    assert not before.is_in_place()
+    after = SupervisorLock.acquire(output)
+    assert after is not None and after.is_in_place()
+    assert not before.is_in_place(), "also before the new holder has signed"
+    after.write_info(2.0)
+    before.release()
+    found = read_info(output)
+    assert found is not None and found.started_at == 2.0
+    after.release()

@@ -46,6 +46,11 @@ def test_only_the_step_changes(text: str) -> None:
     assert "asked for" in changed
 
 
+def test_of_lines_that_look_like_the_key_only_the_key_itself_changes() -> None:
+    text = "[ckpt]\nresume_step = 1  # old\nnote = '''\nresume_step = 2\n'''  # kept\n"
+    assert set_resume_step(text, 20, "new") == text.replace("resume_step = 1  # old", "resume_step = 20  # new")
+
+
 def test_comments_stay(run: RunDir) -> None:
     rollback_run(run.path.parent, "run_a", 20)
     text = run.orch_toml.read_text()

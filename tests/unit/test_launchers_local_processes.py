@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from daemons.launchers import members
 from daemons.launchers.local_processes import AdoptedChild
 from daemons.launchers.members import gpu_processes, wait_for_gpus
 from prime_rl.contract.files import wait_for
@@ -77,3 +78,31 @@ def test_memory_of_a_gpu_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monke
     assert wait_for_gpus({ProcessId(4711, 1.0)}, lambda: looks.append(1)) == set()
     assert len(looks) == 2
     assert gpu_processes() == {12}
+
+
+def test_a_process_belongs_to_a_daemon_by_its_mark_or_its_parent_and_never_is_our_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere, first = str(tmp_path.resolve()), "/of/another", 5_000_000
+    table = {
+        "trainer": (first, 1, here, "trainer"),
+        "its child": (first + 1, first, None, None),
+        "its child's child": (first + 2, first + 1, None, None),
+        "inference": (first + 3, 1, here, "inference"),
+        "another's trainer": (first + 4, 1, elsewhere, "trainer"),
+        "no daemon": (first + 5, 1, here, None),
+        "this test": (os.getpid(), first, here, "trainer"),
+    }
+    rows = [
+        members._Row(ProcessId(pid, 1.0), parent, pid, workspace, daemon)
+        for pid, parent, workspace, daemon in table.values()
+    ]
+    monkeypatch.setattr(members, "_process_table", lambda: rows)
+
+    def found(names: set[str] | None, *but: str) -> list[str]:
+        pids = {each.pid for each in members.find_members(tmp_path, [], names, but=but)}
+        return [name for name, row in table.items() if row[0] in pids]
+
+    family = ["trainer", "its child", "its child's child"]
+    assert found({"trainer"}) == family and found({"inference"}) == ["inference"]
+    assert found(None) == [*family, "inference"] and found(None, "inference") == family

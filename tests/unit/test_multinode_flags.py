@@ -45,6 +45,32 @@ def test_the_seeds_commands_are_understood(tmp_path: Path) -> None:
     assert parse(tmp_path, "").rank == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "differing"),
+    [
+        (GOOD, set()),
+        (f"{GOOD} --log.level warning --gpus-per-node 2 --debug-mode", set()),
+        ("--num-nodes 3 --rank-weights 2,1,2", {"--rank-weights"}),
+        ("--num-nodes 2 --rank-weights 2,1", {"--num-nodes", "--rank-weights"}),
+        (f"{GOOD} --elastic", {"--elastic"}),
+        (f"{GOOD} --max-iterations 2", {"--max-iterations"}),
+        (f"{GOOD} --eval-interval 2", {"--eval-interval"}),
+        (f"{GOOD} --rl-phase rollout", {"--rl-phase"}),
+        (f"{GOOD} --rl-phase rollout --rollout-split train-only", {"--rl-phase", "--rollout-split"}),
+        (f"{GOOD} --seq_len 32 --run.seed 7", {"seq_len", "run.seed"}),
+        (f"{GOOD} --log-path=elsewhere", {"--log-path"}),
+    ],
+)
+def test_what_must_be_equal_on_all_nodes_is_in_the_fingerprint_and_nothing_else(
+    tmp_path: Path, words: str, differing: set[str]
+) -> None:
+    ours = parse(tmp_path, f"{GOOD} --master").fingerprint("v")
+    theirs = parse(tmp_path, f"{words} --worker 1").fingerprint("v")
+    assert {name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)} == differing
+    newer = parse(tmp_path, f"{GOOD} --worker 1").fingerprint("w")
+    assert [name for name in ours if ours[name] != newer[name]] == ["code version"]
+
+
 @pytest.mark.parametrize("name", ["RANK", "NODE_RANK"])
 def test_the_rank_may_come_from_the_environment(tmp_path: Path, name: str) -> None:
     assert parse(tmp_path, GOOD, **{name: "2"}).rank == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import signal
 import sys
@@ -28,7 +29,7 @@ CONFIG = MultinodeConfig(groups_per_iteration=2, run={"rollouts_per_example": 2,
 GROUP = GroupRecord(1, "a", 1, members={0: "a"})
 
 
-def work_of_the_master(output: OutputDir) -> PhaseWork:
+def work_of_the_master(output: OutputDir, **changes: Any) -> PhaseWork:
     setting = WorkSetting(
         rank=0,
         incarnation="a",
@@ -41,6 +42,7 @@ def work_of_the_master(output: OutputDir) -> PhaseWork:
         max_iterations=1,
     )
     output.multinode.mkdir(parents=True)
+    setting = dataclasses.replace(setting, **changes)
     return PhaseWork(setting, CONFIG, output, wake=lambda: None)
 
 
@@ -114,6 +116,33 @@ def test_a_node_that_leaves_does_not_wait_for_its_processes(tmp_path: Path) -> N
     finally:
         keeper.send_signal(signal.SIGCONT)
     wait_for(lambda: work.has_ended, "the sleeper to end", timeout_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("changes", "iteration", "starts"),
+    [
+        ({"max_iterations": 2}, 1, True),
+        ({"max_iterations": 2}, 2, False),
+        ({"max_iterations": None}, 7, True),
+        ({"max_iterations": None, "weights": (0.0,)}, 7, False),
+        ({"max_iterations": None, "rl_phase": RlPhase.UPDATE}, 7, False),
+    ],
+)
+def test_a_server_starts_again_where_this_node_makes_more_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], iteration: int, starts: bool
+) -> None:
+    work, started = work_of_the_master(OutputDir(tmp_path), **changes), list[bool]()
+    monkeypatch.setattr(work._server, "start", lambda: started.append(True))
+    work.place.move(Position(iteration, Phase.RESTART_INFERENCE), GROUP)
+    assert work._make_task(Phase.RESTART_INFERENCE).look().done is not starts
+    assert started == [True] * starts
+
+
+def test_what_another_try_cannot_change_does_not_heal(tmp_path: Path) -> None:
+    work = work_of_the_master(OutputDir(tmp_path))
+    work.begin(Position(1, Phase.PREPARE), GROUP)
+    wait_for(lambda: work.look().error is not None, "the error", timeout_s=PATIENCE_S)
+    assert "has no rollouts: make them first" in (work.look().error or "") and not work.look().may_heal
 
 
 class Records:

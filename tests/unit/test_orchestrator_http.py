@@ -211,6 +211,9 @@ def test_the_base_model_is_found_by_name_or_by_folder(model: Path, tmp_path: Pat
     assert find_base_model(str(model.parent / "." / "model"), served) == "base"
     assert find_base_model("run_a@v1", served) is None
     assert find_base_model("other", served) is None
+    namesake = tmp_path / "elsewhere" / model.name
+    namesake.mkdir(parents=True)
+    assert find_base_model(str(namesake), served) is None
 
 
 async def test_a_version_goes_when_it_is_neither_current_nor_in_use(model: Path, tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import pytest
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.layout import RunDir
+from prime_rl.orchestrator import publication
 from prime_rl.orchestrator.adapters import AdapterPublication
-from prime_rl.orchestrator.client import RequestRefused
-from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.orchestrator.client import InferenceUnavailable, RequestRefused, ServerClient
+from prime_rl.orchestrator.pool import BACKOFF_MAX_S, InferenceClient
+from prime_rl.orchestrator.replicas import Standing
 from tests.orchestrator_support import (
     IM_END,
     FakeInference,
@@ -27,6 +29,7 @@ from tests.orchestrator_support import (
     serving,
     until,
 )
+from tests.patience import PATIENCE_S
 from tests.ports import free_port
 
 # Nothing listens there.
@@ -170,6 +173,81 @@ async def test_a_full_server_is_left_alone_for_as_long_as_it_asks(model: Path, t
         assert client.trouble is None and metrics["inference/0/living"] == 1  # full, not dead
         await client.close()
     assert paths(fakes[0]) == ["completions"] and len(completions(fakes[1])) == 5
+
+
+async def test_failures_that_come_together_count_as_one_and_no_pause_has_no_end(tmp_path: Path) -> None:
+    client, clock = make_client([NOWHERE], tmp_path, backoff_start_s=0.5), asyncio.get_running_loop().time
+    (server,) = client._servers
+    for _ in range(20):
+        client._note_failure(server, InferenceUnavailable("it is busy"))
+    assert (server.num_failures, server.num_refused) == (20, 1)
+    server.num_refused, server.not_before_s, before_s = 1000, 0.0, clock()
+    client._note_failure(server, InferenceUnavailable("it is busy"))
+    assert before_s + BACKOFF_MAX_S <= server.not_before_s <= clock() + BACKOFF_MAX_S + 0.5
+    await client.close()
+
+
+@pytest.mark.parametrize(("base_url", "follows"), [(NOWHERE, False), (None, True)])
+async def test_the_servers_of_the_workspace_are_followed_unless_the_config_names_its_own(
+    run: RunDir, model: Path, monkeypatch: pytest.MonkeyPatch, base_url: str | None, follows: bool
+) -> None:
+    looked_at: list[Path] = []
+
+    class NoReplicas:
+        def __init__(self, output_dir: Path) -> None:
+            looked_at.append(output_dir)
+
+        def look(self) -> dict[int, Any]:
+            return {}
+
+    monkeypatch.setattr(publication, "Replicas", NoReplicas)
+    config = run_config(model, client={"base_url": base_url} if base_url else {})
+    client = publication.connect(config, run, AdapterPublication(run))
+    await client.close()
+    assert looked_at == ([run.path.parent] if follows else [])
+
+
+async def test_a_server_that_leaves_while_it_is_equipped_is_not_asked(tmp_path: Path) -> None:
+    async def equip(client: ServerClient) -> None:
+        server.retired = leaves
+
+    client = make_client([NOWHERE], tmp_path, equip=equip)
+    (server,) = client._servers
+    for leaves in (True, False):
+        server.living, server.retired = False, False
+        await client._bring_back(server)
+        assert server.living is not leaves
+    await client.close()
+
+
+async def test_a_silent_server_is_asked_for_one_sign_of_life_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, asked, answers = make_client([NOWHERE], tmp_path), list[int](), asyncio.Event()
+    (server,) = client._servers
+
+    async def list_models() -> list[Any]:
+        asked.append(server.number)
+        await answers.wait()
+        return []
+
+    monkeypatch.setattr(server.client, "list_models", list_models)
+    for _ in range(3):
+        client._heed(server, Standing.SILENT)
+    await until(lambda: bool(asked), "the question")
+    answers.set()
+    await until(lambda: not server.is_doubted, "the answer")
+    assert asked == [0] and server.living
+    await client.close()
+
+
+async def test_what_a_killed_orchestrator_left_is_not_waited_for_where_no_server_answers(
+    run: RunDir, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(publication, "CLEAR_TIMEOUT_S", 0.05)
+    async with asyncio.timeout(PATIENCE_S):
+        await publication.clear_inference(run_config(model, client={"base_url": NOWHERE}), run)
+    assert "inference does not answer: it has no adapters of run_a, or keeps them" in caplog.text
 
 
 def test_servers_are_named_once_and_by_url(model: Path) -> None:

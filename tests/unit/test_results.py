@@ -45,6 +45,11 @@ def test_steps_that_were_gone_back_from_do_not_count(tmp_path: Path) -> None:
     assert read_result(RunDir(tmp_path / "run_none")) == RunResult({}, {}, 0, 0.0)
 
 
+def test_a_step_without_a_time_is_no_part_of_the_hours(tmp_path: Path) -> None:
+    lines = [{"step": 1, "reward/mean": 0.1}, *({"step": s, "time": 7200.0 * s, "reward/mean": 0.1} for s in (2, 3))]
+    assert read_result(make_run(tmp_path / "run_a", lines, [])).hours == 2.0
+
+
 def test_a_default_equals_the_same_value_in_the_file() -> None:
     one, other = {**CONFIG, "max_async_level": 2}, {**CONFIG, "optim": {"lr": 0.5}, "client": {"api_key_var": "X"}}
     found = {row.name: row.values for row in config_differences({**CONFIG, "seed": 7}, {**CONFIG, "seed": 8})}

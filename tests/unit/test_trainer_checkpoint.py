@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from prime_rl.configs.orchestrator import CkptConfig, OrchestratorConfig
-from prime_rl.contract.layout import RunDir
+from prime_rl.contract import files
+from prime_rl.contract.files import mark_stable
+from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.contract.resume import ResumeRequest, pending_request
 from prime_rl.trainer.checkpoint import is_due
 from prime_rl.trainer.metrics import last_metrics_step
-from prime_rl.trainer.retention import steps_to_remove
+from prime_rl.trainer.retention import PROGRESS_FILE, drop_after, prune, remove_step, steps_to_remove, trainer_steps
+from prime_rl.trainer.runs.control import is_finished
 from tests.trainer_support import write_config, write_run
 
 
@@ -47,6 +51,80 @@ def test_old_checkpoints_go_but_never_the_last_one_of_both_parts(
     assert steps_to_remove(CkptConfig.model_validate(ckpt), complete, of_both) == removed
 
 
+def run_with(
+    tmp_path: Path, *, batches: Sequence[int], of_trainer: Sequence[int], of_both: Sequence[int] = ()
+) -> RunDir:
+    """A run with these batches, and complete checkpoints of the trainer alone or of both parts."""
+    run = write_run(tmp_path, "run_a", Path("m"))
+    for step in batches:
+        run.rollout_dir(step).mkdir()
+        run.rollout_file(step).touch()
+    for step in (*of_trainer, *of_both):
+        run.trainer_checkpoint(step).mkdir(parents=True)
+        (run.trainer_checkpoint(step) / PROGRESS_FILE).touch()
+        mark_stable(run.checkpoint_dir(step))
+    for step in of_both:
+        run.orchestrator_checkpoint(step).mkdir()
+        (run.orchestrator_checkpoint(step) / "state.json").touch()
+    return run
+
+
+def test_a_batch_goes_when_both_parts_of_a_checkpoint_cover_it(tmp_path: Path) -> None:
+    run = run_with(tmp_path, batches=[1, 2, 3, 4, 5], of_both=[2], of_trainer=[4])
+    prune(run, CkptConfig())
+    assert list_steps(run.rollouts) == [3, 4, 5], "the orchestrator cannot go on from step 4"
+    assert list_steps(run.checkpoints, stable_only=True) == [2, 4]
+
+
+def test_a_run_that_keeps_its_rollouts_keeps_all(tmp_path: Path) -> None:
+    run = run_with(tmp_path, batches=[1, 2, 3], of_trainer=[], of_both=[2])
+    prune(run, CkptConfig(keep_rollouts=True))
+    assert list_steps(run.rollouts) == [1, 2, 3]
+
+
+def test_what_a_writer_has_yet_to_rename_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    run = run_with(tmp_path, batches=[1, 2], of_trainer=[2])
+    run.orchestrator_checkpoint(2).mkdir()
+    (run.orchestrator_checkpoint(2) / ".state.json.5f.tmp").touch()
+    prune(run, CkptConfig())
+    assert list_steps(run.rollouts) == [1, 2]
+
+
+def test_a_checkpoint_that_was_not_completed_goes_when_a_newer_one_is_complete(tmp_path: Path) -> None:
+    run = run_with(tmp_path, batches=[], of_trainer=[1, 3, 4])
+    for step in (2, 5):
+        run.orchestrator_checkpoint(step).mkdir(parents=True)  # the orchestrator is ahead of the trainer
+    prune(run, CkptConfig(keep_last=3))
+    assert list_steps(run.checkpoints) == [1, 3, 4, 5]
+
+
+def test_the_trainer_resumes_from_what_has_its_own_part(tmp_path: Path) -> None:
+    run = run_with(tmp_path, batches=[], of_trainer=[1, 2])
+    (run.trainer_checkpoint(2) / PROGRESS_FILE).unlink()
+    assert trainer_steps(run) == [1]
+
+
+def test_a_run_that_goes_back_keeps_the_step_that_it_goes_back_to(tmp_path: Path) -> None:
+    run = run_with(tmp_path, batches=[1, 2, 3, 4], of_trainer=[1, 2, 3])
+    for step in (1, 2, 3):
+        run.broadcast_dir(step).mkdir(parents=True)
+    drop_after(run, 2)
+    assert [list_steps(each) for each in (run.broadcast, run.checkpoints, run.rollouts)] == [[1, 2]] * 3
+
+
+def test_a_step_folder_is_no_longer_stable_before_anything_else_of_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with(tmp_path, batches=[], of_trainer=[2])
+
+    def no_disk(path: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(files.shutil, "rmtree", no_disk)
+    remove_step(run.checkpoint_dir(2))
+    assert run.trainer_checkpoint(2).is_dir() and not stable_marker(run.checkpoint_dir(2)).exists()
+
+
 def test_an_explicit_resume_is_pending_until_it_was_carried_out_for_this_text(tmp_path: Path) -> None:
     run = write_run(tmp_path, "run_a", Path("m"), ckpt={"resume_step": 4})
     asked = config(ckpt={"resume_step": 4})
@@ -57,6 +135,17 @@ def test_an_explicit_resume_is_pending_until_it_was_carried_out_for_this_text(tm
     write_config(run, Path("m"), ckpt={"resume_step": 4}, seed=1)
     assert isinstance(pending_request(run, asked.ckpt.resume_step), ResumeRequest)
     assert pending_request(run, config().ckpt.resume_step) is None
+
+
+def test_a_finished_run_that_is_sent_back_is_not_finished(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "run_a", Path("m"), max_steps=2, ckpt={"resume_step": 1})
+    back, on = config(max_steps=2, ckpt={"resume_step": 1}), config(max_steps=2)
+    run.broadcast_dir(1).mkdir(parents=True)
+    mark_stable(run.broadcast_dir(1))
+    assert not is_finished(run, on)
+    run.broadcast_dir(2).mkdir()
+    mark_stable(run.broadcast_dir(2))
+    assert is_finished(run, on) and not is_finished(run, back)
 
 
 def test_the_last_step_of_a_metrics_file_is_found_also_when_the_last_line_is_torn(tmp_path: Path) -> None:

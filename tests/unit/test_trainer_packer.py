@@ -132,3 +132,41 @@ def test_a_run_that_is_held_takes_nothing_until_it_is_released(trainer: Trainer)
     wait_for(lambda: run.rollout_file(1) in trainer.reads, "the batch of run_a to be read", timeout_s=PATIENCE_S)
     assert trainer.packer.get_batch(held=("run_a",)) == {}
     assert trainer.takes() == {0: batches[0]}
+
+
+def test_nothing_more_is_trained_of_a_run_that_leaves(trainer: Trainer) -> None:
+    leaving, staying = add(trainer.workspace, "run_a"), add(trainer.workspace, "run_b")
+    look(trainer.manager)
+    batches = [trainer.put(each, 1) for each in (leaving, staying)]
+    trainer.takes(num=2)
+    trainer.manager.evict_run(0, "a test")
+    pack = trainer.packer.pack()
+    assert pack is not None and [ready.run_idx for ready in pack.ready] == [1]
+    assert [each.run_idxs for each in pack.micro_batches] == [[1] * len(batches[1].samples)]
+    trainer.manager.progress[1].step = 1
+    assert trainer.packer.pack() is None
+
+
+def test_a_run_whose_next_batch_is_gone_is_refused_and_not_waited_for(trainer: Trainer) -> None:
+    run = add(trainer.workspace, "run_a")
+    slot = look(trainer.manager).run(0)
+    trainer.packer.admitted(slot)
+    trainer.put(run, 1)
+    trainer.packer.admitted(slot)
+    slot.progress.step = 1
+    trainer.packer.admitted(slot)
+    trainer.put(run, 3)
+    with pytest.raises(ValueError, match=r"it is at step 1, but .*step_2.* is missing while step 3 exists"):
+        trainer.packer.admitted(slot)
+    trainer.put(run, 2)
+    trainer.packer.admitted(slot)
+
+
+def test_the_tokens_of_a_pass_are_counted_for_the_run_that_has_them(trainer: Trainer) -> None:
+    runs = [add(trainer.workspace, name) for name in ("run_a", "run_b")]
+    look(trainer.manager)
+    batches = [trainer.put(run, 1, seed) for seed, run in enumerate(runs)]
+    trainer.takes(num=2)
+    assert trainer.packer.pack() is not None
+    num_tokens = [sum(len(sample.loss_mask) for sample in batch.samples) for batch in batches]
+    assert [run.pass_tokens for run in trainer.manager.active] == num_tokens

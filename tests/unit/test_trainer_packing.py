@@ -202,6 +202,17 @@ def test_a_dropped_run_leaves_nothing_behind() -> None:
     assert len(drain(queue)) == 1
 
 
+def test_a_run_that_takes_a_slot_has_had_nothing_of_what_the_one_before_it_had() -> None:
+    queue = RowQueue(max_tokens=10)
+    queue.add(0, rows_of(0, batch([10] * 5)))
+    queue.add(1, rows_of(1, batch([10])))
+    drain(queue)
+    queue.drop(0)
+    for run_idx in (0, 1):
+        queue.add(run_idx, rows_of(run_idx, batch([10] * 2)))
+    assert [rows[0].run_idx for rows in drain(queue)] == [0, 1, 0, 1]
+
+
 @settings(max_examples=25)
 @given(lengths=st.lists(st.integers(20, 39), min_size=1, max_size=40), num_ranks=st.integers(1, 8))
 def test_rows_are_dealt_evenly(lengths: list[int], num_ranks: int) -> None:
@@ -212,6 +223,11 @@ def test_rows_are_dealt_evenly(lengths: list[int], num_ranks: int) -> None:
     counts, tokens = [len(hand) for hand in hands], [sum(row.num_tokens for row in hand) for hand in hands]
     assert len(hands) == num_ranks and max(counts) - min(counts) <= 1
     assert max(tokens) - min(tokens) <= 2 * max(lengths)
+
+
+def test_no_rank_is_dealt_more_rows_than_its_share_however_short_they_are() -> None:
+    hands = deal(rows_of(0, batch([60, 8, 8, 8, 8, 8])), 2)
+    assert [[row.num_tokens for row in hand] for hand in hands] == [[60, 8, 8], [8, 8, 8]]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -19,6 +19,7 @@ from prime_rl.configs.validate import PARSE_ERROR_PREFIX
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import DaemonStatus, RunStatus, Status
 from prime_rl.trainer import runs as runs_module
+from prime_rl.trainer.runs.control import Evictions
 from prime_rl.trainer.runs.discovery import MIN_REPORTS, Discovery, Findings
 from prime_rl.utils.text import printable
 from tests.runs_support import BASE, add, look, manager_of
@@ -341,3 +342,11 @@ def test_a_reason_is_one_line_of_bounded_length(tmp_path: Path) -> None:
     run = add(tmp_path, "run_a")
     look(manager_of(tmp_path)).evict_run(0, "bad\n\udcff " + "x" * 10_000)
     assert run.evicted.read_text().startswith("bad \\udcff xxx") and len(run.evicted.read_text()) == 2_000
+
+
+def test_the_reason_of_a_run_that_is_gone_is_not_kept(tmp_path: Path) -> None:
+    run, evictions = add(tmp_path, "run_a"), Evictions(tmp_path)
+    for run_id in ("run_a", "run_gone"):
+        evictions.add(run_id, "too loud")
+    assert evictions.unwritten == {} and run.evicted.read_text() == "too loud"
+    assert not (tmp_path / "run_gone").exists()

@@ -10,6 +10,7 @@ import torch
 
 from prime_rl.configs.orchestrator import OptimConfig
 from prime_rl.configs.shared import LoRAConfig
+from prime_rl.contract.layout import stable_marker
 from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.older import MultiLoRAOptimizer
@@ -84,3 +85,33 @@ def test_a_snapshot_stays_as_it_was_taken(tmp_path: Path) -> None:
     again = Trainer(tmp_path)
     assert not torch.equal(again.weights(), trainer.weights())
     assert torch.equal(again.update(), trainer.weights())
+
+
+def test_a_snapshot_is_at_home_in_its_own_folder_and_not_in_another_of_the_same_name(tmp_path: Path) -> None:
+    run = add(tmp_path, "run_a")
+    taken = Trainer(tmp_path)
+    snapshot = taken.snapshots.whole(taken.run)
+    assert snapshot.is_at_home()
+    run.path.rename(tmp_path / "elsewhere")
+    assert not snapshot.is_at_home()
+    add(tmp_path, "run_a")
+    assert not snapshot.is_at_home()
+    (tmp_path / "run_a").rename(tmp_path / "another")
+    (tmp_path / "elsewhere").rename(run.path)
+    assert snapshot.is_at_home()
+
+
+def test_a_checkpoint_is_stable_once_its_files_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = add(tmp_path, "run_a")
+    trainer = Trainer(tmp_path)
+    trainer.update()
+    snapshot, marker = trainer.snapshots.whole(trainer.run), stable_marker(run.checkpoint_dir(1))
+    save, seen = type(snapshot.weights).save, []
+
+    def watched(self: Any, folder: Path) -> None:
+        save(self, folder)
+        seen.append(marker.exists())
+
+    monkeypatch.setattr(type(snapshot.weights), "save", watched)
+    trainer.checkpoints.save(snapshot)
+    assert seen == [False] and marker.exists()

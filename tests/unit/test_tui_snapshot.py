@@ -145,6 +145,22 @@ def test_a_run_whose_steps_stop_is_stalled_and_says_since_when(workspace: Output
     assert problems[1].text == "stalled: no step for 6m" and problems[1].since == NOW - 1 - STALL_MIN_S - 61
 
 
+def test_a_run_that_was_seen_lost_or_alive_is_the_other_as_soon_as_it_is(workspace: OutputDir) -> None:
+    """Nothing of it changes on disk: only the time passes, and its signs of life on our own clock."""
+    found = WorkspaceReader(workspace.path).read(now=NOW)
+    tails = WorkspaceMetrics(workspace.path).update(found)
+    name, before = "run_reverse-lr1e-3", None
+    seen = []
+    for now, alive_at in ((0, 0), (61, 0), (200, 0), (201, 201), (202, 201)):
+        signs = {name: NOW + alive_at}
+        before = make_snapshot(found, tails, NOW + now, before=before, alive_at=signs)
+        row = before.row(name)
+        assert row is not None
+        seen.append((row.state, row.note.split(";")[0]))
+    alive = ("active", "waits for 64 rollouts of step 43 (51 done)")
+    assert seen == [alive, ("lost", "no heartbeat for 1m"), ("lost", "no heartbeat for 3m"), alive, alive]
+
+
 def test_a_daemon_whose_loop_hangs_is_stalled_in_header_system_and_problems(workspace: OutputDir) -> None:
     trainer = read_status(workspace.trainer_status, TrainerStatus)
     supervisor = read_status(workspace.daemon_status("supervisor"), DaemonStatus)

@@ -1,0 +1,158 @@
+"""What becomes of an update: its version, its report, its slot. With real files and the real background writer."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import list_steps
+from prime_rl.trainer import publish as publish_module
+from prime_rl.trainer.checkpoint import RunSnapshot
+from prime_rl.trainer.loss import LossSums
+from prime_rl.trainer.metrics import PhaseTimer
+from prime_rl.trainer.publish import FileSystemWeightBroadcast, Publisher, write_version
+from prime_rl.trainer.runs.run import FINISHED
+from prime_rl.trainer.runs.sync import ReadyRun
+from prime_rl.trainer.step import UpdateReport
+from prime_rl.trainer.writer import BackgroundWriter
+from tests.patience import PATIENCE_S
+from tests.runs_support import add
+from tests.unit.test_trainer_snapshot import Trainer
+
+
+class Disk(FileSystemWeightBroadcast):
+    """Takes versions only while it `is_free`, and none while it is `broken`."""
+
+    def __init__(self) -> None:
+        self.is_free = threading.Event()
+        self.is_free.set()
+        self.is_broken = False
+
+    def publish(self, snapshot: RunSnapshot) -> Path:
+        assert self.is_free.wait(PATIENCE_S)
+        if self.is_broken:
+            raise OSError(28, "No space left on device")
+        return super().publish(snapshot)
+
+
+class Life:
+    """A run of two steps, and what follows its updates. `told` are the steps that were reported."""
+
+    def __init__(self, workspace: Path) -> None:
+        self.dir = add(workspace, "run_a", max_steps=2, ckpt={"interval": 100})
+        self.trainer, self.disk, self.writer = Trainer(workspace), Disk(), BackgroundWriter()
+        self.run, self.told = self.trainer.run, list[int]()
+        status: Any = SimpleNamespace(published=lambda run, progress: self.told.append(progress.step))
+        metrics: Any = SimpleNamespace(write=lambda *args: None)
+        parts = (self.trainer.snapshots, self.disk, self.trainer.checkpoints, metrics, status, self.writer)
+        self.publisher = Publisher(self.trainer.manager, *parts)
+
+    def update(self, problem: str | None = None) -> None:
+        self.trainer.update()
+        report = UpdateReport(self.run.progress.step, LossSums(), 1.0, 1e-2, 0.0, 0.0, problem)
+        self.publisher.after_update(self.run, ReadyRun(0, 100, 8), report, PhaseTimer())
+
+    def written(self) -> None:
+        """When the writer is done, what it did is taken in."""
+        self.writer.finish()
+        self.publisher.collect()
+
+    @property
+    def versions(self) -> list[int]:
+        return list_steps(self.dir.broadcast, stable_only=True)
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Iterator[Life]:
+    life = Life(tmp_path)
+    yield life
+    life.disk.is_free.set()
+    life.writer.finish()
+
+
+def test_a_run_leaves_after_its_last_update_and_not_before(life: Life) -> None:
+    life.update()
+    assert life.run.leaving is None
+    life.update()
+    assert life.run.leaving == FINISHED
+    life.written()
+    assert life.versions == life.told == [1, 2] and not life.dir.evicted.exists()
+
+
+def test_an_update_that_was_not_done_evicts_its_run_and_publishes_nothing(life: Life) -> None:
+    life.update(problem="its loss is NaN")
+    life.written()
+    assert (life.run.leaving, life.dir.evicted.read_text()) == ("its loss is NaN", "its loss is NaN")
+    assert life.versions == life.told == []
+
+
+def test_a_run_that_resumes_has_its_version_and_one_that_is_there_is_not_written_again(life: Life) -> None:
+    life.publisher.resume(life.run)
+    assert life.versions == [], "version 0 is the base model"
+    life.update()
+    life.written()
+    before = (life.dir.broadcast_dir(1) / "adapter_model.safetensors").stat()
+    life.publisher.resume(life.run)
+    after = (life.dir.broadcast_dir(1) / "adapter_model.safetensors").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    shutil.rmtree(life.dir.broadcast_dir(1))
+    life.publisher.resume(life.run)
+    assert life.versions == [1] and life.run.leaving is None
+    assert life.told == [0, 1, 1, 1]
+    life.run.progress.step = 2
+    life.publisher.resume(life.run)
+    assert life.run.leaving == FINISHED, "nothing is left to do"
+
+
+@pytest.mark.parametrize(
+    ("leaving", "saves", "is_evicted"),
+    [(None, False, True), (FINISHED, False, True), ("it is paused", True, True), ("it was evicted", False, False)],
+)
+def test_a_version_that_the_disk_does_not_take_evicts_its_run_unless_it_left_unsaved(
+    life: Life, leaving: str | None, saves: bool, is_evicted: bool
+) -> None:
+    """One that was evicted keeps its first reason."""
+    life.disk.is_broken = True
+    life.update()
+    life.run.leaving, life.run.saves = leaving, saves
+    life.written()
+    assert life.told == [] and life.dir.evicted.exists() is is_evicted
+    if is_evicted:
+        assert life.dir.evicted.read_text().startswith("publishing version 1 failed: ")
+
+
+def test_a_run_keeps_its_slot_until_the_disk_has_what_it_made_or_had_its_time(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert life.publisher.may_leave(life.run)
+    life.disk.is_free.clear()
+    life.update()
+    assert not life.publisher.may_leave(life.run) and not life.publisher.may_leave(life.run)
+    with pytest.raises(ValueError, match="it was here before and still waits for the disk to take version 1 of run_a"):
+        life.publisher.admitted(life.run)
+    with monkeypatch.context() as patch:
+        patch.setattr(publish_module, "DISK_TIMEOUT_S", 0.0)
+        assert life.publisher.may_leave(life.run)
+    life.disk.is_free.set()
+    wait_for(lambda: life.publisher.may_leave(life.run), "the disk to take the version", timeout_s=PATIENCE_S)
+    life.publisher.admitted(life.run)
+    assert life.told == [1]
+
+
+def test_a_version_is_marked_when_its_files_are_there(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    def save(folder: Path) -> None:
+        (folder / "weights").touch()
+        seen.append([each.name for each in folder.iterdir()])
+
+    write_version(tmp_path / "broadcast" / "step_1", save)
+    assert seen == [["weights"]]
+    assert {each.name for each in (tmp_path / "broadcast" / "step_1").iterdir()} == {"weights", "STABLE"}
