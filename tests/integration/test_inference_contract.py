@@ -391,7 +391,7 @@ def test_bad_requests_are_refused_in_openais_shape(server: RunningServer) -> Non
         assert client.post("/v1/completions", content=b"{", headers=json_type).status_code == 400
         assert client.get("/v1/completions").status_code == 405
         assert client.get("/docs").status_code == 404
-        assert client.post("/v1/completions", content=b"x" * (17 * 2**20)).status_code == 413
+        assert client.post("/v1/completions", content=b"x" * (17 * 2**20), headers=json_type).status_code == 413
 
 
 def test_key_is_needed_everywhere_but_for_health(server: RunningServer) -> None:
@@ -399,7 +399,7 @@ def test_key_is_needed_everywhere_but_for_health(server: RunningServer) -> None:
         assert client.get("/health").status_code == 200
         for route in ("/v1/models", "/metrics", "/nowhere"):
             assert client.get(route).status_code == 401
-        assert {client.post(f"/{name}_weights").status_code for name in ("update", "reload")} == {401}
+        assert {client.post(f"/{name}_weights", json={}).status_code for name in ("update", "reload")} == {401}
         body = {"model": server.model, "prompt": "x", "max_tokens": 1}
         for header in ({}, *({"Authorization": value} for value in ("Bearer wrong", KEY, f"Basic {KEY}"))):
             response = client.post("/v1/completions", json=body, headers=header)
