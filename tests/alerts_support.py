@@ -1,12 +1,14 @@
 """A workspace whose files a test writes: how each kind of alert comes about on disk, and how it ends.
 
-All that should live was written by the test's own process, and so late that it never grows old.
+All that should live is written by the test's own process, and again by `Troubles.beat`, so that it never grows old.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,6 @@ from tests.orchestrator_support import config_data, write_toml
 
 # Within which an alert arrives.
 PROMISE_S = 30.0
-# Unix seconds of the year 2100: a file from the future is fresh.
-LATE = 4_102_444_800.0
 REWARD = {"window": 2, "drop": 0.5}
 _SUBJECTS: dict[AlertKind, str] = {
     "reward_collapsed": "run_reward",
@@ -41,11 +41,13 @@ class Troubles:
     it beats.
     """
 
-    def __init__(self, output: OutputDir) -> None:
+    def __init__(self, output: OutputDir, clock: Callable[[], float] = time.time) -> None:
         self.output = output
+        self._clock = clock
         self._batches = 0
         self._node: NodeStatus | None = None
         self._mended = False
+        self._written: dict[Path, Status] = {}
         run_ids = [self.subject(kind) for kind in ALERT_KINDS if self.subject(kind).startswith("run_")]
         in_slots = [run_id for run_id in run_ids if run_id != "run_invalid"]
         slots = {run_id: TrainerRunStatus(run_idx=number) for number, run_id in enumerate(in_slots)}
@@ -98,7 +100,10 @@ class Troubles:
             self._mended = True
 
     def beat(self) -> None:
-        """What a mended node does again and again."""
+        """What all that lives does again and again, and a node once it is mended."""
+        for path, status in self._written.items():
+            if not isinstance(status, NodeStatus):
+                self._put(path, status)
         if self._node is not None and self._mended:
             self._node.seq += 1
             self._put(self.output.node_status(1), self._node)
@@ -122,6 +127,7 @@ class Troubles:
 
     def _put(self, path: Path, status: Status) -> None:
         status.sign(ProcessId.of(os.getpid()))
-        status.updated_at = LATE
+        status.updated_at = self._clock()
+        self._written[path] = status
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, msgspec.json.encode(status))

@@ -27,7 +27,7 @@ from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import OutputDir, stable_marker
 from prime_rl.contract.samples import TokenSample
-from prime_rl.contract.status import Status
+from prime_rl.contract.status import LOST_AFTER_S, Status
 from prime_rl.utils.process import ProcessId
 
 MEGABYTE = 1_000_000
@@ -123,7 +123,7 @@ def write_attacked(output: OutputDir, kind: type[Status], fill: Fill) -> None:
     """The status file of that kind with `fill`'s texts; all others are as of a daemon that lives."""
     where, words = STATUS_FILES[kind.__name__]
     me, touched = ProcessId.of(os.getpid()), set[str]()
-    soon = time.time() + 3600.0  # of the future: fresh for as long as a test takes
+    soon = time.time() + 0.9 * LOST_AFTER_S  # fresh for as long as a file can be
 
     def fill_and_note(place: str) -> str | None:
         text = fill(place)

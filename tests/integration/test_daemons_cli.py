@@ -131,7 +131,7 @@ def test_json_is_stable(inline: Inline) -> None:
         *("run_id", "state", "step", "max_steps", "reward", "reason", "waiting_on", "updated_at", "run_idx"),
         *("queue_position", "tokens_per_s", "async_level", "policy_version", "lr", "bottleneck", "model"),
         *("batch_size", "num_restarts", "added_at", "stalled_since", "tags", "weight", "priority"),
-        *("max_tokens", "max_hours"),
+        *("max_tokens", "max_hours", "problem", "examples_unusable"),
     ]
     assert list(prl.json("status")) == [
         *("version", "output_dir", "supervisor_alive", "daemons", "slots", "runs", "refused", "disk", "bottleneck"),

@@ -275,7 +275,8 @@ def test_what_cannot_be_told_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_each_kind_arrives_once_in_time_and_its_end_once_over_two_restarts(tmp_path: Path) -> None:
     """On files, by the daemon's own clocks: what is measured is the number of its looks."""
-    troubles, target, now = Troubles(OutputDir(tmp_path)), Recorder(), NOW
+    now = NOW
+    troubles, target = Troubles(OutputDir(tmp_path), clock=lambda: now), Recorder()
 
     def live(num_looks: int, **config: Any) -> list[tuple[str, str]]:
         """One life of the daemon, or the rest of one; returns the changes that it told."""

@@ -47,14 +47,12 @@ def test_what_a_message_says_is_text_to_the_template(text: Text, content: str) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"messages": []}, "TypeError: .*'messages'"),
-        ({"self": 1}, "TypeError: .*'self'"),
+        ({"messages": []}, r"may not set \['messages'\]"),
         ({"upper": 3}, "has no attribute 'strip'"),
-        ({"upper": "a", "count": {}}, "TypeError: can't multiply"),
-        ({"upper": "a"}, "TypeError: can't multiply|is undefined"),
-        ({"upper": "a", "count": 10**19}, "OverflowError"),
-        ({"chat_template": "{{ 1 }}"}, r"may not set \['chat_template'\]"),
-        ({"conversation": []}, r"may not set \['conversation'\]"),
+        ({"upper": "a", "count": {}}, "can't multiply"),
+        ({"upper": "a"}, "can't multiply|is undefined"),
+        ({"upper": "a", "count": 10**19}, "cannot fit"),
+        ({"add_generation_prompt": False}, r"may not set \['add_generation_prompt'\]"),
     ],
 )
 def test_what_a_template_cannot_take_is_refused_in_one_line(text: Text, arguments: dict[str, Any], words: str) -> None:

@@ -147,7 +147,8 @@ async def test_vllm_gets_no_request_that_is_out_of_range(tmp_path: Path) -> None
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    control = VllmControl(config, vllm, None, {}, AdapterGate(config), lambda: 0)
+    engine: Any = SimpleNamespace(errored=False)
+    control = VllmControl(config, vllm, engine, {}, AdapterGate(config), lambda: 0)
     asked = httpx.ASGITransport(build_app(control, config))
     async with httpx.AsyncClient(transport=asked, base_url="http://127.0.0.1") as client:
         for route in ("/v1/completions", "/v1/chat/completions"):

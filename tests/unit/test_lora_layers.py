@@ -217,7 +217,7 @@ def test_a_file_that_is_cut_between_two_parts_is_a_value_error(tmp_path: Path, m
     _, layers, _ = adapted()
     folder = export_to(tmp_path, layers)
     monkeypatch.setattr("prime_rl.lora.adapter_state.PART_SIZE", 100)
-    parts = served_parts(layers, folder)
+    parts = served_parts(layers, folder, base="models/base")
     next(parts).put(2)
     os.truncate(folder / ADAPTER_FILE, (folder / ADAPTER_FILE).stat().st_size // 2)
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors: Could not read tensor"):

@@ -51,7 +51,7 @@ def test_every_set_of_target_modules_says_in_peft_and_in_the_engine_what_the_tra
 @torch.no_grad()
 def served(engine: PolicyModel, folder: Path) -> torch.Tensor:
     """As the embedded engine loads and serves it."""
-    for part in served_parts(engine.layers, folder):
+    for part in served_parts(engine.layers, folder, base="models/base"):
         part.put(0)
         engine.routing.scaling[0] = part.config.scaling
     return engine.logits(torch.tensor([TOKENS]), torch.arange(len(TOKENS)), [0])[0]
@@ -63,7 +63,7 @@ def test_an_adapter_on_what_inference_was_not_started_with_is_refused(tmp_path: 
     for number, targets in enumerate((DEFAULT_TARGET_MODULES, MLP, ("q_proj", "up_proj"))):
         folder = TrainedAdapter.on(base, targets, seed=1).publish(tmp_path / str(number))
         with pytest.raises(ValueError, match=r"its target_modules are \[.*'up_proj'.*adapters in \['k_proj', .* only"):
-            next(served_parts(engine.layers, folder))
+            next(served_parts(engine.layers, folder, base="models/base"))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_an_adapter_that_does_not_hold_what_it_says_is_refused(
     folder = TrainedAdapter.on(base, has or ("q_proj",), seed=1).publish(tmp_path / "a")
     change(folder, target_modules=list(says))
     with pytest.raises(ValueError, match=reason):
-        next(served_parts(engine.layers, folder))
+        next(served_parts(engine.layers, folder, base="models/base"))
 
 
 def change(folder: Path, **fields: Any) -> Path:

@@ -181,7 +181,10 @@ def reads_of_one(run: RunDir) -> Iterator[tuple[str, Look]]:
     yield "a checkpoint's state", lambda: load_tensors(saved / STATE_FILE)
     yield "the shapes of a file", lambda: read_shapes(run.broadcast_dir(STEP) / ADAPTER_FILE)
     yield "inference's check", lambda: load_peft(confined_adapter(workspace, str(run.broadcast_dir(STEP))))
-    yield "inference's load", lambda: next(served_parts({}, confined_adapter(workspace, str(run.broadcast_dir(STEP)))))
+    yield (
+        "inference's load",
+        lambda: next(served_parts({}, confined_adapter(workspace, str(run.broadcast_dir(STEP))), base="models/base")),
+    )
     yield "the orchestrator's guard", lambda: (ends_again(OutputDir(workspace), run), check_run(run))
     yield "the orchestrator's config", lambda: parse_argv(OrchestratorConfig, ["@", str(run.orch_toml)])
     yield "the orchestrator's place", lambda: find_progress(run, 2, max_bytes=MAX_BATCH)
