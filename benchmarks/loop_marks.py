@@ -44,6 +44,7 @@ def listen_to_trainer(marks: Marks) -> None:
 def listen_to_orchestrator(marks: Marks) -> None:
     """`loading` and `loaded`: the load call of a version; `asking` and `answered`: a request to it."""
     from prime_rl.orchestrator.adapters import AdapterPublication
+    from prime_rl.orchestrator.client import Completion, CompletionRequest
     from prime_rl.orchestrator.pool import InferenceClient
 
     publish, complete = AdapterPublication.publish, InferenceClient.complete
@@ -55,10 +56,10 @@ def listen_to_orchestrator(marks: Marks) -> None:
         marks.note("loaded", version)
 
     @functools.wraps(complete)
-    async def noted_complete(self: InferenceClient, model: str, *args: Any, **kwargs: Any) -> Any:
-        version = (parse_adapter_name(model) or ("", 0))[1]
+    async def noted_complete(self: InferenceClient, request: CompletionRequest) -> list[Completion]:
+        version = (parse_adapter_name(request.model) or ("", 0))[1]
         marks.note("asking", version)
-        answer = await complete(self, model, *args, **kwargs)
+        answer = await complete(self, request)
         marks.note("answered", version)
         return answer
 

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.loop_servers import DEMO, base_model, server
 from prime_rl.configs.sampling import SamplingConfig
-from prime_rl.orchestrator.client import Endpoint, ServerClient
+from prime_rl.orchestrator.client import CompletionRequest, Endpoint, ServerClient
 from prime_rl.orchestrator.pool import InferenceClient
 
 NUM_GROUPS, NUM_ROLLOUTS, NUM_TURNS = 48, 4, 4
@@ -83,15 +83,8 @@ async def _group(model: str, seed: str, choose: Callable[[], InferenceClient], p
     prompt = _tokens(draw, NUM_PROMPT)
 
     async def turn(conversation: list[int], num_choices: int, number: int) -> list[list[int]]:
-        completions = await choose().complete(
-            model,
-            conversation,
-            SAMPLING,
-            max_tokens=NUM_SAMPLED,
-            seed=number,
-            num_choices=num_choices,
-            num_prefix=NUM_PROMPT,
-        )
+        request = CompletionRequest(model, conversation, SAMPLING, NUM_SAMPLED, number, num_choices, NUM_PROMPT)
+        completions = await choose().complete(request)
         return [conversation + completion.token_ids for completion in completions]
 
     async def rollout(conversation: list[int], replies: random.Random) -> None:

@@ -30,11 +30,10 @@ from prime_rl.orchestrator.client import Endpoint, ServerClient
 from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, Split
 from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
-from prime_rl.orchestrator.publication import Publication
+from prime_rl.orchestrator.publication import Publication, WholeWeights
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
-from prime_rl.orchestrator.whole_weights import WholeWeights
 from tests.patience import PATIENCE_S
 
 CHATML = (

@@ -12,12 +12,11 @@ import difflib
 import inspect
 import re
 import textwrap
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
 import tomli
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -51,10 +50,6 @@ class BaseConfig(BaseModel):
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
-# Dotted key, type, default, docstring.
-HelpLine = tuple[str, str, str, str]
-
-
 # No config of ours has a hundredth of it. What is larger (a device, a log) is never read to its end.
 MAX_TOML_BYTES = 1 << 20
 
@@ -130,9 +125,9 @@ def build(cls: type[ConfigT], data: Mapping[str, Any], source: str) -> ConfigT:
         raise ConfigError(source, _without_echoes(list(_problems(cls, error)))) from error
 
 
-def load_config(cls: type[ConfigT], path: Path, overrides: Mapping[str, Any] | None = None) -> ConfigT:
-    """Load `cls` from a TOML file, with nested `overrides` on top."""
-    return build(cls, merge(load_toml(path), overrides or {}), str(path))
+def load_config(cls: type[ConfigT], path: Path) -> ConfigT:
+    """Load `cls` from a TOML file."""
+    return build(cls, load_toml(path), str(path))
 
 
 def parse_argv(cls: type[ConfigT], argv: Sequence[str]) -> ConfigT:
@@ -203,27 +198,22 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def help_text(cls: type[BaseConfig]) -> str:
     """One line a field: dotted name, type, default, docstring."""
-    lines = []
-    for key, annotation, default, description in _walk(cls):
-        lines.append(f"  --{key} {annotation}{default}\n      {description}")
-    return "\n".join(lines)
+    return "\n".join(_help_lines(cls, ""))
 
 
-def _walk(cls: type[BaseConfig], prefix: str = "") -> Iterator[HelpLine]:
+def _help_lines(cls: type[BaseConfig], prefix: str) -> Iterator[str]:
     docs = cls.docs()
     for name, field in cls.model_fields.items():
-        if get_origin(field.annotation) is not list and (nested := _models_in(field.annotation)):
-            members = [list(_walk(model, f"{prefix}{name}.")) for model in nested]
-            # An error that all members of a union share is reported once.
+        if get_origin(field.annotation) is not list and (nested := models_in(field.annotation)):
+            members = [list(_help_lines(model, f"{prefix}{name}.")) for model in nested]
+            # A field that all members of a union share is named once.
             shared = [line for line in members[0] if all(line in lines for lines in members)]
             yield from shared
             yield from (line for lines in members for line in lines if line not in shared)
             continue
-        annotation = _type_name(field.annotation)
-        default = (
-            " (required)" if field.is_required() else f" (default {field.get_default(call_default_factory=True)!r})"
-        )
-        yield f"{prefix}{name}", annotation, default, docs.get(name, "")
+        default = f"default {field.get_default(call_default_factory=True)!r}"
+        note = "required" if field.is_required() else default
+        yield f"  --{prefix}{name} {_type_name(field.annotation)} ({note})\n      {docs.get(name, '')}"
 
 
 def _type_name(annotation: Any) -> str:
@@ -281,12 +271,13 @@ def _place(cls: type[BaseModel], loc: Sequence[int | str]) -> _Place:
     models: Sequence[type[BaseModel]] = [cls]
     tag = None
     for part in loc:
-        tagged = [m for m in models if len(models) > 1 and _literal_of(m) == part]
+        tagged = [m for m in models if len(models) > 1 and tag_of(m) == part]
         if tagged:
             models, tag = tagged, str(part)
         elif isinstance(part, int) or not _names_a_member(part):
             keys.append(str(part))
-            inner = [m for model in models for m in _models_at(model, part)]
+            fields = [field for model in models if (field := model.model_fields.get(str(part)))]
+            inner = [model for field in fields for model in models_in(field.annotation)]
             if inner:
                 models, tag = inner, None
     return _Place(".".join(keys), models, tag)
@@ -294,17 +285,6 @@ def _place(cls: type[BaseModel], loc: Sequence[int | str]) -> _Place:
 
 def _names_a_member(part: str) -> bool:
     return part.startswith("function-") or "[" in part or part.endswith("Config")
-
-
-def _literal_of(model: type[BaseModel]) -> object:
-    """The value of the model's `type`, if it is a member of a union that `type` discriminates."""
-    values = get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
-    return values[0] if len(values) == 1 else None
-
-
-def _models_at(model: type[BaseModel], part: int | str) -> list[type[BaseConfig]]:
-    field = model.model_fields.get(str(part))
-    return _models_in(field.annotation) if field else []
 
 
 def _unknown_key(place: _Place) -> str:
@@ -315,10 +295,14 @@ def _unknown_key(place: _Place) -> str:
     return f"{what}; {hint} valid keys: {', '.join(valid)}".replace(";  ", "; ")
 
 
-def _models_in(annotation: Any) -> list[type[BaseConfig]]:
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _models_in(get_args(annotation)[0])
-    if origin in (Union, types.UnionType, list, tuple, dict):
-        return [model for arg in get_args(annotation) for model in _models_in(arg)]
+def tag_of(model: type[BaseModel]) -> str | None:
+    """The value of the model's `type`, if it is a member of a union that `type` discriminates."""
+    values = get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
+    return values[0] if len(values) == 1 else None
+
+
+def models_in(annotation: Any) -> list[type[BaseConfig]]:
+    """The config classes in a type: one for a table, several for a choice by `type`."""
+    if parts := get_args(annotation):
+        return [model for part in parts for model in models_in(part)]
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseConfig) else []

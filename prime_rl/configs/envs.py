@@ -123,12 +123,8 @@ class EnvConfig(BaseConfig):
         )
 
     @model_validator(mode="after")
-    def _args_are_known(self) -> Self:
-        _ = self.curriculum
-        return self
-
-    @model_validator(mode="after")
-    def _range_has_a_length(self) -> Self:
+    def _fits(self) -> Self:
+        _ = self.curriculum  # checks the args
         low, high = self.reward_range
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise ValueError(f"reward_range: found [{low}, {high}]: must be two numbers, the lower one first")

@@ -9,17 +9,17 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from prime_rl.configs.base import BaseConfig
+from prime_rl.configs.base import BaseConfig, models_in, tag_of
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.multinode import MultinodeConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.reference import default_text, models_in, type_text
+from prime_rl.configs.reference import default_text, type_text
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.trainer import TrainerConfig
 
@@ -134,7 +134,7 @@ def _walk_choices(models: list[type[BaseConfig]], kind: str, table: str) -> Iter
     """The fields of tables of which `type` chooses one; each once, with the types that have it unless all do."""
     found: list[tuple[FieldFacts, list[str]]] = []
     for model in models:
-        tag = get_args(model.model_fields["type"].annotation)[0]
+        tag = str(tag_of(model))
         for field in _walk(model, kind, f"{table}."):
             tags = next((tags for same, tags in found if same == field), None)
             if tags is None:

@@ -39,13 +39,7 @@ N may be auto for --tokens and --runs. NAME is a model folder, or one of
 
 def fit_parser() -> FlagParser:
     """The parser of the flags; `@ FILE` and the overrides of its keys are not among them."""
-    parser = FlagParser(
-        prog="prl fit",
-        usage=f"prl fit {EXAMPLE}",
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=22, width=110),
-        epilog=_ENDING,
-    )
+    parser = FlagParser("prl fit", EXAMPLE, _ENDING)
     add = parser.add_argument
     add("--model", metavar="NAME", help="base model (default: that of FILE)")
     add("--seq-len", type=int, metavar="N", help="longest sample, in tokens")

@@ -29,6 +29,15 @@ class FlagError(ValueError):
 class FlagParser(argparse.ArgumentParser):
     """Raises FlagError where argparse would end the process."""
 
+    def __init__(self, prog: str, example: str, ending: str) -> None:
+        super().__init__(
+            prog=prog,
+            usage=f"{prog} {example}",
+            allow_abbrev=False,
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=22, width=110),
+            epilog=ending,
+        )
+
     def error(self, message: str) -> NoReturn:
         """Raise FlagError; argparse calls it for wrong usage."""
         raise FlagError(message)
@@ -36,23 +45,13 @@ class FlagParser(argparse.ArgumentParser):
 
 def node_parser() -> FlagParser:
     """The parser of the flags; `@ FILE` and the overrides of its keys are not among them."""
-    parser = FlagParser(
-        prog="prl multinode",
-        usage=f"prl multinode {EXAMPLE}",
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=22, width=110),
-        epilog=_ENDING,
-    )
+    parser = FlagParser("prl multinode", EXAMPLE, _ENDING)
     add = parser.add_argument
     add("--data-path", type=Path, metavar="DIR", help="folder with data; model.name may be a folder below it")
     add("--log-path", type=Path, metavar="DIR", help="workspace that all nodes share (output_dir)")
     add("--rl-phase", default="both", metavar="MODE", help="both (default), rollout (phases 0-6) or update (7-13)")
     add("--eval-interval", type=int, metavar="N", help="evaluate the first iteration and every N-th after it")
-    add(
-        "--rollout-split",
-        metavar="WHICH",
-        help="train-only or eval-only, with --rl-phase rollout (default: both)",
-    )
+    add("--rollout-split", metavar="WHICH", help="train-only or eval-only, with --rl-phase rollout (default: both)")
     add("--num-nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)")
     add("--rank-weights", metavar="W0,W1,..", help="share of each node in the prompts of an iteration")
     add("--gpus-per-node", type=int, metavar="N", help="trainer ranks on this node (default: one for each GPU)")

@@ -159,10 +159,6 @@ class CkptConfig(BaseConfig):
     after that step is removed, once for each change of the file."""
 
 
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
 class ClientConfig(BaseConfig):
     """How the orchestrator reaches inference."""
 
@@ -190,7 +186,8 @@ class ClientConfig(BaseConfig):
     @classmethod
     def _no_password(cls, value: Any) -> Any:
         """Checked first, and without the URL in its message: URLs are shown in logs and status files."""
-        if any("@" in str(url).partition("://")[2].partition("/")[0] for url in [value, *_items(value)]):
+        urls = value if isinstance(value, list) else [value]
+        if any("@" in str(url).partition("://")[2].partition("/")[0] for url in urls):
             raise ValueError(
                 "must not contain a user or password, since URLs are shown in logs: set api_key_var for a key"
             )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from prime_rl.configs.base import BaseConfig
+from prime_rl.configs.base import BaseConfig, models_in, tag_of
 from prime_rl.configs.multinode import MultinodeConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.system import SystemConfig
@@ -76,7 +76,7 @@ def _tables(model: type[BaseConfig], path: str) -> Iterator[str]:
             yield f"### `{heading}`\n\n{'Required. ' * field.is_required()}{texts.get(name, '')}\n"
             yield from _tables(inner[0], key)
         for chosen in inner if len(inner) > 1 else ():
-            yield f'### `[{key}]` with `type = "{_tag(chosen)}"`\n\n{chosen.docs()["type"]}\n'
+            yield f'### `[{key}]` with `type = "{tag_of(chosen)}"`\n\n{chosen.docs()["type"]}\n'
             yield field_table(chosen, without=("type",))
 
 
@@ -94,19 +94,6 @@ def field_table(model: type[BaseConfig], without: Collection[str] = ()) -> str:
 def _named(model: type[BaseConfig]) -> list[tuple[str, FieldInfo]]:
     """The fields by their keys in TOML."""
     return [(field.alias or name, field) for name, field in model.model_fields.items()]
-
-
-def _tag(model: type[BaseConfig]) -> str:
-    """The `type` that chooses this table among others."""
-    return str(typing.get_args(model.model_fields["type"].annotation)[0])
-
-
-def models_in(annotation: Any) -> list[type[BaseConfig]]:
-    """The config classes in a type: one for a table, several for a choice by `type`."""
-    parts = typing.get_args(annotation)
-    if parts:
-        return [model for part in parts for model in models_in(part)]
-    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseConfig) else []
 
 
 def type_text(field: FieldInfo) -> str:

@@ -157,7 +157,8 @@ class SystemConfig(BaseConfig):
         seq_len = data.get("seq_len")
         trainer: dict[str, Any] = {**common}
         inference: dict[str, Any] = {**common, **({"full_finetune": True} if whole else {})}
-        if not _is_number_of_slots(common.get("max_concurrent_runs")):  # auto: until `with_slots`
+        slots = common.get("max_concurrent_runs")
+        if not isinstance(slots, int) or not 1 <= slots <= MOST_SLOTS:  # auto: until `with_slots`
             inference.pop("max_concurrent_runs", None)
         if isinstance(model, dict):
             trainer["model"] = {**model, **lora}
@@ -204,10 +205,6 @@ class SystemConfig(BaseConfig):
         slots = {"max_concurrent_runs": num_slots}
         trainer, inference = (daemon.model_copy(update=slots) for daemon in (self.trainer, self.inference))
         return self.model_copy(update={**slots, "trainer": trainer, "inference": inference})
-
-
-def _is_number_of_slots(value: object) -> bool:
-    return isinstance(value, int) and 1 <= value <= MOST_SLOTS
 
 
 def _for_adapters(data: dict[str, Any]) -> dict[str, Any]:

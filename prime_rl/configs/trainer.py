@@ -65,13 +65,9 @@ class TrainerModelConfig(ModelConfig):
         return self.activation_checkpointing == "mlp"
 
     @model_validator(mode="after")
-    def _only_mlps_with_adapters_are_lean(self) -> Self:
+    def _checkpointing_fits(self) -> Self:
         if self.lean_mlps and self.lora is None:
             raise ValueError("activation_checkpointing = 'mlp' requires [model.lora]: set it to true, false or 'auto'")
-        return self
-
-    @model_validator(mode="after")
-    def _only_checkpointed_layers_are_offloaded(self) -> Self:
         if self.activation_offload and self.activation_checkpointing in (False, "mlp"):
             raise ValueError(
                 "activation_offload = true requires activation_checkpointing: set that to true or 'auto', or remove one"
@@ -140,16 +136,12 @@ class TrainerConfig(BaseConfig):
         return DEFAULT_MICRO_BATCH_TOKENS if value == "auto" else value
 
     @model_validator(mode="after")
-    def _one_run_has_the_whole_model(self) -> Self:
+    def _whole_model_or_adapters(self) -> Self:
         if self.model.lora is None and self.num_slots != 1:
             raise ValueError(
                 f"max_concurrent_runs = {self.max_concurrent_runs}: must be 1 without [model.lora] (full fine-tuning); "
                 "set it to 1, or add [model.lora]"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_go_through_the_disk(self) -> Self:
         if self.broadcast.type == "nccl" and self.model.lora is not None:
             raise ValueError("broadcast.type = 'nccl' is only for full fine-tuning: remove it, or remove [model.lora]")
         return self

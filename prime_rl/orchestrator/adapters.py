@@ -76,7 +76,10 @@ class AdapterPublication:
     async def restore(self, client: InferenceClient, version: int) -> None:
         """Load `version` on all servers again where one has lost it. Raises RequestRefused."""
         async with self._restoring:  # several callers cause one load
-            if version > self.first and not await self._is_everywhere(client, version):
+            if version <= self.first:
+                return
+            found = await client.everywhere(lambda server: server.list_models())
+            if not all(version in self._own(models) for models in found):
                 logger.warning("inference has lost %s: loading it again", self.label(version))
                 await self.publish(client, version)
 
@@ -117,20 +120,14 @@ class AdapterPublication:
         parsed = [parse_adapter_name(model.id) for model in models]
         return {name[1] for name in parsed if name is not None and name[0] == self._run.run_id}
 
-    async def _is_everywhere(self, client: InferenceClient, version: int) -> bool:
-        found = await client.everywhere(lambda server: server.list_models())
-        return all(version in self._own(models) for models in found)
-
     async def _load(self, server: ServerClient, version: int) -> None:
         await server.load_adapter(self._name(version), self._run.broadcast_dir(version).resolve())
 
     async def _equip_one(self, server: ServerClient, version: int) -> None:
         try:
             await self._load(server, version)
-        except (
-            RequestRefused,
-            AdapterRefused,
-        ) as error:  # raised to callers that ask for this one; the others must not wait for it
+        except (RequestRefused, AdapterRefused) as error:
+            # Raised to callers that ask for this one; the others must not wait for it.
             logger.warning("a restarted server refuses %s: %s", self.label(version), error)
 
     async def _unload(self, client: InferenceClient, version: int) -> None:

@@ -27,8 +27,8 @@ from prime_rl.orchestrator.ending import Ending
 from prime_rl.orchestrator.envs.checked import check_names
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import RunEnded, check_run
-from prime_rl.orchestrator.logprobs import check_temperature
 from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.orchestrator.publication import check_temperature
 from prime_rl.orchestrator.report import BatchReporter, RunReporter
 from prime_rl.orchestrator.rollout import Group, Rollout
 from prime_rl.orchestrator.sampler import ExampleSampler
@@ -89,13 +89,12 @@ class BatchLoop:
         groups = await self.scheduler.next_groups()
         check_temperature(self.config.sampling, raw=self.client.reports_raw_logprobs)  # a restarted server may differ
         self.sampler.end_batch(groups[-1].index)
-        temperature = self.config.sampling.temperature
         batch = assemble_batch(
             self.run.run_id,
             step,
             groups,
             advantage=self.config.advantage,
-            temperature=temperature,
+            temperature=self.config.sampling.temperature,
             sampler=self.sampler,
         )
         if checkpoint_is_due(step, self.config.ckpt, self.config.max_steps):
@@ -162,7 +161,9 @@ def _samples(group: Group, advantage: AdvantageConfig, temperature: float) -> li
             turn_versions=rollout.turn_versions,
         )
         if _is_masked(rollout, advantage):
-            sample = _masked(sample)
+            # Without a loss token no term of the loss reaches it, whatever the loss is.
+            no_mask, no_logprobs = [False] * len(sample.token_ids), [0.0] * len(sample.token_ids)
+            sample = msgspec.structs.replace(sample, loss_mask=no_mask, logprobs=no_logprobs, advantage=0.0)
         elif own_T := rollout.token_advantages_T:
             mean = math.fsum(own_T) / max(1, rollout.num_completion_tokens)
             sample = msgspec.structs.replace(sample, advantage=mean, token_advantages=own_T)
@@ -172,12 +173,6 @@ def _samples(group: Group, advantage: AdvantageConfig, temperature: float) -> li
 
 def _is_masked(rollout: Rollout, advantage: AdvantageConfig) -> bool:
     return advantage.mask_truncated and rollout.truncated
-
-
-def _masked(sample: TrainingSample) -> TrainingSample:
-    """The sample without a loss token: no term of the loss reaches it, whatever the loss is."""
-    num_tokens = len(sample.token_ids)
-    return msgspec.structs.replace(sample, loss_mask=[False] * num_tokens, logprobs=[0.0] * num_tokens, advantage=0.0)
 
 
 def _advantages(group: Group, advantage: AdvantageConfig) -> list[float]:

@@ -115,10 +115,6 @@ class Places:
         is_full = any(not turn.done() for _, turn in self._waiting)
         self.control.note_answer(num_rollouts, num_tokens, latency_s, is_full=is_full)
 
-    def note_overload(self, epoch: int) -> None:
-        """Lower the limit for a request that began in `epoch`, once for all of that epoch."""
-        self.control.note_overload(epoch)
-
     def _let_in(self) -> None:
         while self._waiting:
             num_rollouts, turn = self._waiting[0]

@@ -11,10 +11,10 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from prime_rl.configs.base import ConfigError
-from prime_rl.configs.lifetime import BudgetConfig, StopConfig
+from prime_rl.configs.lifetime import BudgetConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract import audit
@@ -31,26 +31,14 @@ MAX_HISTORY_BYTES = 64_000_000
 
 
 class RunMeter:
-    """Tokens, seconds of inference and hours at work of one run, over all its starts.
+    """Tokens, seconds of inference and hours at work of one run, over all its starts."""
 
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        run: RunDir,
-        config: OrchestratorConfig,
-        client: InferenceClient,
-        clock: Callable[[], float] = time.monotonic,
-        log: UsageLog | None = None,
-    ) -> None:
+    def __init__(self, run: RunDir, config: OrchestratorConfig, client: InferenceClient) -> None:
         self._run_id = run.run_id
         self._tags = config.tags
         self._client = client
-        self._clock = clock
         self._life = _life(run)
-        self._log = log or UsageLog(OutputDir(run.path.parent).run_usage(run.run_id))
+        self._log = UsageLog(OutputDir(run.path.parent).run_usage(run.run_id))
         self._written = self._counters()
 
     def note(self, step: int) -> None:
@@ -67,7 +55,7 @@ class RunMeter:
 
     def _counters(self) -> dict[str, float]:
         client = self._client
-        return {"tokens": client.num_sampled_tokens, "inference_s": client.request_s, "work_s": self._clock()}
+        return {"tokens": client.num_sampled_tokens, "inference_s": client.request_s, "work_s": time.monotonic()}
 
 
 class Ending:
@@ -82,7 +70,7 @@ class Ending:
         self._meter = meter
         self._budget = config.budget
         self._stamp = self._toml_stamp()
-        self._rule = _stop_rule(config.stop)
+        self._rule = EarlyStop(**config.stop.model_dump()) if config.stop else None
         if self._rule is not None:
             if self._rule.metric.startswith("eval/") and config.eval is None:
                 logger.warning("stop.metric = %r, but the run has no [eval]: it never stops early", self._rule.metric)
@@ -135,10 +123,6 @@ class Ending:
         except OSError:
             return None
         return info.st_mtime_ns, info.st_size, info.st_ino
-
-
-def _stop_rule(config: StopConfig | None) -> EarlyStop | None:
-    return None if config is None else EarlyStop(**config.model_dump())
 
 
 def _life(run: RunDir) -> str:

@@ -105,7 +105,7 @@ class GroupLedger:
     def finish(self, group: Group, *, has_signal: bool = True) -> bool:
         """Take in a finished group; false when it was dropped for having no signal."""
         if not has_signal and self._num_filtered_now < MAX_FILTERED_BATCHES * self._groups_per_batch:
-            self._remove(group.index)
+            self.skip(group.index)
             self.num_filtered += 1
             self._num_filtered_now += 1
             return False
@@ -120,7 +120,7 @@ class GroupLedger:
 
     def skip(self, index: int) -> None:
         """Leave out a group of which no example can be made; a later one takes its place."""
-        self._remove(index)
+        self.num_in_flight -= isinstance(self._groups.pop(index), Flight)
 
     def restart_too_old(self, policy_version: int) -> list[int]:
         """Note which groups must be started again; returns their indexes, for their generation to be stopped.
@@ -172,6 +172,3 @@ class GroupLedger:
         self._groups[index] = None
         self._to_restart.add(index)
         self.num_too_old += 1
-
-    def _remove(self, index: int) -> None:
-        self.num_in_flight -= isinstance(self._groups.pop(index), Flight)

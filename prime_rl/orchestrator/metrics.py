@@ -55,21 +55,11 @@ class PhaseClock(RolloutMeter):
         self._num_in_environment = 0
         self._num_in_turn = 0
 
-    def enter_environment(self) -> None:
-        """One rollout more is in the code of its environment."""
-        self._move(1, 0)
-
-    def leave_environment(self) -> None:
-        """One rollout less is in the code of its environment."""
-        self._move(-1, 0)
-
-    def begin_turn(self) -> None:
-        """A rollout goes from the code of its environment to the policy."""
-        self._move(-1, 1)
-
-    def end_turn(self) -> None:
-        """A rollout goes from the policy back to the code of its environment."""
-        self._move(1, -1)
+    def move(self, *, in_environment: int, in_turn: int = 0) -> None:
+        """So many rollouts more are in the code of their environment, and in a turn of the policy; or fewer."""
+        self._settle()
+        self._num_in_environment += in_environment
+        self._num_in_turn += in_turn
 
     def switch(self, phase: Phase) -> None:
         """The time from now on belongs to `phase`."""
@@ -89,11 +79,6 @@ class PhaseClock(RolloutMeter):
         self._settle()
         spent_s, self._spent_s = self._spent_s, dict.fromkeys(PHASES, 0.0)
         return spent_s
-
-    def _move(self, in_environment: int, in_turn: int) -> None:
-        self._settle()
-        self._num_in_environment += in_environment
-        self._num_in_turn += in_turn
 
     def _settle(self) -> None:
         now_s = self._clock()

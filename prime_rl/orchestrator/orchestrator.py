@@ -27,13 +27,8 @@ from prime_rl.contract.resume import pending_request
 from prime_rl.contract.status import RunStatus, StatusWriter
 from prime_rl.contract.types import BadBatchError, max_batch_bytes
 from prime_rl.orchestrator.batch import BatchLoop, SecondOrchestrator, has_signal
-from prime_rl.orchestrator.checkpoint import (
-    CheckpointError,
-    Progress,
-    find_progress,
-)
+from prime_rl.orchestrator.checkpoint import CheckpointError, Progress, find_progress
 from prime_rl.orchestrator.client import AccessDenied, AdapterRefused
-from prime_rl.orchestrator.curriculum import Curricula
 from prime_rl.orchestrator.ending import Ending, RunMeter
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentBroken
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
@@ -53,15 +48,20 @@ from prime_rl.orchestrator.guard import (
     woken_by_signals,
 )
 from prime_rl.orchestrator.ledger import GroupLedger
-from prime_rl.orchestrator.logprobs import check_temperature, warn_of_narrow_sampling
 from prime_rl.orchestrator.metrics import PhaseClock
 from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
-from prime_rl.orchestrator.pools import Pools
-from prime_rl.orchestrator.publication import base_model, choose_publication, clear_inference, connect
+from prime_rl.orchestrator.publication import (
+    base_model,
+    check_temperature,
+    choose_publication,
+    clear_inference,
+    connect,
+    warn_of_narrow_sampling,
+)
 from prime_rl.orchestrator.report import BatchReporter, RunReporter, environment_figures
 from prime_rl.orchestrator.rollout import RolloutWorker
-from prime_rl.orchestrator.sampler import ExampleSampler
+from prime_rl.orchestrator.sampler import Curricula, ExampleSampler, Pools
 from prime_rl.orchestrator.samples import SampleKeeper
 from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
@@ -186,9 +186,18 @@ def make_scheduler(
     watcher = Watcher([run.broadcast], rescan_s=config.watch.rescan_s, kind=config.watch.kind)
     cleanup.callback(watcher.close)
     cleanup.callback(watcher.wake)  # a thread waits in it
+    ledger = GroupLedger(
+        step=progress.step + 1,
+        next_index=progress.next_index,
+        groups_per_batch=config.groups_per_batch,
+        max_steps=config.max_steps,
+        max_async_level=config.max_async_level,
+        max_off_policy_steps=config.max_off_policy_steps,
+        num_spare=math.ceil((config.oversampling_factor - 1) * config.groups_per_batch),
+    )
     scheduler = Scheduler(
         run,
-        make_ledger(config, progress),
+        ledger,
         worker.group,
         client,
         policy,
@@ -220,19 +229,6 @@ def make_reporter(
         }
 
     return RunReporter(writer, scheduler.waiting_on, figures)
-
-
-def make_ledger(config: OrchestratorConfig, progress: Progress) -> GroupLedger:
-    """The groups that are still to be made."""
-    return GroupLedger(
-        step=progress.step + 1,
-        next_index=progress.next_index,
-        groups_per_batch=config.groups_per_batch,
-        max_steps=config.max_steps,
-        max_async_level=config.max_async_level,
-        max_off_policy_steps=config.max_off_policy_steps,
-        num_spare=math.ceil((config.oversampling_factor - 1) * config.groups_per_batch),
-    )
 
 
 async def resume_done(run: RunDir, config: OrchestratorConfig, reporter: RunReporter) -> None:

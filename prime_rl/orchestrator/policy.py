@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prime_rl.configs.sampling import SamplingConfig
-from prime_rl.orchestrator.client import AdapterRefused, Completion, RequestRefused, UnknownModel
+from prime_rl.orchestrator.client import AdapterRefused, Completion, CompletionRequest, RequestRefused, UnknownModel
 from prime_rl.orchestrator.envs.base import RolloutError
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.publication import Publication
@@ -185,15 +185,10 @@ class TurnSampler:
                 with self._policy.use(version) as (used, model):
                     note_version(used)
                     try:
-                        completions = await self._client.complete(
-                            model,
-                            prompt_ids,
-                            self._sampling,
-                            max_tokens=max_tokens,
-                            seed=seed,
-                            num_choices=num_choices,
-                            num_prefix=num_prefix,
+                        request = CompletionRequest(
+                            model, prompt_ids, self._sampling, max_tokens, seed, num_choices, num_prefix
                         )
+                        completions = await self._client.complete(request)
                         self._answered.add(used)
                         exactly = version is not None
                         return self._policy.answered_by(used, completions[0].weights, exactly=exactly), completions

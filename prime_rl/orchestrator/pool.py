@@ -25,7 +25,6 @@ from typing import TypeVar
 
 import httpx
 
-from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.served import RUN_HEADER
 from prime_rl.orchestrator.client import (
     AccessDenied,
@@ -188,22 +187,8 @@ class InferenceClient:
 
     # -- requests ----
 
-    async def complete(
-        self,
-        model: str,
-        prompt: Sequence[int],
-        sampling: SamplingConfig,
-        *,
-        max_tokens: int,
-        seed: int,
-        num_choices: int = 1,
-        num_prefix: int = 0,
-    ) -> list[Completion]:
-        """Sample `num_choices` completions of `prompt` (token ids), each of at most `max_tokens`.
-
-        Call it while holding `places`.
-        """
-        request = CompletionRequest(model, prompt, sampling, max_tokens, seed, num_choices, num_prefix)
+    async def complete(self, request: CompletionRequest) -> list[Completion]:
+        """The completions of `request`, one for each of its choices. Call it while holding `places`."""
         while True:
             server = await self._pick(request)
             epoch, start_s = self.places.control.epoch, time.monotonic()
@@ -213,7 +198,7 @@ class InferenceClient:
                 completions = await server.client.complete(request)
             except InferenceUnavailable as error:
                 if error.is_overload:
-                    self.places.note_overload(epoch)
+                    self.places.control.note_overload(epoch)
                 self._note_failure(server, error)
                 continue
             finally:
@@ -222,7 +207,7 @@ class InferenceClient:
             server.num_refused = 0
             num_tokens = sum(len(completion.token_ids) for completion in completions)
             server.num_sampled_tokens += num_tokens
-            self.places.note_answer(num_choices, num_tokens, time.monotonic() - start_s)
+            self.places.note_answer(request.num_choices, num_tokens, time.monotonic() - start_s)
             self._set_trouble(None)
             return completions
 

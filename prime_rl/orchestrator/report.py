@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from prime_rl.contract.disk import held_async
@@ -82,41 +83,33 @@ class RunReporter:
             self.update()
 
 
+@dataclass(frozen=True)
 class BatchReporter:
     """After each batch: one line of metrics, one line of log, and the status file."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        scheduler: Scheduler,
-        client: InferenceClient,
-        reporter: RunReporter,
-        envs: Mapping[str, CheckedEnvironment],
-        sampler: ExampleSampler,
-    ) -> None:
-        self._run = run
-        self._sampler = sampler
-        self._envs = envs
-        self._scheduler = scheduler
-        self._client = client
-        self._reporter = reporter
-        self._rate = TokenRate(RATE_WINDOW_S)
+    run: RunDir
+    scheduler: Scheduler
+    client: InferenceClient
+    reporter: RunReporter
+    envs: Mapping[str, CheckedEnvironment]
+    sampler: ExampleSampler
+    rate: TokenRate = field(default_factory=lambda: TokenRate(RATE_WINDOW_S))
 
     async def report(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Returns the figures of the batch."""
-        time_s, ledger = self._scheduler.phases.lap(), self._scheduler.ledger
-        held_by = bottleneck(time_s, num_ahead=step - 1 - self._scheduler.published)
+        time_s, ledger = self.scheduler.phases.lap(), self.scheduler.ledger
+        held_by = bottleneck(time_s, num_ahead=step - 1 - self.scheduler.published)
         values = batch_metrics(step, groups, time_s, ledger.num_dropped)
         values |= {"groups_filtered": ledger.num_filtered, "groups_too_old": ledger.num_too_old}
-        values |= {f"env/{name}/dropped": env.num_dropped for name, env in self._envs.items()}
-        values["examples_unusable"] = sum(len(env.unusable) for env in self._envs.values())
-        values |= self._sampler.figures()
-        values["tokens_per_s"] = self._rate.per_s(self._client.num_sampled_tokens)
-        values |= self._client.metrics()
+        values |= {f"env/{name}/dropped": env.num_dropped for name, env in self.envs.items()}
+        values["examples_unusable"] = sum(len(env.unusable) for env in self.envs.values())
+        values |= self.sampler.figures()
+        values["tokens_per_s"] = self.rate.per_s(self.client.num_sampled_tokens)
+        values |= self.client.metrics()
         line: dict[str, float | str] = {**values, "bottleneck": held_by or "none"}
-        write = partial(write_metrics, self._run.orchestrator_metrics, step, line, time.time())
-        await held_async(write, self._run.path)
-        self._reporter.update(
+        write = partial(write_metrics, self.run.orchestrator_metrics, step, line, time.time())
+        await held_async(write, self.run.path)
+        self.reporter.update(
             step=step,
             reward=values["reward/mean"],
             tokens_per_s=values["tokens_per_s"],

@@ -204,6 +204,7 @@ class PolicySession:
         self._truncated = self._truncated or not self._ended
 
 
+@dataclass(frozen=True)
 class RolloutWorker:
     """Makes the groups that a run trains on.
 
@@ -212,24 +213,13 @@ class RolloutWorker:
             the groups of all nodes, once these are joined.
     """
 
-    def __init__(
-        self,
-        turns: TurnSampler,
-        tokenizer: ChatTokenizer,
-        envs: Mapping[str, Environment],
-        sampler: ExampleSampler,
-        *,
-        rollouts_per_example: int,
-        seed: int,
-        is_noted: bool = True,
-    ) -> None:
-        self._turns = turns
-        self._tokenizer = tokenizer
-        self._envs = envs
-        self._is_noted = is_noted
-        self._sampler = sampler
-        self._rollouts_per_example = rollouts_per_example
-        self._seed = seed
+    turns: TurnSampler
+    tokenizer: ChatTokenizer
+    envs: Mapping[str, Environment]
+    sampler: ExampleSampler
+    rollouts_per_example: int
+    seed: int
+    is_noted: bool = True
 
     async def group(self, index: int, note_version: Callable[[int], None] = lambda version: None) -> Group:
         """All rollouts of the example at `index`; `note_version` gets the version of each request beforehand.
@@ -238,19 +228,19 @@ class RolloutWorker:
         whole group would throw away every good rollout in it. Raises GroupFailed when one cannot be made at all, and
         ExampleUnusable when none ever will be.
         """
-        pick = self._sampler.pick(index)
-        first_turn = FirstTurn(self._rollouts_per_example)
+        pick = self.sampler.pick(index)
+        first_turn = FirstTurn(self.rollouts_per_example)
         try:
             rollouts = await together(
                 self._member(pick, index, number, first_turn, note_version)
-                for number in range(self._rollouts_per_example)
+                for number in range(self.rollouts_per_example)
             )
         except (AccessDenied, AdapterRefused, EnvironmentBroken, ExampleUnusable):
             raise
         except Exception as error:  # whatever an environment raises is its own affair
             raise GroupFailed(f"env {pick.env_name}: {type(error).__name__}: {error}") from error
-        if self._is_noted:
-            self._sampler.note(index, pick.env_name, pick.example.id, [rollout.reward for rollout in rollouts])
+        if self.is_noted:
+            self.sampler.note(index, pick.env_name, pick.example.id, [rollout.reward for rollout in rollouts])
         return Group(index, pick.env_name, f"{pick.env_name}/{pick.example.id}", rollouts)
 
     async def _member(
@@ -266,15 +256,15 @@ class RolloutWorker:
         for attempt in itertools.count():
             parts = (index, number, attempt) if attempt else (index, number)
             session = PolicySession(
-                self._turns,
-                self._tokenizer,
-                seed=derive_seed(self._seed, "train", *parts),
+                self.turns,
+                self.tokenizer,
+                seed=derive_seed(self.seed, "train", *parts),
                 first_turn=None if attempt else first_turn,
                 number=number,
                 note_version=note_version,
             )
             try:
-                return await session.rollout(self._envs[pick.env_name], pick.example)
+                return await session.rollout(self.envs[pick.env_name], pick.example)
             except ExampleUnusable:
                 raise
             except EnvironmentFault as fault:

@@ -177,7 +177,11 @@ class Scheduler:
         await self._tasks.cancel()
 
     def _fill(self) -> None:
-        while not self._closed and self._may_start():
+        while (
+            not self._closed
+            and self.ledger.num_in_flight < self._max_groups
+            and self.ledger.may_start(self._policy.version)
+        ):
             flight = self.ledger.start()
             self._task_of[flight.index] = self._tasks.start(self._run_group(flight), f"group {flight.index}")
         self._note_phase()
@@ -188,9 +192,6 @@ class Scheduler:
             logger.info("group %d is too old for policy version %d: restarting it", index, self._policy.version)
             if task := self._task_of.pop(index, None):
                 task.cancel()
-
-    def _may_start(self) -> bool:
-        return self.ledger.num_in_flight < self._max_groups and self.ledger.may_start(self._policy.version)
 
     async def _run_group(self, flight: Flight) -> None:
         result: Group | Exception

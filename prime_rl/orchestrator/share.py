@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,10 @@ from prime_rl.orchestrator.batch import SecondOrchestrator, assemble_batch, publ
 from prime_rl.orchestrator.checkpoint import checkpoint_is_due, progress_of, save_state
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, ExampleUnusable
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
-from prime_rl.orchestrator.logprobs import check_temperature
 from prime_rl.orchestrator.metrics import eval_metrics, mean, reward_metrics, write_metrics
 from prime_rl.orchestrator.orchestrator import FINAL, make_sampler
 from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
-from prime_rl.orchestrator.publication import base_model, connect
+from prime_rl.orchestrator.publication import base_model, check_temperature, connect
 from prime_rl.orchestrator.rollout import (
     Group,
     GroupFailed,
@@ -101,7 +101,7 @@ async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, 
     sampling = config.sampling if request.split == "train" else config.eval_sampling
     turns = TurnSampler(client, policy, sampling, seq_len=request.seq_len)
     if request.split == "eval":
-        return EvalTasks(config, turns, tokenizer, eval_envs, request.policy_version).make
+        return partial(make_eval, config, turns, tokenizer, eval_envs, request.policy_version)
     worker = RolloutWorker(
         turns,
         tokenizer,
@@ -114,40 +114,33 @@ async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, 
     return worker.group
 
 
-class EvalTasks:
-    """The examples of all evaluation environments, numbered: `num_examples` an environment, also where it has fewer."""
+async def make_eval(
+    config: OrchestratorConfig,
+    turns: TurnSampler,
+    tokenizer: ChatTokenizer,
+    envs: Environments,
+    version: int,
+    index: int,
+) -> Group:
+    """All rollouts of one example; none when the environment has fewer examples. Same seeds at every version.
 
-    def __init__(
-        self,
-        config: OrchestratorConfig,
-        turns: TurnSampler,
-        tokenizer: ChatTokenizer,
-        envs: Environments,
-        version: int,
-    ) -> None:
-        self._config = config.eval or EvalConfig()
-        self._seed = config.seed
-        self._turns = turns
-        self._tokenizer = tokenizer
-        self._envs = envs
-        self._version = version
+    The examples of all environments are numbered: `num_examples` an environment, also where it has fewer.
+    """
+    settings = config.eval or EvalConfig()
+    place, number = divmod(index, settings.num_examples)
+    env_name = list(envs)[place]
+    examples = envs[env_name].examples("eval")
+    if number >= len(examples):
+        return Group(index, env_name, f"{env_name}/none", [])
+    example = examples[number]
 
-    async def make(self, index: int) -> Group:
-        """All rollouts of one example; none when the environment has fewer examples. Same seeds at every version."""
-        place, number = divmod(index, self._config.num_examples)
-        env_name = list(self._envs)[place]
-        examples = self._envs[env_name].examples("eval")
-        if number >= len(examples):
-            return Group(index, env_name, f"{env_name}/none", [])
-        example = examples[number]
+    async def rollout(number: int) -> Rollout:
+        seed = derive_seed(config.seed, "eval", env_name, example.id, number)
+        session = PolicySession(turns, tokenizer, seed=seed, version=version)
+        return await session.rollout(envs[env_name], example)
 
-        async def rollout(number: int) -> Rollout:
-            seed = derive_seed(self._seed, "eval", env_name, example.id, number)
-            session = PolicySession(self._turns, self._tokenizer, seed=seed, version=self._version)
-            return await session.rollout(self._envs[env_name], example)
-
-        rollouts = await together(rollout(number) for number in range(self._config.rollouts_per_example))
-        return Group(index, env_name, f"{env_name}/{example.id}", rollouts)
+    rollouts = await together(rollout(number) for number in range(settings.rollouts_per_example))
+    return Group(index, env_name, f"{env_name}/{example.id}", rollouts)
 
 
 async def attempt(make_task: MakeTask, task: str) -> Group:

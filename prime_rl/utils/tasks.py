@@ -65,17 +65,17 @@ def make_words(
     rng: random.Random, count: int, min_len: int, max_len: int, split: Literal["train", "eval"]
 ) -> list[str]:
     """`count` different words of `split`. Raises ValueError when there are not that many of these lengths."""
-    words = draw_distinct(lambda: make_word(rng, min_len, max_len), count, split)
-    if len(words) == count:
-        return words
-    raise ValueError(
-        f"found only {len(words)} different words of {min_len} to {max_len} letters for the {split} split, "
-        f"wanted {count}: ask for fewer examples or for longer words"
-    )
+    what = f"words of {min_len} to {max_len} letters"
+    return draw_distinct(lambda: make_word(rng, min_len, max_len), count, split, what, "longer words")
 
 
-def draw_distinct(draw: Callable[[], str], count: int, split: Literal["train", "eval"]) -> list[str]:
-    """Up to `count` different texts of `split` from `draw`; fewer when hardly any new one comes."""
+def draw_distinct(
+    draw: Callable[[], str], count: int, split: Literal["train", "eval"], what: str, remedy: str
+) -> list[str]:
+    """`count` different texts of `split` from `draw`. Raises ValueError when hardly any new one comes before that.
+
+    The message names the texts by `what`, and asks for fewer of them or for the `remedy`.
+    """
     # Ten times the draws that are expected when hardly any text comes twice, and room for small counts.
     max_draws = 10 * EVAL_SHARE * count + 1000
     texts: dict[str, None] = {}
@@ -84,8 +84,11 @@ def draw_distinct(draw: Callable[[], str], count: int, split: Literal["train", "
         if split_of(text) == split:
             texts[text] = None
             if len(texts) == count:
-                break
-    return list(texts)
+                return list(texts)
+    raise ValueError(
+        f"found only {len(texts)} different {what} for the {split} split, "
+        f"wanted {count}: ask for fewer examples or for {remedy}"
+    )
 
 
 def normalise(text: str) -> str:

@@ -360,7 +360,7 @@ async def test_an_example_that_fails_in_each_try_is_dropped_once_and_for_all(
         with pytest.raises(ExampleUnusable, match="KeyError: 'answer'"):
             await worker.group(0)
         assert calls <= 2 * 4 and calls > 4
-    env = worker._envs["talk"]
+    env = worker.envs["talk"]
     assert isinstance(env, CheckedEnvironment) and list(env.unusable.values()) == ["KeyError: 'answer'"]
 
 
@@ -376,7 +376,7 @@ async def test_a_fault_that_passes_never_makes_an_example_unusable(
     worker = worker_of(workspace, client, Does(does), share=1.0)
     with pytest.raises(GroupFailed, match="env talk: Transient: RuntimeError: the judge is down"):
         await worker.group(0)
-    env = worker._envs["talk"]
+    env = worker.envs["talk"]
     assert isinstance(env, CheckedEnvironment) and env.num_dropped > MAX_REPLACEMENTS and not env.unusable
 
 
@@ -430,7 +430,7 @@ async def test_a_first_prompt_that_nothing_can_be_sampled_from_drops_its_example
     worker = worker_of(workspace, client, Does(does), share=1.0)
     with pytest.raises(ExampleUnusable, match=f"^{reason}$"):
         await worker.group(0)
-    env = worker._envs["talk"]
+    env = worker.envs["talk"]
     assert isinstance(env, CheckedEnvironment) and env.num_dropped <= 4
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.envs import Environment, Message, load_environment
-from prime_rl.orchestrator.envs.arithmetic import last_number
+from prime_rl.orchestrator.envs.built_in import last_number
 
 
 def make(env_id: str, seed: int = 0, **args: Any) -> Environment:

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.reasoning_gym import CurriculumConfig
-from prime_rl.orchestrator.curriculum import Curricula, Curriculum
 from prime_rl.orchestrator.envs import Example
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
-from prime_rl.orchestrator.sampler import ExampleSampler
+from prime_rl.orchestrator.sampler import Curricula, Curriculum, ExampleSampler
 from tests.orchestrator_support import TalkEnv
 
 NUM_LEVELS, OF_EACH = 4, 5

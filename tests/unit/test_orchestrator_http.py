@@ -16,6 +16,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.orchestrator.client import (
     AccessDenied,
+    CompletionRequest,
     Endpoint,
     InferenceUnavailable,
     RequestRefused,
@@ -97,7 +98,7 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 async def sample(client: InferenceClient, model: str, seed: int = 3) -> list[int]:
-    (completion,) = await client.complete(model, [5, 6], SamplingConfig(), max_tokens=8, seed=seed)
+    (completion,) = await client.complete(CompletionRequest(model, [5, 6], SamplingConfig(), 8, seed))
     return completion.token_ids
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.reasoning_gym import CurriculumConfig
-from prime_rl.orchestrator.curriculum import Curricula, Curriculum
 from prime_rl.orchestrator.envs.base import MAX_REWARDS, Message
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, RolloutMeter
 from prime_rl.orchestrator.metrics import PHASES, Phase, PhaseClock, batch_metrics, bottleneck, reward_metrics
+from prime_rl.orchestrator.sampler import Curricula, Curriculum
 from tests.metrics_support import documented, undocumented
 from tests.orchestrator_support import TalkEnv
 from tests.unit.test_orchestrator_pure import a_group
@@ -79,15 +79,15 @@ def test_time_in_trouble_is_time_without_inference_and_every_change_is_told() ->
 def test_time_goes_to_the_environment_by_the_share_of_rollouts_in_its_code() -> None:
     now = [0.0]
     clock = PhaseClock(lambda: now[0])
-    clock.enter_environment()
-    clock.enter_environment()
+    clock.move(in_environment=1)
+    clock.move(in_environment=1)
     now[0] = 1.0  # both in the environment: all of it
-    clock.begin_turn()
+    clock.move(in_environment=-1, in_turn=1)
     now[0] = 5.0  # one in each: half of it
-    clock.begin_turn()
+    clock.move(in_environment=-1, in_turn=1)
     now[0] = 7.0  # both generate
     clock.switch("wait_for_inference")
-    clock.end_turn()
+    clock.move(in_environment=1, in_turn=-1)
     now[0] = 9.0  # nothing is generated, so inference is waited for, whatever works meanwhile
     assert clock.lap() == {**NO_TIME, "environment": 3.0, "generate": 4.0, "wait_for_inference": 2.0}
 
@@ -96,17 +96,9 @@ async def test_an_environment_is_metered_also_when_it_or_the_policy_fails() -> N
     seen: list[str] = []
 
     class Meter(RolloutMeter):
-        def enter_environment(self) -> None:
-            seen.append("enter")
-
-        def leave_environment(self) -> None:
-            seen.append("leave")
-
-        def begin_turn(self) -> None:
-            seen.append("begin")
-
-        def end_turn(self) -> None:
-            seen.append("end")
+        def move(self, *, in_environment: int, in_turn: int = 0) -> None:
+            names = {(1, 0): "enter", (-1, 0): "leave", (-1, 1): "begin", (1, -1): "end"}
+            seen.append(names[in_environment, in_turn])
 
     class Echo:
         fails = False

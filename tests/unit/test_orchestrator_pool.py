@@ -15,7 +15,7 @@ from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator import publication
 from prime_rl.orchestrator.adapters import AdapterPublication
-from prime_rl.orchestrator.client import InferenceUnavailable, RequestRefused, ServerClient
+from prime_rl.orchestrator.client import CompletionRequest, InferenceUnavailable, RequestRefused, ServerClient
 from prime_rl.orchestrator.pool import BACKOFF_MAX_S, InferenceClient
 from prime_rl.orchestrator.replicas import Standing
 from tests.orchestrator_support import (
@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 async def sample(client: InferenceClient, model: Any, *, max_tokens: int = 8, seed: int = 3) -> list[int]:
-    (completion,) = await client.complete(str(model), [5, 6], SamplingConfig(), max_tokens=max_tokens, seed=seed)
+    (completion,) = await client.complete(CompletionRequest(str(model), [5, 6], SamplingConfig(), max_tokens, seed))
     return completion.token_ids
 
 

@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl.orchestrator.checkpoint import CheckpointError, Progress
-from prime_rl.orchestrator.curriculum import Curricula
 from prime_rl.orchestrator.orchestrator import make_sampler
-from prime_rl.orchestrator.pools import Pools
-from prime_rl.orchestrator.sampler import ExampleSampler
+from prime_rl.orchestrator.sampler import Curricula, ExampleSampler, Pools
 from tests.orchestrator_support import TalkEnv, run_config
 
 NUM_EXAMPLES = 20

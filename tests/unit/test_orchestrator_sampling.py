@@ -18,8 +18,8 @@ from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.orchestrator.envs.base import Message
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
 from prime_rl.orchestrator.guard import RunFailed
-from prime_rl.orchestrator.logprobs import check_temperature, warn_of_narrow_sampling
 from prime_rl.orchestrator.orchestrator import run_to_the_end
+from prime_rl.orchestrator.publication import check_temperature, warn_of_narrow_sampling
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from tests.orchestrator_support import (
     FIRST_BYTE,

@@ -18,8 +18,8 @@ from prime_rl.orchestrator.client import RequestRefused
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.orchestrator.publication import lease
 from prime_rl.orchestrator.rollout import GroupFailed
-from prime_rl.orchestrator.whole_weights import lease
 from tests.orchestrator_support import (
     FIRST_BYTE,
     FakeInference,

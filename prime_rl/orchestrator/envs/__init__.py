@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 
 from prime_rl.configs.base import BaseConfig, ConfigError, ConfigProblem, build
 from prime_rl.configs.envs import EnvConfig
-from prime_rl.orchestrator.envs.arithmetic import ArithmeticArgs, ArithmeticEnvironment
+from prime_rl.orchestrator.envs import built_in
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, Split
-from prime_rl.orchestrator.envs.guess import GuessNumberArgs, GuessNumberEnvironment
 from prime_rl.orchestrator.envs.process import ProcessEnvironment
-from prime_rl.orchestrator.envs.text import TEXT_TASKS, TextArgs, TextEnvironment
 
 __all__ = [
     "BUILT_IN_ARGS",
@@ -26,9 +24,9 @@ __all__ = [
 
 # The arguments of each built-in environment.
 BUILT_IN_ARGS: dict[str, type[BaseConfig]] = {
-    **dict.fromkeys(TEXT_TASKS, TextArgs),
-    "arithmetic": ArithmeticArgs,
-    "guess-number": GuessNumberArgs,
+    **dict.fromkeys(built_in.TEXT_TASKS, built_in.TextArgs),
+    "arithmetic": built_in.ArithmeticArgs,
+    "guess-number": built_in.GuessNumberArgs,
 }
 
 
@@ -51,7 +49,7 @@ def load_environment(config: EnvConfig, seed: int, hidden: Sequence[str] = ()) -
 
 
 _MAKERS: dict[type[BaseConfig], Callable[..., Environment]] = {
-    TextArgs: lambda env_id, args, seed: TextEnvironment(TEXT_TASKS[env_id], args, seed),
-    ArithmeticArgs: lambda env_id, args, seed: ArithmeticEnvironment(args, seed),
-    GuessNumberArgs: lambda env_id, args, seed: GuessNumberEnvironment(args, seed),
+    built_in.TextArgs: built_in.TextEnvironment,
+    built_in.ArithmeticArgs: built_in.ArithmeticEnvironment,
+    built_in.GuessNumberArgs: built_in.GuessNumberEnvironment,
 }

@@ -11,20 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypedDict
 
-from prime_rl.configs.base import BaseConfig
 from prime_rl.utils.chat_template import content_text
 
 Split = Literal["train", "eval"]
 # Each name of a reward is a metric of the run.
 MAX_REWARDS = 16
-
-
-class BuiltInArgs(BaseConfig):
-    """What `[env.args]` of every built-in environment has."""
-
-    wording: Literal["full", "short"] = "full"
-    """How the policy is asked: "full" describes the task and which form of answer counts, as a chat model expects it;
-    "short" is a few words, which is all that the base model of `prl make-base` was taught."""
 
 
 class Message(TypedDict):

@@ -98,17 +98,8 @@ class RolloutMeter:
     This one does nothing; `metrics.PhaseClock` accounts for the time.
     """
 
-    def enter_environment(self) -> None:
-        """A rollout begins in the environment's code."""
-
-    def leave_environment(self) -> None:
-        """A rollout has ended there, however it went."""
-
-    def begin_turn(self) -> None:
-        """From the environment's code to the policy."""
-
-    def end_turn(self) -> None:
-        """And back."""
+    def move(self, *, in_environment: int, in_turn: int = 0) -> None:
+        """So many rollouts more are in the code of their environment, and in a turn of the policy; or fewer."""
 
 
 class CheckedEnvironment:
@@ -139,6 +130,7 @@ class CheckedEnvironment:
         num_examples: int | None = None,
         num_tries: int = 1,
     ) -> None:
+        self.id = env.id
         self.num_dropped = 0
         self.unusable: dict[str, str] = {}
         self.name = name or config.label
@@ -155,11 +147,6 @@ class CheckedEnvironment:
         self._max_failure_share = max_failure_share
         self._reward_names = reward_names
         self._dropped: deque[bool] = deque(maxlen=FAILURE_WINDOW)
-
-    @property
-    def id(self) -> str:
-        """The id of its `[[env]]` table."""
-        return self._env.id
 
     def examples(self, split: Split) -> Sequence[Example]:
         """The environment's own examples, without what the run puts around their questions."""
@@ -205,7 +192,7 @@ class CheckedEnvironment:
         asked = _AskedPolicy(policy, self._config, self._meter)
         task = asyncio.current_task()
         assert task is not None
-        self._meter.enter_environment()
+        self._meter.move(in_environment=1)
         self._at_work[asked] = example.id
         try:
             async with asked.deadline:
@@ -224,7 +211,7 @@ class CheckedEnvironment:
                 raise
             raise fault_of(asked.error or error, at_first_turn=not asked.answer_lens) from error
         finally:
-            self._meter.leave_environment()
+            self._meter.move(in_environment=-1)
             del self._at_work[asked]
 
     def _note_dropped(self, example_id: str, fault: EnvironmentFault) -> None:
@@ -281,7 +268,7 @@ class _AskedPolicy:
 
     async def complete(self, messages: Sequence[Message]) -> str:
         self.deadline.reschedule(None)
-        self._meter.begin_turn()
+        self._meter.move(in_environment=-1, in_turn=1)
         try:
             messages = as_messages(messages)
             if self._config.prompt != NO_PROMPT:
@@ -291,7 +278,7 @@ class _AskedPolicy:
             self.error = error
             raise
         finally:
-            self._meter.end_turn()
+            self._meter.move(in_environment=1, in_turn=-1)
             self.deadline.reschedule(asyncio.get_running_loop().time() + self._config.timeout_s)
 
 

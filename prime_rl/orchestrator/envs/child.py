@@ -19,28 +19,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, Never
 
-from prime_rl.orchestrator.envs import Environment, Example, Message, Split
+from prime_rl.orchestrator.envs import Environment, Example, Message, Split, frames
 from prime_rl.orchestrator.envs.base import as_messages, text_problem
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, Transient, check_outcome, fault_of
-from prime_rl.orchestrator.envs.frames import (
-    HEADER_BYTES,
-    Answer,
-    Ask,
-    Beat,
-    Cancel,
-    Done,
-    Ended,
-    Load,
-    Lost,
-    Ready,
-    Refused,
-    Report,
-    Request,
-    Start,
-    decode_request,
-    frame,
-    payload_len,
-)
 from prime_rl.utils.process import kill_tree
 from prime_rl.utils.text import one_line
 
@@ -54,7 +35,7 @@ SPLITS: tuple[Split, ...] = ("train", "eval")
 class RemotePolicy:
     """The orchestrator's policy, for one rollout."""
 
-    def __init__(self, key: int, send: Callable[[Report], None]) -> None:
+    def __init__(self, key: int, send: Callable[[frames.Report], None]) -> None:
         self.answer_lens: list[int] = []
         self._key = key
         self._send = send
@@ -65,7 +46,7 @@ class RemotePolicy:
         """Ask the orchestrator for the turn after `messages` and wait for it; one turn at a time."""
         async with self._turn:
             self._answer = asyncio.get_running_loop().create_future()
-            self._send(Ask(self._key, as_messages(messages)))
+            self._send(frames.Ask(self._key, as_messages(messages)))
             return await self._answer
 
     def answer(self, text: str, num_tokens: int) -> None:
@@ -78,27 +59,27 @@ class RemotePolicy:
 class Host:
     """Runs the rollouts of one environment."""
 
-    def __init__(self, env: Environment, send: Callable[[Report], None]) -> None:
+    def __init__(self, env: Environment, send: Callable[[frames.Report], None]) -> None:
         self._env = env
         self._send = send
         self._examples = {split: by_id(split, env.examples(split)) for split in SPLITS}
         self._policies: dict[int, RemotePolicy] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def ready(self) -> Ready:
+    def ready(self) -> frames.Ready:
         """Ids of all examples, and the levels of those to train on."""
         train, held = self._examples["train"], self._examples["eval"]
-        return Ready(list(train), [each.level for each in train.values()], list(held))
+        return frames.Ready(list(train), [each.level for each in train.values()], list(held))
 
-    def take(self, request: Request) -> None:
+    def take(self, request: frames.Request) -> None:
         """Start a rollout, give one its answer, or cancel one. An answer to a rollout that has ended is ignored."""
-        if isinstance(request, Start):
+        if isinstance(request, frames.Start):
             self._policies[request.key] = RemotePolicy(request.key, self._send)
             task = self._tasks[request.key] = asyncio.get_running_loop().create_task(self._run(request))
             task.add_done_callback(lambda _: self._forget(request.key))
-        elif isinstance(request, Answer) and request.key in self._policies:
+        elif isinstance(request, frames.Answer) and request.key in self._policies:
             self._policies[request.key].answer(request.text, request.num_tokens)
-        elif isinstance(request, Cancel):
+        elif isinstance(request, frames.Cancel):
             self._cancel(request.key)
 
     async def close(self) -> None:
@@ -109,27 +90,27 @@ class Host:
 
     def _cancel(self, key: int) -> None:
         if task := self._tasks.get(key):
-            task.add_done_callback(lambda _: self._send(Ended(key)))
+            task.add_done_callback(lambda _: self._send(frames.Ended(key)))
             task.cancel()
         else:
-            self._send(Ended(key))
+            self._send(frames.Ended(key))
 
     def _forget(self, key: int) -> None:
         del self._policies[key], self._tasks[key]
 
-    async def _run(self, start: Start) -> None:
+    async def _run(self, start: frames.Start) -> None:
         key, policy = start.key, self._policies[start.key]
         try:
             found = await self._env.rollout(self._examples[start.split][start.example_id], policy)
             outcome = check_outcome(found, (-float("inf"), float("inf")), policy.answer_lens)
-            self._send(Done(key, outcome.reward, outcome.metrics, outcome.rewards, outcome.advantages))
+            self._send(frames.Done(key, outcome.reward, outcome.metrics, outcome.rewards, outcome.advantages))
         except (Exception, SystemExit) as error:  # an error of the environment: reported to the caller
             self._lose(key, fault_of(error, at_first_turn=not policy.answer_lens))
         except asyncio.CancelledError:
             self._lose(key, Transient("it was cancelled"))
 
     def _lose(self, key: int, fault: EnvironmentFault) -> None:
-        self._send(Lost(key, str(fault), type(fault).__name__))
+        self._send(frames.Lost(key, str(fault), type(fault).__name__))
 
 
 def by_id(split: Split, examples: Sequence[Example]) -> dict[str, Example]:
@@ -147,7 +128,7 @@ def by_id(split: Split, examples: Sequence[Example]) -> dict[str, Example]:
     return found
 
 
-async def load(request: Load, stack: contextlib.AsyncExitStack) -> Environment:
+async def load(request: frames.Load, stack: contextlib.AsyncExitStack) -> Environment:
     """The environment, ready to run. Raises its errors."""
     if request.provider == "verifiers":
         from prime_rl.orchestrator.envs.verifiers_env import VerifiersEnvironment  # takes seconds
@@ -170,24 +151,24 @@ async def load(request: Load, stack: contextlib.AsyncExitStack) -> Environment:
     return make(request.args, request.seed)
 
 
-async def beat(interval_s: float, send: Callable[[Report], None]) -> Never:
+async def beat(interval_s: float, send: Callable[[frames.Report], None]) -> Never:
     """Send a `Beat` every `interval_s` seconds, until it is cancelled."""
     while True:
-        send(Beat())
+        send(frames.Beat())
         await asyncio.sleep(interval_s)
 
 
-async def serve(requests: asyncio.Queue[Request | None], send: Callable[[Report], None]) -> None:
+async def serve(requests: asyncio.Queue[frames.Request | None], send: Callable[[frames.Report], None]) -> None:
     """Until the requests end."""
     async with contextlib.AsyncExitStack() as stack:
         first = await requests.get()
-        if not isinstance(first, Load):
+        if not isinstance(first, frames.Load):
             return
         try:
             host = Host(await load(first, stack), send)
             send(host.ready())
         except (Exception, SystemExit) as error:
-            send(Refused(one_line(f"{type(error).__name__}: {error}", 2000)))
+            send(frames.Refused(one_line(f"{type(error).__name__}: {error}", 2000)))
             logging.exception("cannot load %s:%s", first.provider, first.name)
             return
         stack.push_async_callback(host.close)
@@ -197,17 +178,17 @@ async def serve(requests: asyncio.Queue[Request | None], send: Callable[[Report]
             host.take(request)
 
 
-def read_requests(stream: BinaryIO, post: Callable[[Request | None], None]) -> None:
+def read_requests(stream: BinaryIO, post: Callable[[frames.Request | None], None]) -> None:
     """In its own thread, so that the end of the input is seen while environment code holds the event loop."""
     try:
-        while header := stream.read(HEADER_BYTES):
-            if len(header) < HEADER_BYTES:
+        while header := stream.read(frames.HEADER_BYTES):
+            if len(header) < frames.HEADER_BYTES:
                 break
-            length = payload_len(header)
+            length = frames.payload_len(header)
             payload = stream.read(length)
             if len(payload) < length:
                 break
-            post(decode_request(payload))
+            post(frames.decode_request(payload))
     except Exception:  # nothing more can be read: that is the end of the input too
         logging.exception("cannot read the messages of the orchestrator")
     post(None)
@@ -218,14 +199,14 @@ def read_requests(stream: BinaryIO, post: Callable[[Request | None], None]) -> N
 async def run(stream_in: BinaryIO, stream_out: BinaryIO) -> None:
     """Serve the requests in `stream_in`, which a thread reads, and report to `stream_out`, until the input ends."""
     loop = asyncio.get_running_loop()
-    requests: asyncio.Queue[Request | None] = asyncio.Queue()
+    requests: asyncio.Queue[frames.Request | None] = asyncio.Queue()
 
-    def post(request: Request | None) -> None:
+    def post(request: frames.Request | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended already
             loop.call_soon_threadsafe(requests.put_nowait, request)
 
-    def send(report: Report) -> None:
-        stream_out.write(frame(report))
+    def send(report: frames.Report) -> None:
+        stream_out.write(frames.frame(report))
         stream_out.flush()
 
     threading.Thread(target=read_requests, args=(stream_in, post), daemon=True).start()

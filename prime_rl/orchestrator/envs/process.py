@@ -22,27 +22,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.envs import EnvConfig
+from prime_rl.orchestrator.envs import frames
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.checked import FAULTS, EnvironmentFault, Interrupted, Transient
-from prime_rl.orchestrator.envs.frames import (
-    HEADER_BYTES,
-    Answer,
-    Ask,
-    Beat,
-    Cancel,
-    Done,
-    Ended,
-    Load,
-    Lost,
-    Ready,
-    Refused,
-    Report,
-    Request,
-    Start,
-    decode_report,
-    frame,
-    payload_len,
-)
 from prime_rl.utils.background import Background
 from prime_rl.utils.extras import missing
 from prime_rl.utils.keeper import end_orphans, orphans
@@ -61,37 +43,13 @@ EXIT_GRACE_S = 6.0
 # What every process needs to find its programs, folders, language, offline caches and share of the processors; and the
 # marks by which the supervisor finds what belongs to a daemon.
 BASE_VARIABLES = frozenset(
-    {
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "LANG",
-        "LANGUAGE",
-        "TZ",
-        "TMPDIR",
-        "TEMP",
-        "TMP",
-        "VIRTUAL_ENV",
-        "PYTHONPATH",
-        "PYTHONHOME",
-        "PYTHONUNBUFFERED",
-        "LD_LIBRARY_PATH",
-        "HF_HOME",
-        "HF_HUB_OFFLINE",
-        "HF_HUB_CACHE",
-        "HF_DATASETS_OFFLINE",
-        "TRANSFORMERS_OFFLINE",
-        "XDG_CACHE_HOME",
-        "TOKENIZERS_PARALLELISM",
-        "SSL_CERT_FILE",
-        "SSL_CERT_DIR",
-        "REQUESTS_CA_BUNDLE",
-        "PRL_OUTPUT_DIR",
-        "PRL_DAEMON",
-        "SPT_NOENV",
-    }
+    (
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP"),
+        *("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED", "LD_LIBRARY_PATH"),
+        *("HF_HOME", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+        *("XDG_CACHE_HOME", "TOKENIZERS_PARALLELISM", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+        *("PRL_OUTPUT_DIR", "PRL_DAEMON", "SPT_NOENV"),
+    )
 )
 BASE_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_")
 # The processes of environments that this one has started, and has not reaped.
@@ -113,8 +71,8 @@ class _Child:
     """One process, and the rollouts in it. `ready` has the examples, or the error."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self.inboxes: dict[int, asyncio.Queue[Report | Exception]] = {}
+        self.ready: asyncio.Future[frames.Ready] = asyncio.get_running_loop().create_future()
+        self.inboxes: dict[int, asyncio.Queue[frames.Report | Exception]] = {}
         self.ending: dict[int, asyncio.Event] = {}
         self.dead = False
         self.num_reports = 0
@@ -122,10 +80,10 @@ class _Child:
         self._death: str | None = None
         _STARTED.add(process.pid)
 
-    def send(self, request: Request) -> None:
+    def send(self, request: frames.Request) -> None:
         assert self._process.stdin is not None
         if not self._process.stdin.is_closing():
-            self._process.stdin.write(frame(request))
+            self._process.stdin.write(frames.frame(request))
 
     async def read(self) -> None:
         """Hand out what the process reports, until it ends."""
@@ -133,8 +91,8 @@ class _Child:
         assert stream is not None
         try:
             while True:
-                header = await stream.readexactly(HEADER_BYTES)
-                self._take(decode_report(await stream.readexactly(payload_len(header))))
+                header = await stream.readexactly(frames.HEADER_BYTES)
+                self._take(frames.decode_report(await stream.readexactly(frames.payload_len(header))))
         except asyncio.IncompleteReadError:
             pass
         except Exception as error:  # whatever it is, the rollouts in the process wait for its end
@@ -173,20 +131,20 @@ class _Child:
             self._death = f"its code blocked its process for {hang_s:g} s, half of timeout_s, so it was killed"
             kill_tree(self._process.pid)
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: frames.Report) -> None:
         self.num_reports += 1
         orphans(_STARTED)  # what has ended of them is reaped: an environment may leave behind thousands
-        if isinstance(report, Ready | Refused):
+        if isinstance(report, frames.Ready | frames.Refused):
             if self.ready.done():
                 raise ValueError("it is ready a second time")
-            if isinstance(report, Ready):
+            if isinstance(report, frames.Ready):
                 self.ready.set_result(report)
             else:
                 self.ready.set_exception(Transient(report.reason))
-        elif isinstance(report, Ended):
+        elif isinstance(report, frames.Ended):
             if event := self.ending.pop(report.key, None):
                 event.set()
-        elif not isinstance(report, Beat) and (inbox := self.inboxes.get(report.key)):
+        elif not isinstance(report, frames.Beat) and (inbox := self.inboxes.get(report.key)):
             inbox.put_nowait(report)
 
     def _end(self, reason: str) -> None:
@@ -211,10 +169,10 @@ class ProcessEnvironment:
 
     def __init__(self, config: EnvConfig, seed: int, *, hidden: Sequence[str] = ()) -> None:
         self.provider, _, name = config.id.partition(":")
-        self._id = config.id
+        self.id = config.id
         self._hang_s = config.timeout_s / 2
         beat_s = min(MAX_BEAT_S, self._hang_s / MAX_MISSED_LOOKS / 2)
-        self._load = Load(self.provider, name, config.args, seed, beat_s)
+        self._load = frames.Load(self.provider, name, config.args, seed, beat_s)
         self._hidden = set(hidden)
         self._named = set(config.env_vars)
         self._examples: dict[Split, list[Example]] = {}
@@ -223,18 +181,13 @@ class ProcessEnvironment:
         self._keys = itertools.count()
         self._tasks = Background()
 
-    @property
-    def id(self) -> str:
-        """The id of its `[[env]]` table, PROVIDER:NAME."""
-        return self._id
-
     def examples(self, split: Split) -> Sequence[Example]:
         """The examples by their ids; their content is in the process only."""
         return self._examples[split]
 
     async def start(self) -> None:
         """Start the process and wait until it has the environment. Raises ConfigError."""
-        source = f"env {self._id!r}"
+        source = f"env {self.id!r}"
         module = MODULES.get(self.provider)
         if module and (sentence := missing("environments", module)):
             raise ConfigError(source, [ConfigProblem("", sentence)])
@@ -256,19 +209,19 @@ class ProcessEnvironment:
             raise Interrupted("its process has ended")
         key = next(self._keys)
         inbox = child.inboxes[key] = asyncio.Queue()
-        child.send(Start(key, example.info["split"], example.id))
+        child.send(frames.Start(key, example.info["split"], example.id))
         try:
             while True:
                 report = await inbox.get()
-                if isinstance(report, Done):
+                if isinstance(report, frames.Done):
                     return Outcome(report.reward, report.metrics, report.rewards, report.advantages)
-                if isinstance(report, Lost):
+                if isinstance(report, frames.Lost):
                     raise FAULTS.get(report.kind, EnvironmentFault)(report.reason)
                 if isinstance(report, Exception):
                     raise report
-                if isinstance(report, Ask):
+                if isinstance(report, frames.Ask):
                     text = await policy.complete(report.messages)
-                    child.send(Answer(key, text, policy.answer_lens[-1]))
+                    child.send(frames.Answer(key, text, policy.answer_lens[-1]))
         except EnvironmentFault:
             raise
         except BaseException:  # cancelled, too slow, or what the policy raises: the process must end it
@@ -290,14 +243,14 @@ class ProcessEnvironment:
             if self._child is None or self._child.dead:
                 self._child = _Child(await self._spawn())
                 self._child.send(self._load)
-                self._tasks.start(self._child.read(), f"reading from the process of env {self._id}")
-                self._tasks.start(self._child.watch(self._hang_s), f"watching the process of env {self._id}")
+                self._tasks.start(self._child.read(), f"reading from the process of env {self.id}")
+                self._tasks.start(self._child.watch(self._hang_s), f"watching the process of env {self.id}")
         child = self._child
         await asyncio.shield(child.ready)
         return child
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        logger.info("env %s: loading %s (takes some seconds)", self._id, self.provider)
+        logger.info("env %s: loading %s (takes some seconds)", self.id, self.provider)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "prime_rl.orchestrator.envs.child"),
             stdin=asyncio.subprocess.PIPE,
@@ -310,8 +263,8 @@ class ProcessEnvironment:
         if child.dead:
             return
         ended = child.ending[key] = asyncio.Event()
-        child.send(Cancel(key))
-        self._tasks.start(self._kill_unless(ended, child), f"cancelling a rollout of env {self._id}")
+        child.send(frames.Cancel(key))
+        self._tasks.start(self._kill_unless(ended, child), f"cancelling a rollout of env {self.id}")
 
     async def _kill_unless(self, ended: asyncio.Event, child: _Child) -> None:
         try:
@@ -319,5 +272,5 @@ class ProcessEnvironment:
                 await ended.wait()
         except TimeoutError:
             if not child.dead:
-                logger.warning("env %s: a cancelled rollout does not end: restarting its process", self._id)
+                logger.warning("env %s: a cancelled rollout does not end: restarting its process", self.id)
                 child.kill()

@@ -64,8 +64,8 @@ class VerifiersEnvironment:
         tasks = list(itertools.islice(iter(self._env.taskset), num_eval + config.num_examples))
         self._tasks = {f"task-{number}": task for number, task in enumerate(tasks)}
         self._splits: dict[Split, list[Example]] = {
-            "eval": [_example(task_id) for task_id in list(self._tasks)[:num_eval]],
-            "train": [_example(task_id) for task_id in list(self._tasks)[num_eval:]],
+            "eval": [Example(task_id, [], "") for task_id in list(self._tasks)[:num_eval]],
+            "train": [Example(task_id, [], "") for task_id in list(self._tasks)[num_eval:]],
         }
         if not self._splits["train"]:
             raise ValueError(f"the taskset has {len(tasks)} tasks, and num_eval_examples = {num_eval} takes them all")
@@ -95,11 +95,10 @@ class VerifiersEnvironment:
             reason = f"{errors[0].type}: {errors[0].message}" if errors else f"{len(traces)} roles asked the policy"
             raise RuntimeError(reason)
         trace = traces[0]
-        return Outcome(trace.reward, _metrics(trace), _rewards(trace), _advantages(trace))
-
-
-def _example(task_id: str) -> Example:
-    return Example(task_id, [], "")
+        # Scores, without the weights that verifiers gives them.
+        rewards = _named({name: reward.score for name, reward in trace.rewards.items() if reward is not None})
+        metrics = {**rewards, **_named({**trace.metrics, "turns": trace.num_turns})}
+        return Outcome(trace.reward, metrics, rewards, _advantages(trace))
 
 
 def _env_config(data: dict[str, Any]) -> vf.EnvConfig:
@@ -111,16 +110,6 @@ def _env_config(data: dict[str, Any]) -> vf.EnvConfig:
     for role in agent_config_fields(vf.resolve_env_config(dict(data))):
         data[role] = {**ours, **data.get(role, {})}
     return vf.resolve_env_config(data)
-
-
-def _metrics(trace: vf.Trace) -> dict[str, float]:
-    """Scores of each reward, the metrics, and the turns."""
-    return {**_rewards(trace), **_named({**trace.metrics, "turns": trace.num_turns})}
-
-
-def _rewards(trace: vf.Trace) -> dict[str, float]:
-    """The score of each reward, without the weight that verifiers gives it."""
-    return _named({name: reward.score for name, reward in trace.rewards.items() if reward is not None})
 
 
 def _named(values: Mapping[str, float | None]) -> dict[str, float]:
