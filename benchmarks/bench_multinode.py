@@ -17,8 +17,7 @@ from benchmarks.multinode_node import NoWork, make_member
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import NodeStatus, read_status
-from prime_rl.multinode.phases import Phase
-from prime_rl.multinode.records import EXIT_TRY_AGAIN
+from prime_rl.multinode.records import EXIT_TRY_AGAIN, Phase
 
 NUM_NODES, NUM_IN_ONE_PROCESS = 8, 64
 NUM_ITERATIONS = 7

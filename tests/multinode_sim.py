@@ -15,9 +15,18 @@ from typing import Any
 
 from prime_rl.multinode.decide import MASTER_RANK, Exit
 from prime_rl.multinode.member import Member, Report
-from prime_rl.multinode.phases import Phase, Position, RlPhase, first_position
-from prime_rl.multinode.records import EXIT_DONE, EXIT_TRY_AGAIN, GroupRecord, GroupSetting, NodeRecord
-from prime_rl.multinode.split import Plan, make_plan
+from prime_rl.multinode.records import (
+    EXIT_DONE,
+    EXIT_TRY_AGAIN,
+    GroupRecord,
+    GroupSetting,
+    NodeRecord,
+    Phase,
+    Position,
+    RlPhase,
+    first_position,
+)
+from prime_rl.multinode.rollouts import Plan, make_plan
 from tests.multinode_folder import SharedFolder
 
 MAX_LAG_S = 2.0

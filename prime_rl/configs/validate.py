@@ -66,35 +66,24 @@ def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> 
     """Problems of `config` for this trainer; [] when it fits."""
     problems = []
     if not _same_model(config.model.name, limits.model):
-        problems.append(
-            ConfigProblem(
-                "model.name", f"found {config.model.name!r}: must be the trainer's base model, {limits.model!r}"
-            )
-        )
+        found = f"found {config.model.name!r}: must be the trainer's base model, {limits.model!r}"
+        problems.append(ConfigProblem("model.name", found))
     problems += _adapter_problems(config, limits)
     if config.seq_len is not None and config.seq_len > limits.max_seq_len:
-        problems.append(
-            ConfigProblem("seq_len", f"found {config.seq_len}: must be at most the trainer's {limits.max_seq_len}")
-        )
+        found = f"found {config.seq_len}: must be at most the trainer's {limits.max_seq_len}"
+        problems.append(ConfigProblem("seq_len", found))
     level, room = config.max_async_level, limits.max_async_level
     if room is not None and level > room:
         found = f"found {level}: must be at most {room}, this workspace's limit"
         problems.append(ConfigProblem("max_async_level", f"{found} (max_async_level in its system file)"))
     seq_len = min(config.seq_len or limits.max_seq_len, limits.max_seq_len)
     if config.sampling.max_tokens >= seq_len:
-        problems.append(
-            ConfigProblem(
-                "sampling.max_tokens", f"found {config.sampling.max_tokens}: must be below seq_len = {seq_len}"
-            )
-        )
+        found = f"found {config.sampling.max_tokens}: must be below seq_len = {seq_len}"
+        problems.append(ConfigProblem("sampling.max_tokens", found))
     if (full := full_batch_bytes(config.batch_size, seq_len)) > MAX_BATCH_BYTES:
-        problems.append(
-            ConfigProblem(
-                "batch_size",
-                f"found {config.batch_size}: with seq_len = {seq_len} a batch has up to {full >> 20} MiB, "
-                f"must be at most {MAX_BATCH_BYTES >> 20}; make one of them smaller",
-            )
-        )
+        found = f"found {config.batch_size}: with seq_len = {seq_len} a batch has up to {full >> 20} MiB"
+        most = f"must be at most {MAX_BATCH_BYTES >> 20}; make one of them smaller"
+        problems.append(ConfigProblem("batch_size", f"{found}, {most}"))
     return problems
 
 
@@ -160,16 +149,11 @@ def _adapter_problems(config: OrchestratorConfig, limits: TrainerLimits) -> list
     if config.model.full_finetune is False:
         problems.append(ConfigProblem("model.full_finetune", f"found false: {_WRONG_WORKSPACE_FOR_LORA}"))
     if config.optim.type == "muon":
-        problems.append(
-            ConfigProblem("optim.type", "found 'muon': only for adapters, this workspace fine-tunes the whole model")
-        )
+        found = "found 'muon': only for adapters, this workspace fine-tunes the whole model"
+        problems.append(ConfigProblem("optim.type", found))
     if config.loss.kl_coef:
-        found = f"found {config.loss.kl_coef:g}"
-        problems.append(
-            ConfigProblem(
-                "loss.kl_coef", f"{found}: must be 0, since full fine-tuning keeps no base model to compare with"
-            )
-        )
+        rule = "must be 0, since full fine-tuning keeps no base model to compare with"
+        problems.append(ConfigProblem("loss.kl_coef", f"found {config.loss.kl_coef:g}: {rule}"))
     return problems
 
 

@@ -111,11 +111,6 @@ def file_problem(path: Path) -> str | None:
     return None if stat.S_ISREG(mode) else str(_refusal(path, mode, "file"))
 
 
-def check_folder(path: Path) -> None:
-    """Raises FileRefused when `path`, a folder of a run or below one, is a link or below one; OSError when missing."""
-    os.close(_open_folder(_way(path)))
-
-
 def make_folder(path: Path) -> None:
     """Make `path` unless it is there; not its parents, so a run that was deleted is not made again. Raises OSError.
 
@@ -319,7 +314,7 @@ def staged_dir(final: Path) -> Iterator[Path]:
     The parent must exist: a run folder that was deleted meanwhile is not made again (FileNotFoundError). Below a run it
     must be a real folder (FileRefused). A leftover of an earlier, incomplete attempt at `final` is removed.
     """
-    check_folder(final.parent)
+    os.close(_open_folder(_way(final.parent)))  # raises where it is a link, or below one
     tmp = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".tmp", dir=final.parent))
     tmp.chmod(0o755)
     try:

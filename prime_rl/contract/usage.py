@@ -61,11 +61,6 @@ class UsageLine(msgspec.Struct, kw_only=True, omit_defaults=True):
 _decoder = msgspec.json.Decoder(UsageLine)
 
 
-def day_of(now: float) -> str:
-    """The UTC date of Unix seconds."""
-    return datetime.datetime.fromtimestamp(now, datetime.UTC).date().isoformat()
-
-
 def read_usage(path: Path) -> dict[Key, UsageLine]:
     """The last line of each key, in the order of the file; damaged lines are left out. Raises OSError."""
     try:
@@ -119,7 +114,7 @@ class UsageLog:
     ) -> None:
         """Add `used` (counters by field name) to what the run has used today, and write the line. Never raises."""
         now = self._clock()
-        key = (run_id, life, day_of(now))
+        key = (run_id, life, datetime.datetime.fromtimestamp(now, datetime.UTC).date().isoformat())
         line = self._lines.setdefault(key, UsageLine(run_id=run_id, life=life, day=key[2]))
         line.time, line.step, line.tags = now, step, list(tags)
         for name, value in used.items():

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from prime_rl.contract.nodes import SUSPECT_AFTER_BEATS, NodeHealth, Sighting, judge
-from prime_rl.multinode.phases import Position, first_position, next_position
 from prime_rl.multinode.records import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -26,6 +25,9 @@ from prime_rl.multinode.records import (
     GroupState,
     NodeRecord,
     NodeState,
+    Position,
+    first_position,
+    next_position,
 )
 
 MASTER_RANK = 0
@@ -249,8 +251,8 @@ def may_leave(setting: GroupSetting, group: GroupRecord, view: View) -> bool:
     """Whether the master of an ending group may go: all members have ended, are dead, or had the time for it."""
     if view.now - view.since > setting.dead_after_s:
         return True
-    others = [view.nodes[rank] for rank in group.members if rank != setting.rank]
-    return all(node.state.is_final or _is_dead(setting, view, node.rank) for node in others)
+    others = [rank for rank in group.members if rank != setting.rank and not view.nodes[rank].state.is_final]
+    return all(_health(setting, view.sightings[rank], view.now) is NodeHealth.DEAD for rank in others)
 
 
 # -- every node ----
@@ -332,10 +334,6 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | Non
 
 def _health(setting: GroupSetting, sighting: Sighting, now: float) -> NodeHealth:
     return judge(sighting.silent_s(now), sighting.still_s(now), setting.heartbeat_s)
-
-
-def _is_dead(setting: GroupSetting, view: View, rank: int) -> bool:
-    return _health(setting, view.sightings[rank], view.now) is NodeHealth.DEAD
 
 
 def _is_living(setting: GroupSetting, view: View, rank: int) -> bool:

@@ -15,7 +15,7 @@ from prime_rl.configs.multinode import MultinodeConfig
 from prime_rl.configs.node_flags import DEFAULT_TOML, FlagError, node_parser
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.shares import Split
-from prime_rl.multinode.phases import RlPhase
+from prime_rl.multinode.records import RlPhase
 
 _SPLITS: Mapping[str | None, frozenset[Split]] = {
     None: frozenset({"train", "eval"}),
@@ -89,7 +89,10 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlag
     if not found.data_path.is_dir():
         raise FlagError(f"--data-path {found.data_path}: folder not found")
     num_nodes = _at_least("--num-nodes", found.num_nodes, 1)
-    rank, rl_phase = _rank(found, environment, num_nodes), _one_of("--rl-phase", found.rl_phase, RlPhase)
+    rank = _rank(found, environment, num_nodes)
+    if found.rl_phase not in list(RlPhase):
+        raise FlagError(f"--rl-phase {found.rl_phase}: must be one of {', '.join(RlPhase)}")
+    rl_phase = RlPhase(found.rl_phase)
     if found.eval_interval is not None and rl_phase is RlPhase.UPDATE:
         raise FlagError("--eval-interval requires --rl-phase both or rollout: an update evaluates nothing")
     if found.master_addr and rank:
@@ -186,9 +189,3 @@ def _at_least(name: str, value: int, least: int) -> int:
     if value < least:
         raise FlagError(f"{name} {value}: must be {least} or more")
     return value
-
-
-def _one_of(name: str, value: str, kinds: type[RlPhase]) -> RlPhase:
-    if value not in list(kinds):
-        raise FlagError(f"{name} {value}: must be one of {', '.join(kinds)}")
-    return kinds(value)

@@ -28,8 +28,7 @@ from prime_rl.multinode.decide import (
     may_leave,
     yields_to,
 )
-from prime_rl.multinode.heartbeat import Heartbeat
-from prime_rl.multinode.phases import Position
+from prime_rl.multinode.heartbeat import Heartbeat, Records
 from prime_rl.multinode.records import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -40,6 +39,7 @@ from prime_rl.multinode.records import (
     GroupState,
     NodeRecord,
     NodeState,
+    Position,
     epoch_number,
 )
 
@@ -48,7 +48,7 @@ EXIT_FAILED = 1
 END_TIMEOUT_S = 20.0
 
 
-class Store(Protocol):
+class Store(Records, Protocol):
     """The shared folder. What a reader sees of others may be old; what it wrote itself it sees at once."""
 
     def read_nodes(self) -> Mapping[int, NodeRecord]:
@@ -56,12 +56,6 @@ class Store(Protocol):
 
     def read_group(self) -> GroupRecord | None:
         """The group's record, or None before the first one was read."""
-
-    def write_node(self, record: NodeRecord) -> None:
-        """Put this node's record in place of the one before. Raises OSError."""
-
-    def write_group(self, record: GroupRecord) -> None:
-        """Put the group's record in place of the one before; for the master only. Raises OSError."""
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -7,26 +7,35 @@ wrong usage or refused by the group, 75 a node died (start the same commands aga
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import random
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from prime_rl import __version__
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.node_flags import FlagError
 from prime_rl.contract.layout import OutputDir
-from prime_rl.multinode.decide import MASTER_RANK
+from prime_rl.multinode.decide import MASTER_RANK, Exit
 from prime_rl.multinode.flags import NodeFlags, num_ranks, parse_flags
-from prime_rl.multinode.loop import drive
+from prime_rl.multinode.heartbeat import Prober, ProbeServer
 from prime_rl.multinode.member import Member
-from prime_rl.multinode.phases import RULES, RlPhase, phases_of
 from prime_rl.multinode.place import WorkSetting
-from prime_rl.multinode.reach import Prober, ProbeServer
-from prime_rl.multinode.records import EXIT_REFUSED, GroupSetting, NodeRecord
+from prime_rl.multinode.records import (
+    EXIT_REFUSED,
+    RULES,
+    GroupSetting,
+    GroupState,
+    NodeRecord,
+    NodeState,
+    RlPhase,
+    phases_of,
+)
 from prime_rl.multinode.store import DiskStore, NodeFacts
 from prime_rl.multinode.work import PhaseWork
 from prime_rl.utils.gpus import count_gpus
@@ -34,6 +43,77 @@ from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.network import own_address
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.watch import Watcher
+
+logger = logging.getLogger("node")
+
+FIRST_PAUSE_S = 0.01
+# Where no events come (NFS, Lustre, FUSE) a barrier takes about two of these.
+MAX_PAUSE_S = 0.5
+GROWTH = 1.6
+SAY_AGAIN_S = 1.0
+
+
+def drive(member: Member, watcher: Watcher, stop: StopFlag, *, say: Callable[[str], None] = logger.info) -> Exit:
+    """Tick until the member's exit. A signal makes it leave, which ends the group.
+
+    The folder's events are hints where they come; in between the pause grows from milliseconds to half a second with
+    jitter, so an idle node costs next to nothing and a hundred nodes do not look at the same instant.
+    """
+    pause_s = FIRST_PAUSE_S
+    before: object = None
+    progress_log = ProgressLog(member, say)
+    with member.heartbeat.beating():
+        while True:
+            if stop():
+                member.leave(f"asked to end by {stop.signal_name or 'a signal'}")
+            if (exit := member.tick()) is not None:
+                return exit
+            now = (member.own.state, member.own.position, member.own.arrived, member.group and member.group.position)
+            pause_s = FIRST_PAUSE_S if now != before else min(pause_s * GROWTH, MAX_PAUSE_S)
+            before = now
+            progress_log.update()
+            watcher.wait(pause_s * random.uniform(0.7, 1.0))
+
+
+class ProgressLog:
+    """The messages of a node: each event once, which nodes it waits for each second, which joined or were lost."""
+
+    def __init__(self, member: Member, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._member = member
+        self._say = say
+        self._clock = clock
+        self._place: object = None
+        self._place_since = self._logged_at = clock()
+        self._logged = ""
+        self._news: str | None = None
+
+    def update(self) -> None:
+        """Called after each look."""
+        member, now = self._member, self._clock()
+        place = (member.own.state, member.own.position, member.own.arrived)
+        if place != self._place:
+            self._place, self._place_since = place, now
+        self._log_members()
+        text = member.waiting_on or (f"working: {member.own.position}" if member.own.position else "")
+        is_due = bool(member.waiting_on) and now - self._logged_at >= SAY_AGAIN_S
+        if text and (text != self._logged or is_due):
+            waited_s = now - self._place_since
+            again = f" ({waited_s:.0f} s of at most {self._limit_s:g} s)" if waited_s >= SAY_AGAIN_S else ""
+            self._say(f"waits for {text}{again}" if member.waiting_on else text)
+            self._logged, self._logged_at = text, now
+
+    @property
+    def _limit_s(self) -> float:
+        setting = self._member.setting
+        is_joining = self._member.own.state is NodeState.JOINING
+        return setting.gather_timeout_s if is_joining else setting.barrier_timeout_s
+
+    def _log_members(self) -> None:
+        group = self._member.group
+        if group is None or group.state is not GroupState.RUNNING or group.reason == self._news:
+            return
+        self._news = group.reason
+        self._say(f"the group goes on with nodes {', '.join(map(str, sorted(group.members)))}: {group.reason}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,8 +20,7 @@ import msgspec
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import GroupStatus, NodeStatus, PhaseTime, Status, read_status
-from prime_rl.multinode.phases import Phase, Position
-from prime_rl.multinode.records import GroupRecord, GroupState, NodeRecord, NodeState, epoch_number
+from prime_rl.multinode.records import GroupRecord, GroupState, NodeRecord, NodeState, Phase, Position, epoch_number
 from prime_rl.utils.process import ProcessId
 
 HISTORY = 64
@@ -157,19 +156,14 @@ class DiskStore:
             incarnation=record.incarnation,
             group=record.epoch,
             fingerprint=dict(record.fingerprint),
-            num_nodes=self._facts.num_nodes,
-            weight=self._facts.weight,
             host=record.host,
             address=record.address,
             port=record.port,
             unreached=record.unreached,
-            rl_phase=self._facts.rl_phase,
             epoch=epoch_number(record.epoch),
             seq=record.seq,
-            heartbeat_s=self._facts.heartbeat_s,
             loop=record.looks,
             loop_still_s=record.still_s,
-            loop_limit_s=self._facts.loop_limit_s,
             iteration=position.iteration if position else 0,
             phase=int(position.phase) if position else -1,
             phase_name=position.phase.label if position else "",
@@ -180,6 +174,7 @@ class DiskStore:
             started_at=self._started_at,
             history=list(self._log.history),
             reason=record.reason,
+            **asdict(self._facts),
         )
 
 

@@ -9,9 +9,8 @@ every change of the runs. What a run that comes or goes means for each part is i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -23,9 +22,9 @@ from prime_rl.contract.types import MicroBatch
 from prime_rl.contract.usage import UsageLog
 from prime_rl.contract.work import WorkNote
 from prime_rl.trainer.batch_files import BatchReader, noting
-from prime_rl.trainer.budget import with_a_budget
 from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager, Snapshots, is_due
-from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
+from prime_rl.trainer.fit.capacity import with_a_budget
+from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter, TrainerUsage
 from prime_rl.trainer.model import PolicyModel, dtype_on, load_model
 from prime_rl.trainer.optim import FlatWeights, RunOptimizer, RunWeights
 from prime_rl.trainer.packer import Packer
@@ -40,9 +39,7 @@ from prime_rl.trainer.runs.sync import (
     StopMessage,
 )
 from prime_rl.trainer.step import TrainStep
-from prime_rl.trainer.usage import TrainerUsage
-from prime_rl.trainer.whole_model import ModelFiles, WholeModel
-from prime_rl.trainer.whole_run import ModelSnapshots, ShardedWeights
+from prime_rl.trainer.whole_run import ModelFiles, ModelSnapshots, ShardedWeights, WholeModel
 from prime_rl.trainer.world import World
 from prime_rl.trainer.writer import BackgroundWriter
 from prime_rl.utils.watch import Watcher
@@ -84,13 +81,14 @@ class Trainer:
         self._lead: Lead | None = None
         if status is not None:
             self._lead = _lead(config, model, self._manager, self._snapshots, self._checkpoints, status, world)
-        self._loader = DataLoader(self._manager, self._source(stop))
+        self._source = self._make_source(stop)
         self._timer = PhaseTimer()
 
     def train(self) -> None:
         """One pass over rows of many runs, then an update of each run whose batch is complete; until the end."""
-        while self._wait():
-            self._train_step(*self._loader.get_batch())
+        while (message := self._wait()) is not None:
+            self._train_step(message.micro_batch, message.ready)
+            del message  # it is not kept while the next one is waited for
         # Only complete updates are saved; a batch that was cut short is trained on again.
         for run in self._manager.used:
             self._snapshots.collect(run, with_state=True)
@@ -100,11 +98,14 @@ class Trainer:
             self._lead.reporter.spent(self._timer.take())
             self._lead.close()
 
-    def _wait(self) -> bool:
+    def _wait(self) -> PackMessage | None:
         with self._timer("wait"):
-            return self._loader.wait_for_batch()
+            return self._source.next()
 
-    def _train_step(self, micro_batch: MicroBatch, batches: dict[int, ReadyRun]) -> None:
+    def _train_step(self, micro_batch: MicroBatch, ready: Sequence[ReadyRun]) -> None:
+        batches = {batch.run_idx: batch for batch in ready}
+        for run_idx in batches:
+            self._manager.ready_to_update[run_idx] = True
         with self._timer("forward_backward"):
             unfit = self._step.forward_backward(micro_batch)
         for run, reason in unfit.items():
@@ -171,7 +172,7 @@ class Trainer:
 
     # Rank 0
 
-    def _source(self, stop: Callable[[], bool]) -> PackingSource | ReceivingSource:
+    def _make_source(self, stop: Callable[[], bool]) -> PackingSource | ReceivingSource:
         lead = self._lead
         if lead is None:
             return ReceivingSource(self._manager, self._collect)
@@ -183,13 +184,6 @@ class Trainer:
 
         scout = Scout(self._manager, lead.watcher)
         return PackingSource(self._manager, lead.packer, scout, lead.reporter, lead.publisher, ends)
-
-
-class PackSource(Protocol):
-    """Where a rank's passes come from."""
-
-    def next(self) -> PackMessage | None:
-        """Wait for the next pass of this rank; None when the trainer ends."""
 
 
 class PackingSource:
@@ -297,30 +291,6 @@ class ReceivingSource:
             if not isinstance(message, SaveMessage):
                 return message if isinstance(message, PackMessage) else None
             self._collect(message.run_idx)
-
-
-class DataLoader:
-    """`wait_for_batch` until there is one, then `get_batch`."""
-
-    def __init__(self, manager: MultiRunManager, source: PackSource) -> None:
-        self._manager = manager
-        self._source = source
-        self._message: PackMessage | None = None
-
-    def wait_for_batch(self) -> bool:
-        """Wait until this rank has something to do; false when the trainer ends. Marks the runs that get ready."""
-        self._message = self._source.next()
-        if self._message is None:
-            return False
-        for run in self._message.ready:
-            self._manager.ready_to_update[run.run_idx] = True
-        return True
-
-    def get_batch(self) -> tuple[MicroBatch, dict[int, ReadyRun]]:
-        """The pass of this rank, and by slot the runs to update after it."""
-        assert self._message is not None, "wait_for_batch first"
-        message, self._message = self._message, None
-        return message.micro_batch, {run.run_idx: run for run in message.ready}
 
 
 @dataclass(frozen=True)

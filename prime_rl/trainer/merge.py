@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils.hub import cached_file
 
 from prime_rl.lora.adapter_state import load_peft, peft_names
-from prime_rl.trainer.whole_model import COMPANIONS, CONFIG_FILE, WEIGHTS_FILE
+from prime_rl.trainer.whole_run import COMPANIONS, CONFIG_FILE, WEIGHTS_FILE, file_of
 from prime_rl.utils.logger import complain
 
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
@@ -73,32 +72,21 @@ def merge_into(out: Path, base: str, adapter: Path) -> None:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{base}: its files have no {missing[0]}{more}, so nothing can be merged: leave --merge out")
     for name in (CONFIG_FILE, INDEX_FILE, *COMPANIONS):
-        if (found := _file_of(base, name)) is not None:
+        if (found := file_of(base, name)) is not None:
             shutil.copyfile(found, out / name)
 
 
 def weight_files(base: str) -> list[Path]:
     """The safetensors files of a model folder or hub name. Raises ValueError when it has none."""
-    index = _file_of(base, INDEX_FILE)
+    index = file_of(base, INDEX_FILE)
     names = [WEIGHTS_FILE]
     if index is not None:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    found = [_file_of(base, name) for name in names]
+    found = [file_of(base, name) for name in names]
     if None in found:
         missing = names[found.index(None)]
         raise ValueError(f"{base}: {missing} not found: only models in safetensors files can be merged")
     return [path for path in found if path is not None]
-
-
-def _file_of(base: str, name: str) -> Path | None:
-    found = cached_file(
-        base,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return Path(found) if found else None
 
 
 def merge_file(source: Path, target: Path, deltas: Mapping[str, Delta]) -> set[str]:

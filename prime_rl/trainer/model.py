@@ -295,8 +295,8 @@ def _put_head(base: nn.Module) -> LogprobHead:
 
 
 def _load_base(name: str, dtype: torch.dtype) -> nn.Module:
-    path = Path(name)
-    if not path.is_dir() and (path.is_absolute() or name.count("/") != 1 or _is_offline()):
+    path, is_offline = Path(name), os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "yes")
+    if not path.is_dir() and (path.is_absolute() or name.count("/") != 1 or is_offline):
         raise ModelError(
             f"model.name = {name!r}: folder not found (from {Path.cwd()}); "
             "build one with prl make-base --out DIR, or name another"
@@ -308,7 +308,3 @@ def _load_base(name: str, dtype: torch.dtype) -> nn.Module:
         raise ModelError(f"model.name = {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
     logger.info("loaded %s: %d parameters", name, sum(p.numel() for p in model.parameters()))
     return model
-
-
-def _is_offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "yes")

@@ -149,7 +149,7 @@ class RunOptimizer:
             if not is_out_of_memory(error):
                 raise
             had_memory = False
-        self.drop_gradients()
+        self.weights.drop_gradients()
         are_good = self.weights.are_within(self._limit)
         num_without, num_bad = self._world.sum(torch.tensor([float(not had_memory), float(not are_good)])).tolist()
         return NO_MEMORY if num_without >= 1 else "the weights after it" if num_bad >= 1 else None
@@ -164,10 +164,6 @@ class RunOptimizer:
     def next_rate(self) -> None:
         """The learning rate of the next update."""
         self.scheduler.step()
-
-    def drop_gradients(self) -> None:
-        """Forget what was accumulated."""
-        self.weights.drop_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """Moments with the names they belong to, and the steps that the schedule counted. Tensors and plain values.

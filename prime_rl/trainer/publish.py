@@ -31,7 +31,7 @@ from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.run import FINISHED
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
-from prime_rl.trainer.whole_model import ModelSnapshot
+from prime_rl.trainer.whole_run import ModelSnapshot
 from prime_rl.trainer.writer import DISK_TIMEOUT_S, BackgroundWriter, FolderGone, WriteError, WriteJob
 from prime_rl.transfer import WeightSender
 from prime_rl.utils.text import error_text
@@ -252,18 +252,14 @@ def write_version(target: Path, save: Callable[[Path], None]) -> None:
         mark_stable(folder, sync=False)
 
 
-class BroadcastError(OSError):
-    """The sender cannot be opened; the message has the address and the reason."""
-
-
 def open_broadcast(config: BroadcastConfig) -> FileSystemWeightBroadcast:
-    """What `config.type` names (rank 0). Raises BroadcastError."""
+    """What `config.type` names (rank 0). Raises OSError with address and reason when the sender cannot be opened."""
     if config.type == "filesystem":
         return FileSystemWeightBroadcast()
     try:
         sender = WeightSender(config.host, config.port, timeout_s=config.timeout_s)
     except (OSError, RuntimeError) as error:
-        raise BroadcastError(f"broadcast: cannot listen on {config.host} port {config.port}: {error}") from error
+        raise OSError(f"broadcast: cannot listen on {config.host} port {config.port}: {error}") from error
     return NCCLWeightBroadcast(sender)
 
 

@@ -133,7 +133,9 @@ class TrainStep:
     def update(self, run: TrainerRun, batch: ReadyRun) -> UpdateReport:
         """Update one run from what was collected. A collective: all ranks call it, for the same runs in one order."""
         start = time.perf_counter()
-        sums, pass_s = self._reduced(run.sums), run.pass_s
+        # On the CPU, in double precision: reports, small and rare.
+        sums = LossSums(*self._world.sum(torch.tensor(run.sums.as_list(), dtype=torch.float64)).tolist())
+        pass_s = run.pass_s
         ratios = kept.gathered(run, batch.kept, self._world)
         run.sums, run.pass_s, run.ready = LossSums(), 0.0, False
         optimizer, progress = run.training, run.progress
@@ -146,7 +148,7 @@ class TrainStep:
         if problem == NO_MEMORY:
             problem = f"update {step}: {problem}: set model.lora.rank or max_concurrent_runs lower"
         elif problem:
-            optimizer.drop_gradients()
+            optimizer.weights.drop_gradients()
             problem = not_finite(step, problem, sums.loss, grad_norm, lr)
         else:
             optimizer.next_rate()
@@ -156,10 +158,6 @@ class TrainStep:
         seconds = time.perf_counter() - start
         compares = run.config.loss.kl_coef > 0
         return UpdateReport(step, sums, grad_norm, lr, seconds, pass_s, problem, compares, ratios)
-
-    def _reduced(self, mine: LossSums) -> LossSums:
-        # On the CPU, in double precision: reports, small and rare.
-        return LossSums(*self._world.sum(torch.tensor(mine.as_list(), dtype=torch.float64)).tolist())
 
 
 class PassTooLarge(Exception):

@@ -88,10 +88,7 @@ def setup_world(
     where = _pick_device(device)
     timeout = timedelta(seconds=timeout_s)
     store, rank, size = _rendezvous(timeout)
-    try:
-        store = PrefixStore(name_of_this_start(store, rank, size, timeout_s), store)
-    except MissingRanks as error:
-        raise WorldError(str(error)) from error
+    store = PrefixStore(name_of_this_start(store, rank, size, timeout_s), store)
     liveness = Liveness(PrefixStore("liveness", store), rank, size, timeout_s=timeout_s, stop=stop)
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
     try:
@@ -122,14 +119,10 @@ def _pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return device
 
 
-class MissingRanks(RuntimeError):
-    """Ranks that did not join; the message names them."""
-
-
 def name_of_this_start(
     store: Store, rank: int, size: int, timeout_s: float, clock: Callable[[], float] = time.monotonic
 ) -> str:
-    """A name that all ranks of this start have and no earlier one had. Waits for all; raises MissingRanks."""
+    """A name that all ranks of this start have and no earlier one had. Waits for all. Raises WorldError."""
     return _welcome_all(store, size, timeout_s, clock) if rank == 0 else _ask(store, rank, timeout_s)
 
 
@@ -139,7 +132,7 @@ def _welcome_all(store: Store, size: int, timeout_s: float, clock: Callable[[], 
     while missing:
         if clock() >= deadline:
             who = " and ".join(map(str, missing))
-            raise MissingRanks(f"rank {who} of {size} did not join within {timeout_s:g} s")
+            raise WorldError(f"rank {who} of {size} did not join within {timeout_s:g} s")
         for rank in missing:
             # The key may be that of a process which is gone: try again until the rank itself answers.
             if store.check([f"key/{rank}"]):
@@ -156,7 +149,7 @@ def _ask(store: Store, rank: int, timeout_s: float) -> str:
     try:
         store.wait([f"start/{key}"], timedelta(seconds=timeout_s))
     except DistStoreError as error:
-        raise MissingRanks(f"rank 0 did not join within {timeout_s:g} s; rank {rank} waits for it") from error
+        raise WorldError(f"rank 0 did not join within {timeout_s:g} s; rank {rank} waits for it") from error
     name = store.get(f"start/{key}").decode()
     store.set(f"here/{name}/{rank}", "")
     return name

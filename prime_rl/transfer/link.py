@@ -1,20 +1,25 @@
-"""How the two sides meet: a store that the trainer keeps open, and a process group that lasts over many transfers.
+"""How the two sides meet, and the trainer's side: a thread that hands the newest weights to every server that asks.
 
-Every worker of a server leaves a `Hello` in the store, the first of them also a `Request`. The sender puts down one
-`Answer`: a refusal, or the group in which it is rank 0 and which tensors come. That group is the one of the last
-transfer if all of them still have it, else a new one, so either side may die and come back at any time. Groups are
-gloo's between CPUs, NCCL's between GPUs. The store is as trusting as torch's: for machines that trust each other.
+They meet by a store that the trainer keeps open, and a process group that lasts over many transfers. Every worker of a
+server leaves a `Hello` in the store, the first of them also a `Request`. The sender puts down one `Answer`: a refusal,
+or the group in which it is rank 0 and which tensors come. That group is the one of the last transfer if all of them
+still have it, else a new one, so either side may die and come back at any time. Groups are gloo's between CPUs, NCCL's
+between GPUs. The store is as trusting as torch's: for machines that trust each other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
 import socket
-from collections.abc import Iterator
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -180,3 +185,188 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+# A server that fetched none of so many versions is gone, or gets a new group when it asks again.
+MOST_MISSED = 3
+
+
+class Offer(NamedTuple):
+    """Weights to hand out. `number` counts offers; `device` is where they are."""
+
+    number: int
+    label: str
+    tensors: Mapping[str, Tensor]
+    device: torch.device
+
+
+@dataclass
+class _Server:
+    """The workers of one server, which share `group` with the sender; `offer` and `ticket` are of the last transfer."""
+
+    group: Group
+    backend: str
+    offer: int
+    ticket: str
+
+
+class WeightSender:
+    """Listens at `host`:`port` from its construction to `close`. Raises OSError when it cannot.
+
+    Args:
+        timeout_s: how long a server that asked may take to join, and each tensor to get through.
+        gpu: name of the GPU that the weights are on; default: `gpu_name` of their device.
+    """
+
+    def __init__(self, host: str, port: int, *, timeout_s: float, gpu: str | None = None) -> None:
+        self._host = host
+        self._timeout_s = timeout_s
+        self._gpu = gpu
+        self._listener = listen(host, port, timeout_s)
+        # A separate client: otherwise one waits for the other's answers.
+        self._store = connect(host, port, timeout_s)
+        self._store.add(NUM_REQUESTS_KEY, 0)
+        self._offer: Offer | None = None
+        self._servers: dict[str, _Server] = {}  # by the id of their group
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="weight sender", daemon=True)
+        self._thread.start()
+
+    def offer(self, label: str, tensors: Mapping[str, Tensor]) -> None:
+        """From now on these are handed out, under this name. They are all on one device, and must not change."""
+        number = self._offer.number + 1 if self._offer else 1
+        self._offer = Offer(number, label, tensors, next(iter(tensors.values())).device)
+
+    def close(self) -> None:
+        """End the thread when its transfer is over, and leave the groups of all servers."""
+        self._closed.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        number = 0
+        while not self._closed.wait(POLL_S):
+            while number < self._store.add(NUM_REQUESTS_KEY, 0) and not self._closed.is_set():
+                number += 1
+                try:
+                    self._serve_one(number)
+                except Exception as error:
+                    # The next server must still be served; this one gets an error or a timeout, and asks again.
+                    logger.warning("sending weights to inference failed: %s", error)
+        for group_id in list(self._servers):
+            self._drop(group_id)
+
+    def _serve_one(self, number: int) -> None:
+        request = msgspec.json.decode(self._store.get(request_key(number)), type=Request)
+        self._store.delete_key(request_key(number))
+        try:
+            hellos, offer = self._hellos(request), self._offered(request.label)
+            backend = choose_backend(self._gpu or gpu_name(offer.device), [hello.gpu for hello in hellos])
+        except ValueError as problem:
+            self._put(request.ticket, Answer(str(problem)))
+            logger.warning("inference requested %s: %s", request.label, problem)
+            return
+        group_id = self._common_group(hellos, backend) or uuid.uuid4().hex
+        self._put(request.ticket, Answer(None, group_id, backend, _descriptions(offer.tensors)))
+        try:
+            group = self._group(group_id, backend, request, offer)
+            for tensor in offer.tensors.values():
+                group.broadcast(tensor.to(group.device).contiguous())
+        except BaseException:
+            self._drop(group_id)
+            raise
+        self._drop_missing(offer.number)
+        logger.info("inference received %s", request.label)
+
+    def _hellos(self, request: Request) -> list[Hello]:
+        """One from every worker. Raises ValueError when one does not come."""
+        keys = [hello_key(request.ticket, rank) for rank in range(1, 1 + request.num_receivers)]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise ValueError(
+                f"not all {request.num_receivers} workers of the server asked within {self._timeout_s:g} s"
+            ) from error
+        hellos = [msgspec.json.decode(self._store.get(key), type=Hello) for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
+        return hellos
+
+    def _offered(self, label: str) -> Offer:
+        """Raises ValueError when it is not what is offered now."""
+        if self._offer is None:
+            raise ValueError("the trainer has published no weights yet")
+        if self._offer.label != label:
+            raise ValueError(f"the trainer holds {self._offer.label}, not {label}")
+        return self._offer
+
+    def _common_group(self, hellos: Sequence[Hello], backend: str) -> str | None:
+        """The group that all of them and the sender still have. What only some of them have is dropped."""
+        held = {hello.group_id for hello in hellos}
+        if len(held) == 1:
+            (group_id,) = held
+            if group_id in self._servers and self._servers[group_id].backend == backend:
+                return group_id
+        for group_id in held:
+            if group_id is not None:
+                self._drop(group_id)
+        return None
+
+    def _group(self, group_id: str, backend: str, request: Request, offer: Offer) -> Group:
+        """The group of a server, which the workers join now if it is new."""
+        server = self._servers.get(group_id)
+        if server is None:
+            group = Group(
+                self._store,
+                group_id,
+                device=offer.device if backend == "nccl" else torch.device("cpu"),
+                host=self._host,
+                rank=0,
+                size=1 + request.num_receivers,
+                timeout_s=self._timeout_s,
+            )
+            server = self._servers[group_id] = _Server(group, backend, offer.number, request.ticket)
+            logger.info("inference joined over %s, %d workers", backend, request.num_receivers)
+        elif server.ticket != request.ticket:
+            # A server that asks again has read the answer before.
+            self._store.delete_key(answer_key(server.ticket))
+        server.offer, server.ticket = offer.number, request.ticket
+        return server.group
+
+    def _drop_missing(self, newest: int) -> None:
+        for group_id in [key for key, server in self._servers.items() if server.offer < newest - MOST_MISSED]:
+            self._drop(group_id)
+
+    def _drop(self, group_id: str) -> None:
+        server = self._servers.pop(group_id, None)
+        if server is not None:
+            server.group.close()
+
+    def _put(self, ticket: str, answer: Answer) -> None:
+        self._store.set(answer_key(ticket), msgspec.json.encode(answer).decode())
+
+
+def choose_backend(sender: str | None, receivers: Sequence[str | None]) -> str:
+    """The library that moves the weights: nccl where both sides have GPUs, else gloo. Both by the names of their GPUs.
+
+    Raises ValueError where two share a GPU.
+    """
+    if sender is None or None in receivers:
+        return "gloo"
+    if sender in receivers:
+        raise ValueError(
+            f"trainer and inference share the GPU {sender}, and NCCL needs one GPU for each process: "
+            "set CUDA_VISIBLE_DEVICES of one of them to another GPU, or broadcast.type = 'filesystem'"
+        )
+    if shared := {gpu for gpu in receivers if receivers.count(gpu) > 1}:
+        raise ValueError(f"workers of the server share the GPU {min(map(str, shared))}: NCCL needs one GPU for each")
+    return "nccl"
+
+
+def _descriptions(tensors: Mapping[str, Tensor]) -> tuple[Description, ...]:
+    return tuple(
+        Description(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    )

@@ -14,10 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from prime_rl.base_model.demonstrations import Demonstrator
-from prime_rl.base_model.recipe import Recipe
-from prime_rl.base_model.teach import build_model, teach
-from prime_rl.base_model.tokenizer import PromptEncoder, build_tokenizer
+from prime_rl.base_model.store import Recipe
+from prime_rl.base_model.teach import Demonstrator, PromptEncoder, build_model, build_tokenizer, teach
 from prime_rl.utils.tasks import TASKS, similarity, split_of
 from tests.budgets import in_full
 from tests.patience import PATIENCE_S

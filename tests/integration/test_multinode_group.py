@@ -15,8 +15,8 @@ import pytest
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import list_steps
 from prime_rl.contract.types import read_batch
-from prime_rl.multinode.phases import Phase
-from prime_rl.multinode.split import Plan
+from prime_rl.multinode.records import Phase
+from prime_rl.multinode.rollouts import Plan
 from tests.budgets import ALL_PHASES
 from tests.learning import ascent_of_adapter
 from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, check_same_adapter, interrupt

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.contract.files import wait_for
-from prime_rl.multinode.phases import Phase
+from prime_rl.multinode.records import Phase
 from tests.budgets import ALL_PHASES
 from tests.multinode_support import CONFIG, HEARTBEAT_S, PATIENCE_S, Nodes, check_same_adapter
 

@@ -16,7 +16,7 @@ import pytest
 from daemons.cli import run
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.types import TrainingBatch, read_batch
-from prime_rl.multinode.phases import Phase
+from prime_rl.multinode.records import Phase
 from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, processes
 from tests.patience import PATIENCE_S
 from tests.ports import free_port

@@ -16,16 +16,12 @@ from prime_rl.contract.files import mark_stable, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.rank_files import RankEntry, RankFileWriter
 from prime_rl.contract.shares import JoinResult, Split
-from prime_rl.multinode.phases import Phase, Position, RlPhase
-from prime_rl.multinode.place import Place, WorkSetting
-from prime_rl.multinode.processes import Child
-from prime_rl.multinode.proofs import Proofs, TrainProof
-from prime_rl.multinode.reach import Prober, ProbeServer, answers
-from prime_rl.multinode.records import GroupRecord, NodeRecord
-from prime_rl.multinode.rollouts import Rollouts
-from prime_rl.multinode.split import Plan
-from prime_rl.multinode.tasks import InferenceServer
-from prime_rl.multinode.training import Training
+from prime_rl.multinode.heartbeat import Prober, ProbeServer, answers
+from prime_rl.multinode.place import Place, Proofs, TrainProof, WorkSetting
+from prime_rl.multinode.records import GroupRecord, NodeRecord, Phase, Position, RlPhase
+from prime_rl.multinode.rollouts import Plan, Rollouts
+from prime_rl.multinode.tasks import Child, InferenceServer
+from prime_rl.multinode.work import Training
 from tests.patience import PATIENCE_S
 
 KEY = "5e771465"

@@ -21,7 +21,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import GroupStatus, NodeStatus
 from prime_rl.multinode import node
 from prime_rl.multinode.flags import NodeFlags, num_ranks, parse_flags
-from prime_rl.multinode.phases import RlPhase
+from prime_rl.multinode.records import RlPhase
 from prime_rl.utils.gpus import count_gpus, listed_gpus
 from prime_rl.utils.node_watch import NodeReader
 from prime_rl.utils.process import ProcessId

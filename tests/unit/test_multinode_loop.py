@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from prime_rl.multinode.loop import SAY_AGAIN_S, ProgressLog
-from prime_rl.multinode.phases import Phase
+from prime_rl.multinode.node import SAY_AGAIN_S, ProgressLog
+from prime_rl.multinode.records import Phase
 from tests.multinode_sim import POLL_S, World
 
 LIMIT_S = 3000.0

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from prime_rl.multinode.decide import Exit
 from prime_rl.multinode.member import END_TIMEOUT_S, EXIT_FAILED, Member, Report
-from prime_rl.multinode.phases import Phase, Position, RlPhase
 from prime_rl.multinode.records import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -21,6 +20,9 @@ from prime_rl.multinode.records import (
     GroupState,
     NodeRecord,
     NodeState,
+    Phase,
+    Position,
+    RlPhase,
 )
 
 SETTING = GroupSetting(0, 1, RlPhase.BOTH, {}, max_iterations=2)

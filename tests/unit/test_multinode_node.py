@@ -11,8 +11,7 @@ import pytest
 from prime_rl.contract.layout import OutputDir
 from prime_rl.multinode import node
 from prime_rl.multinode.flags import NodeFlags, parse_flags
-from prime_rl.multinode.phases import RlPhase
-from prime_rl.multinode.records import GroupSetting, NodeRecord
+from prime_rl.multinode.records import GroupSetting, NodeRecord, RlPhase
 from prime_rl.multinode.store import DiskStore, NodeFacts
 
 THREE = "--num-nodes 3 --rank-weights 2,1,1"

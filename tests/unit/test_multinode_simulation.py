@@ -10,8 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from prime_rl.multinode.decide import Exit, View, _own_cut
-from prime_rl.multinode.loop import ProgressLog
-from prime_rl.multinode.phases import Phase, Position, RlPhase
+from prime_rl.multinode.node import ProgressLog
 from prime_rl.multinode.records import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -20,6 +19,9 @@ from prime_rl.multinode.records import (
     GroupRecord,
     GroupSetting,
     NodeRecord,
+    Phase,
+    Position,
+    RlPhase,
 )
 from tests.budgets import SIMULATIONS as NUM_HISTORIES
 from tests.multinode_sim import MAX_LAG_S, POLL_S, Node, World, check_finished, expected_effects

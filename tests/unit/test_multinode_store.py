@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import NodeStatus, PhaseTime, read_status
-from prime_rl.multinode.phases import Phase, Position
-from prime_rl.multinode.records import GroupRecord, GroupState, NodeRecord, NodeState
+from prime_rl.multinode.records import GroupRecord, GroupState, NodeRecord, NodeState, Phase, Position
 from prime_rl.multinode.store import DiskStore, NodeFacts, PhaseLog
 
 FACTS = NodeFacts(num_nodes=3, weight=2.0, rl_phase="both", heartbeat_s=2.0, loop_limit_s=30.0)

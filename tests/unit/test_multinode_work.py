@@ -19,9 +19,8 @@ from prime_rl.configs.multinode import RUN_ID, MultinodeConfig
 from prime_rl.contract.files import mark_stable, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.multinode.heartbeat import Heartbeat
-from prime_rl.multinode.phases import Phase, Position, RlPhase
 from prime_rl.multinode.place import WorkSetting
-from prime_rl.multinode.records import GroupRecord, NodeRecord
+from prime_rl.multinode.records import GroupRecord, NodeRecord, Phase, Position, RlPhase
 from prime_rl.multinode.work import PhaseWork
 from tests.patience import PATIENCE_S
 

@@ -17,9 +17,9 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.shares import JoinRequest, JoinResult, MakeRequest
 from prime_rl.contract.types import TrainingBatch, read_batch
-from prime_rl.multinode.phases import RlPhase
-from prime_rl.multinode.proofs import Proofs
-from prime_rl.multinode.split import make_plan
+from prime_rl.multinode.place import Proofs
+from prime_rl.multinode.records import RlPhase
+from prime_rl.multinode.rollouts import make_plan
 from prime_rl.orchestrator import share
 from prime_rl.orchestrator.envs import load_environment
 from prime_rl.orchestrator.sampler import ExampleSampler

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.trainer import budget
-from prime_rl.trainer.budget import with_a_budget
-from prime_rl.trainer.fit.auto import MOST_AUTO_SLOTS, MOST_TOKENS
-from prime_rl.trainer.fit.capacity import FRAGMENTS
+from prime_rl.trainer.fit import capacity
+from prime_rl.trainer.fit.capacity import FRAGMENTS, MOST_AUTO_SLOTS, MOST_TOKENS, with_a_budget
 from prime_rl.trainer.fit.predict import predict, setting_of
 from prime_rl.trainer.model import ModelError
 from tests.trainer_support import solo_world, trainer_config, write_model
@@ -24,7 +22,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def free(monkeypatch: pytest.MonkeyPatch, usable: float) -> None:
-    monkeypatch.setattr(budget, "_free_bytes", lambda device: usable / (1.0 - FRAGMENTS))
+    monkeypatch.setattr(capacity, "_free_bytes", lambda device: usable / (1.0 - FRAGMENTS))
 
 
 def asked(workspace: Path, base: Path, **changes: Any) -> TrainerConfig:

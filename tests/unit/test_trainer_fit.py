@@ -19,11 +19,28 @@ from prime_rl.configs.fit_flags import SHAPES
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.trainer import TrainerConfig, TrainerModelConfig
 from prime_rl.trainer.fit import __main__ as cli
-from prime_rl.trainer.fit.auto import MOST_AUTO_SLOTS, MOST_TOKENS
-from prime_rl.trainer.fit.capacity import GIB, TOKENS_STEP, most_runs, most_served, most_tokens, served_bytes, split
+from prime_rl.trainer.fit.capacity import (
+    GIB,
+    MOST_AUTO_SLOTS,
+    MOST_TOKENS,
+    TOKENS_STEP,
+    most_runs,
+    most_served,
+    most_tokens,
+    served_bytes,
+    split,
+)
 from prime_rl.trainer.fit.meter import metered
-from prime_rl.trainer.fit.predict import HOST_COPIES, PassMemory, Setting, measure, predict, setting_of
-from prime_rl.trainer.fit.shapes import UnknownModel, model_config
+from prime_rl.trainer.fit.predict import (
+    HOST_COPIES,
+    PassMemory,
+    Setting,
+    UnknownModel,
+    measure,
+    model_config,
+    predict,
+    setting_of,
+)
 from prime_rl.trainer.fused import CHUNK_BYTES
 from tests.daemons_support import ROOT
 

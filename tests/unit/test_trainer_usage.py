@@ -12,10 +12,9 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunStatus, StatusWriter
 from prime_rl.contract.usage import UsageLine, UsageLog, read_usage
-from prime_rl.trainer.metrics import PHASES, PhaseTimer
+from prime_rl.trainer.metrics import PHASES, PhaseTimer, TrainerUsage
 from prime_rl.trainer.runs import TrainerRun
 from prime_rl.trainer.runs.leaving import Leave, find_leave
-from prime_rl.trainer.usage import TrainerUsage
 
 
 def test_a_pass_is_split_by_tokens_and_an_update_is_its_runs_own(tmp_path: Path) -> None:

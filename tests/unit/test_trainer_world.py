@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from prime_rl.contract.files import wait_for
 from prime_rl.trainer.liveness import LEFT, Liveness, Pulse
-from prime_rl.trainer.world import MissingRanks, WorldError, name_of_this_start, setup_world
+from prime_rl.trainer.world import WorldError, name_of_this_start, setup_world
 from tests.patience import PATIENCE_S
 from tests.trainer_support import solo_world
 
@@ -83,7 +83,7 @@ def test_every_start_has_a_name_of_its_own_in_one_store() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     store = HashStore()
     store.set("key/2", "what an earlier start left")
-    with pytest.raises(MissingRanks, match=r"rank 1 and 2 of 3 did not join within 0\.2 s"):
+    with pytest.raises(WorldError, match=r"rank 1 and 2 of 3 did not join within 0\.2 s"):
         name_of_this_start(store, 0, 3, 0.2)
-    with pytest.raises(MissingRanks, match=r"rank 0 did not join within 0\.2 s; rank 1 waits for it"):
+    with pytest.raises(WorldError, match=r"rank 0 did not join within 0\.2 s; rank 1 waits for it"):
         name_of_this_start(store, 1, 3, 0.2)

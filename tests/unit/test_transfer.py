@@ -16,7 +16,7 @@ from torch import Tensor
 
 from prime_rl.contract.files import wait_for
 from prime_rl.transfer import TransferError, WeightReceiver, WeightSender
-from prime_rl.transfer.sender import MOST_MISSED, choose_backend
+from prime_rl.transfer.link import MOST_MISSED, choose_backend
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
 from tests.transfer_main import HOST, LABEL, ask, digest, process, weights

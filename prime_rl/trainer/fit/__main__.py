@@ -33,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
     # torch and transformers take seconds to import: not before the flags are read and checked.
     with heavy_imports():
         from prime_rl.trainer.fit.answer import answer
-        from prime_rl.trainer.fit.auto import DoesNotFit
-        from prime_rl.trainer.fit.shapes import UnknownModel
+        from prime_rl.trainer.fit.capacity import DoesNotFit
+        from prime_rl.trainer.fit.predict import UnknownModel
         from prime_rl.trainer.model import ModelError
 
     try:

@@ -11,16 +11,19 @@ import torch
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.served import NUM_CHAT_ADAPTERS
-from prime_rl.trainer.fit.auto import CPU_SHARE, MOST_AUTO_SLOTS, DoesNotFit, with_numbers
 from prime_rl.trainer.fit.capacity import (
+    CPU_SHARE,
     GIB,
     INFERENCE_WORK_BYTES,
+    MOST_AUTO_SLOTS,
     Capacity,
+    DoesNotFit,
     Split,
     capacity,
     most_served,
     split,
     usable_bytes,
+    with_numbers,
 )
 from prime_rl.trainer.fit.predict import PassMemory, Setting, predict, setting_of
 

@@ -1,15 +1,27 @@
-"""What fits into a GPU: the largest micro-batch, the most runs, and what is left for inference. Pure but for passes."""
+"""What fits into a GPU: the largest micro-batch, the most runs, and what is left for inference. Pure but for passes.
+
+The numbers that "auto" stands for in a trainer's config are such: slots first, then the micro-batch takes the rest.
+`prl fit` asks for those of some hardware, the trainer for those of what is free on its ranks (`with_a_budget`).
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from prime_rl.configs.trainer import MOST_SLOTS
+from prime_rl.configs.trainer import MOST_SLOTS, TrainerConfig
 from prime_rl.contract.served import NUM_CHAT_ADAPTERS
-from prime_rl.trainer.fit.predict import PassMemory, Setting, predict
+from prime_rl.trainer.fit.predict import PassMemory, Setting, UnknownModel, predict, setting_of
+from prime_rl.trainer.model import ModelError
+from prime_rl.trainer.world import World
 
 GIB = 2**30
 # What the CUDA context and the libraries of a process take, and what an allocator loses to odd sizes.
@@ -136,3 +148,103 @@ def kv_bytes(model: PretrainedConfig, itemsize: int) -> int:
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     return int(2 * model.num_hidden_layers * heads * head * itemsize)
+
+
+# More runs would wait for each other's passes; a larger number can be set.
+MOST_AUTO_SLOTS = 64
+# Larger passes are no quicker, and a run that comes late waits for the pass to end.
+MOST_TOKENS = 131_072
+# Of the memory of a machine without a GPU, where inference and the runs' own processes need some too.
+CPU_SHARE = 0.5
+
+
+class DoesNotFit(ValueError):
+    """Not even the least fits; the message is one line that names what to lower."""
+
+
+def with_numbers(
+    config: TrainerConfig, device_type: str, num_ranks: int, usable: float, most_slots: int = MOST_AUTO_SLOTS
+) -> TrainerConfig:
+    """`config` with numbers in the place of "auto". Raises UnknownModel or DoesNotFit.
+
+    Args:
+        device_type: "cuda" or "cpu".
+        usable: bytes of a rank's device that the trainer may fill.
+        most_slots: what inference has room for, if that is less than MOST_AUTO_SLOTS.
+    """
+    beside = 0
+    if config.num_slots == 0:
+        slots, beside = _slots(config, device_type, num_ranks, usable)
+        config = config.model_copy(update={"max_concurrent_runs": min(slots, most_slots)})
+    if config.max_tokens_per_micro_batch == "auto":
+        tokens = _tokens(config, device_type, num_ranks, usable, beside)
+        config = config.model_copy(update={"max_tokens_per_micro_batch": tokens})
+    return config.model_copy(update={"max_concurrent_runs": config.num_slots})
+
+
+def _slots(config: TrainerConfig, device_type: str, num_ranks: int, usable: float) -> tuple[int, int]:
+    """(slots, tokens of the pass beside them): of the configured size; if that is auto, the default, or else a row."""
+    one = config.model_copy(update={"max_concurrent_runs": 1})
+    setting = setting_of(one, device_type, num_ranks)
+    sizes = {setting.tokens, config.seq_len} if config.max_tokens_per_micro_batch == "auto" else {setting.tokens}
+    for tokens in sorted(sizes, reverse=True):
+        setting = replace(setting, tokens=tokens)
+        if slots := min(MOST_AUTO_SLOTS, most_runs(setting, predict(setting), usable)):
+            # Rows of many runs take a little more than rows of one.
+            mixed = replace(setting, num_runs=slots)
+            return max(1, min(slots, most_runs(mixed, predict(mixed), usable))), tokens
+    raise DoesNotFit(
+        f"max_concurrent_runs = 'auto': one run with a pass of {setting.tokens:,} tokens does not fit into "
+        f"{usable / GIB:.1f} GiB: lower max_tokens_per_micro_batch, seq_len or model.lora.rank"
+    )
+
+
+def _tokens(config: TrainerConfig, device_type: str, num_ranks: int, usable: float, at_least: int) -> int:
+    """`at_least` tokens fit for certain."""
+    setting = setting_of(config, device_type, num_ranks)
+    tokens = max(at_least, min(MOST_TOKENS, most_tokens(setting, predict(setting), usable)))
+    if not tokens:
+        lower = "max_concurrent_runs or model.lora.rank" if config.model.lora else "or train on more GPUs"
+        raise DoesNotFit(
+            f"max_tokens_per_micro_batch = 'auto': a row of seq_len = {config.seq_len} does not fit into "
+            f"{usable / GIB:.1f} GiB: lower seq_len, {lower}"
+        )
+    return max(tokens, config.seq_len)
+
+
+logger = logging.getLogger(__name__)
+
+
+def with_a_budget(config: TrainerConfig, world: World) -> TrainerConfig:
+    """`config` with numbers in the place of "auto", before the model is loaded. A collective. Raises ModelError."""
+    if "auto" not in (config.max_concurrent_runs, config.max_tokens_per_micro_batch):
+        return config
+    usable = _free_on_each(world) * (1.0 - FRAGMENTS)
+    try:
+        config = with_numbers(config, world.device.type, world.size, usable)
+    except UnknownModel as error:
+        raise ModelError(f"model.name: {error}") from error
+    except DoesNotFit as error:
+        raise ModelError(str(error)) from error
+    logger.info(
+        "slots: %d, tokens of a pass: %d, for the %.1f GiB that are free",
+        config.num_slots,
+        config.micro_batch_tokens,
+        usable / GIB,
+    )
+    return config
+
+
+def _free_on_each(world: World) -> float:
+    """Bytes that are free on the rank that has the least: all ranks must come to the same numbers."""
+    free = torch.tensor(_free_bytes(world.device), dtype=torch.float64, device=world.device)
+    dist.all_reduce(free, dist.ReduceOp.MIN)
+    return float(free)
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    assert found, "Linux has it since 3.14"
+    return CPU_SHARE * 1024 * int(found.group(1)) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

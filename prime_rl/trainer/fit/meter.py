@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive, while real code runs on tensors without memory."""
+"""How many bytes of tensors are alive, while real code runs on tensors without memory, on ranks that are not there."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # collectives of tensors without memory
+import torch.testing._internal.distributed.fake_pg
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -107,3 +112,16 @@ def metered() -> Iterator[Meter]:
             yield meter
     finally:
         storage_class.resize_ = resize
+
+
+@contextmanager
+def mesh_of_ranks(num_ranks: int) -> Iterator[DeviceMesh]:
+    """A mesh of `num_ranks`. In a trainer it is of its own group, which must have as many ranks: then a collective."""
+    is_alone = not dist.is_initialized()
+    if is_alone:
+        dist.init_process_group("fake", rank=0, world_size=num_ranks, store=HashStore())
+    try:
+        yield init_device_mesh("cpu", (num_ranks,))
+    finally:
+        if is_alone:
+            dist.destroy_process_group()

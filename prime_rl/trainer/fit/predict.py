@@ -10,13 +10,15 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from prime_rl.configs.fit_flags import SHAPES
 from prime_rl.configs.losses import AipoLossConfig
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.trainer import TrainerConfig
@@ -24,11 +26,29 @@ from prime_rl.contract.types import TOKEN_BYTES, MicroBatch
 from prime_rl.trainer import fused
 from prime_rl.trainer import model as policy_model
 from prime_rl.trainer.fair_queue import LOSS_TOKEN
-from prime_rl.trainer.fit.meter import Meter, metered
-from prime_rl.trainer.fit.ranks import mesh_of_ranks
-from prime_rl.trainer.fit.shapes import model_config
+from prime_rl.trainer.fit.meter import Meter, mesh_of_ranks, metered
 from prime_rl.trainer.model import PolicyModel, adapt_model, train_whole
 from prime_rl.trainer.step import forward_backward
+
+
+class UnknownModel(ValueError):
+    """No such shape, folder or model; the message is one line with the names that exist."""
+
+
+def model_config(name: str) -> PretrainedConfig:
+    """The config of a model folder, of a shape by name, or of a model id that was downloaded. Raises UnknownModel."""
+    is_folder = Path(name).is_dir()
+    if not is_folder and (shape := SHAPES.get(name.lower())) is not None:
+        # No row is longer than the model's positions; how many it has costs nothing.
+        return AutoConfig.for_model(**shape, max_position_embeddings=131_072)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        if is_folder:
+            raise UnknownModel(f"{name}: no readable config.json: {' '.join(str(error).split())}") from error
+        raise UnknownModel(f"{name} not found: name a model folder, or one of {', '.join(SHAPES)}") from error
+    return config
+
 
 # Float32 numbers that Adam keeps for each trained weight.
 MOMENTS = 2

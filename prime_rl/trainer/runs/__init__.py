@@ -6,10 +6,9 @@ call these; every other part is handed the manager. Older names of the same are 
 
 from __future__ import annotations
 
-from prime_rl.trainer.runs.manager import MultiRunManager
+from prime_rl.trainer.runs.manager import MultiRunManager, get_multi_run_manager, setup_multi_run_manager
 from prime_rl.trainer.runs.older import Runs, check_for_changes, get_runs, setup_runs, sync_runs
 from prime_rl.trainer.runs.run import Progress, TrainerRun
-from prime_rl.trainer.runs.singleton import get_multi_run_manager, setup_multi_run_manager
 
 __all__ = [
     "MultiRunManager",

@@ -23,9 +23,8 @@ from pathlib import Path
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import RUN_FOLDERS, RUN_PREFIX, LayoutError, OutputDir, RunDir, check_run_id, refusal
-from prime_rl.trainer.runs.admission import Claim
 from prime_rl.trainer.runs.control import ConfigFile, Print, Validate, is_finished, print_of
-from prime_rl.trainer.runs.leaving import Leave, find_leave
+from prime_rl.trainer.runs.leaving import Claim, Leave, find_leave
 
 logger = logging.getLogger(__name__)
 

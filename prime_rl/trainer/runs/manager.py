@@ -32,7 +32,6 @@ from prime_rl.contract.files import remove
 from prime_rl.contract.layout import RunDir
 from prime_rl.lora.linear import MultiLoRALinear
 from prime_rl.trainer.runs.adapters import SlotAdapters, SlotWeights, dtype_of, rank_of
-from prime_rl.trainer.runs.admission import preempted
 from prime_rl.trainer.runs.control import Evictions
 from prime_rl.trainer.runs.discovery import Candidate, Discovery, Findings
 from prime_rl.trainer.runs.hooks import (
@@ -45,6 +44,7 @@ from prime_rl.trainer.runs.hooks import (
     call_leaving,
     calls_of,
 )
+from prime_rl.trainer.runs.leaving import preempted
 from prime_rl.trainer.runs.run import FINISHED, Progress, Slots, TrainerRun
 from prime_rl.trainer.runs.sync import Channel, SlotState, StateMessage, slot_changes
 from prime_rl.utils.text import error_text
@@ -260,12 +260,10 @@ class MultiRunManager(Slots):
         pairs = preempted(waiting, stay, len(self.used) - len(stay))
         self._urgent = self._urgent.intersection(self.waiting).union(pairs.values())
         for run_id, by in pairs.items():
-            self._preempt(self.run(self.id_2_idx[run_id]), f"preempted by {by}")
-
-    def _preempt(self, run: TrainerRun, why: str) -> None:
-        run.part(why, saves=True)
-        if run.leaving is not None and run.note_preempted() and self.life:
-            self.life.may_leave(run)  # to have it saved; it leaves at the next look
+            run = self.run(self.id_2_idx[run_id])
+            run.part(f"preempted by {by}", saves=True)
+            if run.leaving is not None and run.note_preempted() and self.life:
+                self.life.may_leave(run)  # to have it saved; it leaves at the next look
 
     def _forget(self, run: TrainerRun, reason: str) -> None:
         logger.info("%s leaves slot %d: %s", run.run_id, run.run_idx, reason)
@@ -368,3 +366,27 @@ class MultiRunManager(Slots):
     def _check_master(self, what: str) -> None:
         if not self.is_master:
             raise RuntimeError(f"{what} works on rank 0 only, this is rank {self.channel.rank}")
+
+
+_manager: MultiRunManager | None = None
+
+
+def setup_multi_run_manager(
+    output_dir: Path,
+    max_runs: int,
+    *,
+    limits: TrainerLimits | None = None,
+    channel: Channel | None = None,
+    settle_s: float = 0.0,
+) -> MultiRunManager:
+    """Make the manager of this process; a second call replaces it."""
+    global _manager
+    _manager = MultiRunManager(output_dir, max_runs, limits=limits, channel=channel, settle_s=settle_s)
+    return _manager
+
+
+def get_multi_run_manager() -> MultiRunManager:
+    """The manager of this process. Raises RuntimeError before `setup_multi_run_manager`."""
+    if _manager is None:
+        raise RuntimeError("no MultiRunManager yet: call setup_multi_run_manager first")
+    return _manager

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from prime_rl.trainer.optim import FlatWeights, RunOptimizer, make_scheduler
-from prime_rl.trainer.runs.manager import MultiRunManager
-from prime_rl.trainer.runs.singleton import get_multi_run_manager, setup_multi_run_manager
+from prime_rl.trainer.runs.manager import MultiRunManager, get_multi_run_manager, setup_multi_run_manager
 from prime_rl.trainer.world import World
 
 Runs = MultiRunManager
