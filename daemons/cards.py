@@ -121,13 +121,9 @@ def _spread(steps: Sequence[int], limit: int) -> list[int]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [[_cell(each) for each in head], ["---"] * len(head), *rows]
+    # A name may come from an environment: without what ends a cell or begins markup.
+    lines = [[re.sub(r"[|\\`<>\[\]]", "?", each) for each in head], ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """A name, which may come from an environment, without what ends a cell or begins markup."""
-    return re.sub(r"[|\\`<>\[\]]", "?", text)
 
 
 def _code(text: str) -> str:

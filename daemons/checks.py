@@ -80,12 +80,6 @@ def check_package(name: str, version: str | None, *, needed: bool, error: str | 
     return Check(name, "ok", version)
 
 
-def check_control_plane() -> Check:
-    """Of an installation without any extra that trains."""
-    message = f"none that trains, this machine can only look at workspaces: {install_command('cpu')}"
-    return Check("extras", "ok", message)
-
-
 def check_ours(found: Mapping[str, Path | None], home: Path, here: Path) -> Check:
     """Whether our packages are what a daemon would import. `found`: the folder of each; ours are in `home`."""
     foreign = {name: place for name, place in found.items() if place != home / name}

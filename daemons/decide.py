@@ -131,7 +131,9 @@ def _held(seen: Seen) -> str | None:
 def _stopping(daemon: Daemon, config: SupervisorConfig, now: float) -> Action:
     """SIGKILL when its time is over. A process that survives it is reported, and nothing waits for it."""
     if daemon.killed_at is None:
-        is_over = now - daemon.stop_at >= _patience_s(daemon, config)
+        # A working daemon may finish and save; a stuck one has nothing to finish.
+        patience_s = config.drain_s if daemon.after_stop in (After.END, After.RESTART) else config.grace_s
+        is_over = now - daemon.stop_at >= patience_s
         return Action(Do.KILL, replace(daemon, killed_at=now)) if is_over else Action(Do.NOTE, daemon)
     if now - daemon.killed_at < KILL_WAIT_S:
         return Action(Do.NOTE, daemon)
@@ -145,11 +147,6 @@ def _outlived(daemon: Daemon, left: frozenset[int], now: float) -> Action:
     what = f"processes {', '.join(map(str, sorted(left)))} of its last start to end"
     hangs = daemon.killed_at is not None and now - daemon.killed_at >= KILL_WAIT_S
     return Action(Do.NOTE, replace(daemon, waiting_on=f"{what} (it {_UNKILLABLE})" if hangs else what))
-
-
-def _patience_s(daemon: Daemon, config: SupervisorConfig) -> float:
-    """A working daemon may finish and save; a stuck one has nothing to finish."""
-    return config.drain_s if daemon.after_stop in (After.END, After.RESTART) else config.grace_s
 
 
 def _judged(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> Action:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
+import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -19,7 +22,6 @@ from typing import Any
 
 from daemons import actions, starting, stopping
 from daemons.base_model import make_base_model
-from daemons.screen import TuiChild
 from daemons.starting import Look, Say
 from daemons.workspace import RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
@@ -29,7 +31,7 @@ from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import open_file, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
-from prime_rl.utils.signals import StopFlag
+from prime_rl.utils.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, StopFlag
 
 SYSTEM_FILE = "system.toml"
 REPORT_VERSION = 1
@@ -40,6 +42,10 @@ MARKER = ".prl-demo"
 NO_PROGRESS_S = 300.0
 LOOK_EVERY_S = 0.3
 EDGE_STEPS = 5
+# Leave the alternate screen; show the cursor; wrap long lines; no mouse, focus or paste reports; no key protocol; plain
+# colours.
+_RESET = "\x1b[?1049l\x1b[?25h\x1b[?7h\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[?1004l\x1b[?2004l\x1b[<u\x1b[0m"
+_END_S = 5.0
 _BAD = (RunState.EVICTED, RunState.FAILED, RunState.INVALID)
 
 
@@ -68,13 +74,6 @@ class Recipe:
     def run_files(self) -> list[Path]:
         """The other TOML files of `configs`, one for each run, sorted by name."""
         return sorted(path for path in self.configs.glob("*.toml") if path.name != SYSTEM_FILE)
-
-
-def demo_settings(output_dir: Path, engine: str | None) -> Mapping[str, Any]:
-    """What a demo always sets: its folder, a free port."""
-    place = {"output_dir": str(output_dir)}
-    inference = {**place, "port": 0, **({"engine": engine} if engine else {})}
-    return {**place, "trainer": place, "inference": inference}
 
 
 def make_room(output: OutputDir, say: Say) -> None:
@@ -221,15 +220,13 @@ class Demo:
                 raise DemoError("\n".join([f"{daemon.name} has failed: {daemon.reason}", *daemon.log_tail]))
         if not workspace.supervisor_alive:
             raise DemoError(f"the supervisor is gone: see prl logs supervisor --output-dir {self.output.path}")
-        progress = tuple(each for run in workspace.runs for each in (run.step, len(self._metrics_of(run.run_id))))
+        num_metrics = {run_id: len(story.metrics) for run_id, story in self.stories.items()}
+        progress = tuple(each for run in workspace.runs for each in (run.step, num_metrics.get(run.run_id, 0)))
         if progress != self._progress:
             self._progress, self._progress_at = progress, time.monotonic()
         elif time.monotonic() - self._progress_at > NO_PROGRESS_S:
             waits = [f"{run.run_id}: {run.state}, waits for {run.waiting_on}" for run in workspace.runs]
             raise DemoError(f"no step for {NO_PROGRESS_S:g} s; " + "; ".join([*starting.waits(workspace), *waits]))
-
-    def _metrics_of(self, run_id: str) -> list[dict[str, float]]:
-        return self.stories[run_id].metrics if run_id in self.stories else []
 
     def report(self, started_s: float) -> dict[str, Any]:
         """Write `report.json` and return what is in it. The time in which a person only looked is left out."""
@@ -286,5 +283,58 @@ def add_demo_run(output: OutputDir, source: Path, model: str) -> str:
 
 
 def with_settings(system: Mapping[str, Any], output_dir: Path, engine: str | None) -> dict[str, Any]:
-    """The demo's system file with the demo's own settings on top."""
-    return merge(system, demo_settings(output_dir, engine))
+    """The demo's system file with what a demo always sets on top: its folder, a free port."""
+    place = {"output_dir": str(output_dir)}
+    inference = {**place, "port": 0, **({"engine": engine} if engine else {})}
+    return merge(system, {**place, "trainer": place, "inference": inference})
+
+
+class TuiChild:
+    """Shows a workspace until it is closed or the person quits. With None it shows nothing.
+
+    `interrupted`: the person left with Ctrl-C, which arrives as a key because the terminal is in raw mode. `options`
+    are those of `prl-tui`.
+    """
+
+    def __init__(self, output_dir: Path | None, *options: str) -> None:
+        self._output_dir = output_dir
+        self._options = options
+        self.interrupted = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._settings: list[object] | None = None
+
+    def __enter__(self) -> TuiChild:
+        if self._output_dir is not None:
+            with suppress(termios.error):
+                self._settings = termios.tcgetattr(sys.stdin.fileno())
+            self._child = subprocess.Popen([sys.executable, "-m", "tui", str(self._output_dir), *self._options])
+        return self
+
+    def lives(self) -> bool:
+        """Whether it is shown now; gives the terminal back as soon as it is not."""
+        if self._child is not None and self._child.poll() is not None:
+            self._restore()
+        return self._child is not None
+
+    def __exit__(self, *exc: object) -> None:
+        if self._child is None:
+            return
+        self._child.terminate()
+        try:
+            self._child.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        self._restore()
+
+    def _restore(self) -> None:
+        code = self._child.returncode if self._child is not None else None
+        self.interrupted = code == EXIT_INTERRUPTED
+        quit_by_itself = code in (0, EXIT_INTERRUPTED, EXIT_TERMINATED)
+        self._child = None
+        if not quit_by_itself:
+            sys.stdout.write(_RESET)
+            sys.stdout.flush()
+        if self._settings is not None:
+            with suppress(termios.error):
+                termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._settings)  # type: ignore[arg-type]

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from daemons.details import hide_secrets
-from daemons.errors import ActionError, in_one_line, one_line_errors
-from daemons.results import RunResult, read_result
+from daemons.errors import one_line_errors
+from daemons.results import RunResult, read_config, read_result
 from daemons.trash import existing_run
-from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.configs.values import differing
-from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.text import CleanText, clean_strings, one_line
 
 
@@ -42,9 +41,11 @@ def diff_runs(output_dir: Path, one: str, other: str) -> RunDifference:
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"comparing {one} and {other}"):
         runs = [existing_run(output, run_id) for run_id in (one, other)]
-        configs = [_config(run) for run in runs]
+        configs = [read_config(run) for run in runs]
         results = [figures_of(read_result(run)) for run in runs]
-    return RunDifference((one, other), config_differences(*configs), result_differences(*results))
+    names = dict.fromkeys(name for result in results for name in result)
+    figures = tuple(Difference(name, (results[0].get(name), results[1].get(name))) for name in names)
+    return RunDifference((one, other), config_differences(*configs), figures)
 
 
 def config_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Difference, ...]:
@@ -65,16 +66,3 @@ def figures_of(result: RunResult) -> dict[CleanText, float]:
         *result.last_evaluation.items(),
     ]
     return {one_line(name): value for name, value in figures if value is not None}
-
-
-def result_differences(one: Mapping[CleanText, float], other: Mapping[CleanText, float]) -> tuple[Difference, ...]:
-    """Every figure that at least one of the runs has, with both values; None for one that is missing."""
-    names = dict.fromkeys([*one, *other])
-    return tuple(Difference(name, (one.get(name), other.get(name))) for name in names)
-
-
-def _config(run: RunDir) -> Mapping[str, Any]:
-    try:
-        return load_toml(run.orch_toml)
-    except ConfigError as error:
-        raise ActionError(in_one_line(str(error))) from error

@@ -23,11 +23,9 @@ from typing import Any
 from daemons import checks
 from daemons.checks import Check
 from daemons.disk import DiskReader
-from daemons.specs import SYSTEM
+from daemons.specs import SYSTEM, saved_system
 from daemons.workspace import SUPERVISOR
 from daemons.workspace_reader import WorkspaceReader
-from prime_rl.configs.base import ConfigError, load_config
-from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils import extras
 
@@ -61,7 +59,7 @@ Say = Callable[[str], None]
 def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Iterator[Check]:
     """Yield all checks, one after another. `say` is called before what takes seconds."""
     output = OutputDir(output_dir)
-    system = _system(output)
+    system = saved_system(output)
     vllm = system.inference.engine == "vllm"
     yield checks.check_python(sys.version_info[:3], sys.executable)
     yield checks.check_ours(packages_found(), HOME, Path.cwd())
@@ -87,14 +85,6 @@ def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Ite
     yield checks.check_daemons(states)
 
 
-def _system(output: OutputDir) -> SystemConfig:
-    """The workspace as it was last started, else the defaults."""
-    try:
-        return load_config(SystemConfig, output.component_config(SYSTEM))
-    except ConfigError:
-        return SystemConfig()
-
-
 def _place(output: OutputDir) -> Iterator[Check]:
     yield checks.check_output_dir(output.path)
     yield checks.check_file_system(output.path)
@@ -105,7 +95,8 @@ def _place(output: OutputDir) -> Iterator[Check]:
 
 def _libraries(vllm: bool, import_libraries: bool, say: Say) -> Iterator[Check]:
     if not any(map(find_spec, extras.CPU)):
-        yield checks.check_control_plane()
+        message = f"none that trains, this machine can only look at workspaces: {extras.install_command('cpu')}"
+        yield Check("extras", "ok", message)
         return
     facts: dict[str, Any] = {}
     for name, distributions in _PACKAGES.items():

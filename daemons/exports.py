@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import re
 import shutil
@@ -25,11 +26,10 @@ from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_err
 from daemons.extras import need, need_cpu
 from daemons.in_use import Progress
 from daemons.process import python_module, run_child
-from daemons.results import read_result
+from daemons.results import read_config, read_result
 from daemons.specs import MERGE_MODULE
 from daemons.trash import existing_run
 from daemons.versions import Version, find_version, versions_of
-from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.contract.files import open_file
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.peft import ADAPTER_FILE, CONFIG_FILE, read_adapter_config
@@ -143,7 +143,7 @@ def _plan(run: RunDir, version: Version, out: Path, merge: bool) -> tuple[Path, 
 
 
 def _base_model(run: RunDir) -> str:
-    model = _config(run).get("model")
+    model = read_config(run).get("model")
     return str(model.get("name", "")) if isinstance(model, dict) else ""
 
 
@@ -162,7 +162,7 @@ def _staged(out: Path) -> Iterator[Path]:
 
     Its lock ends with this process, so that a folder which a killed export left is told from one that is being filled.
     """
-    for left in out.parent.glob(f".{_plain(out.name)}.*.exporting"):
+    for left in out.parent.glob(f".{glob.escape(out.name)}.*.exporting"):
         with contextlib.suppress(OSError), _locked(left):
             shutil.rmtree(left)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".exporting", dir=out.parent))
@@ -177,11 +177,6 @@ def _staged(out: Path) -> Iterator[Path]:
             _sync(out.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _plain(name: str) -> str:
-    """Without what a pattern of file names obeys."""
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 @contextlib.contextmanager
@@ -235,17 +230,10 @@ def _last_line(log: IO[bytes]) -> str:
 
 
 def _card(run: RunDir, planned: Export) -> str:
-    config = clean_strings(hide_secrets(_config(run)))
+    config = clean_strings(hide_secrets(read_config(run)))
     result = read_result(run, until=planned.step)
     base = one_line(planned.base_model, 1000)
     return model_card(CardFacts(run.run_id, planned.step, base, planned.kind == ADAPTER, config, result))
-
-
-def _config(run: RunDir) -> dict[str, object]:
-    try:
-        return load_toml(run.orch_toml)
-    except ConfigError as error:
-        raise ActionError(in_one_line(str(error))) from error
 
 
 # The hub

@@ -82,10 +82,6 @@ class RunFact:
     is_over: bool = False
     paused: str | None = None
 
-    def has_reached(self, step: int) -> bool:
-        """Whether the run has published the version `step`, or is over and counts as if it had."""
-        return self.is_over or self.step >= step
-
 
 # Pure
 
@@ -119,7 +115,7 @@ def contenders(plan: SweepPlan, decisions: Sequence[Decision], facts: Mapping[st
 
 def is_due(rung: Rung, runs: Sequence[RunFact]) -> bool:
     """Whether the rung can be decided: all have reached it, or it would end none."""
-    return len(runs) <= rung.keep or all(run.has_reached(rung.step) for run in runs)
+    return len(runs) <= rung.keep or all(run.is_over or run.step >= rung.step for run in runs)
 
 
 def decide_rung(plan: SweepPlan, rung: Rung, values: Mapping[str, float | None]) -> Decision:
@@ -192,7 +188,7 @@ class Halving:
         facts = {run.run_id: fact for run in plan.runs if (fact := self._fact(run.run_id)) is not None}
         max_steps = [files.max_steps for files in facts.values()]
         if not max_steps:
-            return not any(self._exists(run.run_id) for run in plan.runs)
+            return not any((self._output.path / run.run_id).is_dir() for run in plan.runs)
         rungs = rungs_of(plan, min(max_steps))
         for decision in decisions.rungs:
             if not decision.carried_out:
@@ -239,9 +235,6 @@ class Halving:
         lines = read_end(self._output.run(run_id).orchestrator_metrics, MAX_HISTORY_BYTES).splitlines()
         found = series(lines, plan.metric, at_most=rung.step)
         return found[-1][1] if found else None
-
-    def _exists(self, run_id: str) -> bool:
-        return (self._output.path / run_id).is_dir()
 
     def _fact(self, run_id: str) -> _Known | None:
         """A run that takes part; None for one that does not, or whose config was not read yet."""

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from daemons.errors import ActionError, in_one_line
+from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.metrics import parse_metrics
 from prime_rl.utils.tail import FileTail
@@ -52,6 +55,14 @@ class RunResult:
     def last_evaluation(self) -> Mapping[CleanText, float]:
         """The figures of the newest version that was evaluated; {} without one."""
         return self.evaluations[max(self.evaluations)] if self.evaluations else {}
+
+
+def read_config(run: RunDir) -> dict[str, Any]:
+    """The run's config as it is in its file. Raises ActionError."""
+    try:
+        return load_toml(run.orch_toml)
+    except ConfigError as error:
+        raise ActionError(in_one_line(str(error))) from error
 
 
 def read_result(run: RunDir, *, until: int | None = None) -> RunResult:

@@ -54,7 +54,9 @@ def rollback_run(
         text = _checked_text(output, run, step)
         if users(output, run):
             with _kept(run, step):
-                _release(output, run, step, wait_s, on_progress)
+                if not run.evicted.exists():
+                    write_atomic(run.evicted, f"rolls back to step {step}")
+                wait_until_released(output, run, "was not rolled back", wait_s, on_progress)
         path = run.orch_toml
         write_atomic(path, text, mode=stat.S_IMODE(path.stat().st_mode))
         audit.record(output, "rollback", run_id, reason=reason, detail=f"to step {step}")
@@ -139,9 +141,3 @@ def _checked_text(output: OutputDir, run: RunDir, step: int) -> str:
     if problems:
         raise ActionError(in_one_line(f"{run.run_id} would be invalid: {problems[0]}"))
     return text
-
-
-def _release(output: OutputDir, run: RunDir, step: int, wait_s: float, on_progress: Progress) -> None:
-    if not run.evicted.exists():
-        write_atomic(run.evicted, f"rolls back to step {step}")
-    wait_until_released(output, run, "was not rolled back", wait_s, on_progress)

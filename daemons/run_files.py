@@ -116,11 +116,6 @@ class RunRecord:
     ended: str | None = None
     preempted: str | None = None
 
-    @property
-    def is_unread(self) -> bool:
-        """Whether it has a config that was not read."""
-        return self.added_at is not None and self.parsed is NOT_PARSED
-
 
 class RunFiles:
     """The files of one run. Raises OSError for a broadcast folder that cannot be listed."""
@@ -143,7 +138,9 @@ class RunFiles:
         """
         stamps = tuple([stamp_of(self._folder + name) for name in _NAMES])
         known = self._record
-        if known is not None and stamps == self._stamps and not (with_config and known.is_unread):
+        # Its config may be there and not read yet.
+        is_unread = known is not None and known.added_at is not None and known.parsed is NOT_PARSED
+        if known is not None and stamps == self._stamps and not (with_config and is_unread):
             published = self._published(stamps[5]) if is_busy else known.published
             if published == known.published:
                 return known

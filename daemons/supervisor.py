@@ -178,7 +178,10 @@ class Supervisor:
         self._halving.look()
         requests = self._observer.requests()
         # The processes first: one that has ended by now has written before why it did.
-        looks = {name: self._look_at(daemon) for name, daemon in self._daemons.items()}
+        looks = {
+            name: self._launcher.look(daemon.handle) if daemon.handle else Ended(None)
+            for name, daemon in self._daemons.items()
+        }
         runs = self._observer.runs(held_runs(self._daemons))
         seen = {name: self._see(daemon, looks[name], runs.get(name), now) for name, daemon in self._daemons.items()}
         specs = wanted_daemons(self.output, runs.values())
@@ -198,9 +201,6 @@ class Supervisor:
         self._next_look_s, self._rest_until_s = ended + self._rest_s(now), ended + (ended - began)
         if troubles:
             raise troubles[0]
-
-    def _look_at(self, daemon: Daemon) -> Alive | Ended:
-        return self._launcher.look(daemon.handle) if daemon.handle else Ended(None)
 
     def _see(self, daemon: Daemon, look: Alive | Ended, run: RunNow | None, now: float) -> Seen:
         if isinstance(look, Alive) and look.process != daemon.process:

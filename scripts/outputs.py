@@ -20,6 +20,7 @@ import msgspec
 
 from daemons.alerts.incident_file import OpenIncident
 from daemons.checks import Check
+from daemons.commands.usage import Use
 from daemons.details import CheckpointView
 from daemons.differences import Difference
 from daemons.disk import DiskView
@@ -27,7 +28,6 @@ from daemons.dry_run import Planned
 from daemons.exports import Export
 from daemons.forks import Fork
 from daemons.quiet import Silence
-from daemons.usage import Use
 from daemons.workspace import DaemonView, RefusedView, RunView
 from prime_rl.configs.explain import FieldFacts
 from prime_rl.configs.origins import Origin

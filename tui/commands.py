@@ -10,10 +10,6 @@ class CommandError(ValueError):
     """An invalid command line. The message is one line."""
 
 
-def _no_words() -> Mapping[str, str]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Command:
     """What a key does, by name; some commands also take words.
@@ -34,7 +30,7 @@ class Command:
     key: str = ""
     take: Callable[[str], None] | None = None
     argument: str = ""
-    words: Callable[[], Mapping[str, str]] = _no_words
+    words: Callable[[], Mapping[str, str]] = dict
     is_listed: bool = False
     repeats: bool = False
 

@@ -98,7 +98,8 @@ class Alerts:
         over = [each for key, each in self._open.items() if key not in not_right | self._not_right]
         self._wrong, self._not_right = set(found), not_right
         if new or over:
-            told = [each for each in over if _is_told(each, silences)]
+            # Where the beginning was reported, and it was not muted meanwhile.
+            told = [each for each in over if not each.quiet and muting(each, silences) is None]
             self._note(new, over)
             self._send([each for each in new if not each.quiet], told, now)
         self._keep_stacks(workspace, opened)
@@ -157,11 +158,6 @@ class Alerts:
         self._beats.forget(ranks)
         statuses = [read_status(self.output.node_status(rank), NodeStatus) for rank in ranks]
         return [self._beats.see(status, self._steady()) for status in statuses if status is not None]
-
-
-def _is_told(over: OpenIncident, silences: Sequence[Silence]) -> bool:
-    """Whether the end of an incident is reported: when its beginning was, and it was not muted meanwhile."""
-    return not over.quiet and muting(over, silences) is None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -151,7 +151,10 @@ def examples(
         shutil.copytree(EXAMPLES, copy)
         say(f"copied {len(files)} configs to {copy}")
         return
-    rows = [[str(path.relative_to(EXAMPLES)), _first_comment(path)] for path in files]
+    rows = [
+        [str(path.relative_to(EXAMPLES)), path.read_text().partition("\n")[0].removeprefix("#").strip()]
+        for path in files
+    ]
     if as_json:
         print_json({"folder": str(EXAMPLES), "examples": [{"file": name, "text": text} for name, text in rows]})
     else:
@@ -197,10 +200,6 @@ def _table_of(fields: list[FieldFacts]) -> FittingTable:
         for field in fields
     ]
     return FittingTable(["KEY", "DEFAULT", *choices, "MEANING"], rows, ("DEFAULT",))
-
-
-def _first_comment(path: Path) -> str:
-    return path.read_text().partition("\n")[0].removeprefix("#").strip()
 
 
 def register(app: typer.Typer) -> None:

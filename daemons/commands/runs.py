@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+import tomli_w
 import typer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from daemons import actions
 from daemons.commands import complete
@@ -16,26 +20,34 @@ from daemons.commands.common import (
     OutputDirOption,
     UsageError,
     WatchOption,
+    cell,
     check_readable,
     choose_output_dir,
     complain,
     console,
+    make_table,
     no_workspace,
     print_json,
     say,
+    short_time,
     watch,
 )
-from daemons.commands.detail_views import details_json, details_view, sample_view
-from daemons.commands.views import NO_RUNS, problem_json, run_json, runs_table
-from daemons.details import read_details
+from daemons.commands.views import NO_RUNS, problem_json, run_json, runs_table, state_text
+from daemons.details import RunDetails, read_details
 from daemons.workspace import RunView
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.base import NOT_FOUND, ConfigError, parse_set
+from prime_rl.contract.condition import utc
 from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
-from prime_rl.contract.samples import read_samples
+from prime_rl.contract.samples import Sample, read_samples
 from prime_rl.contract.status import RunState
-from prime_rl.utils.text import one_line
+from prime_rl.utils.text import clean_strings, clean_text, one_line, size_text
 
+# Shown when present, beside the avg@K of evaluations; all others are in `--json` and in `prl-tui`.
+_MAIN_FIGURES = (
+    *("step", "reward/mean", "reward/std", "loss", "entropy", "mismatch_kl", "grad_norm", "lr", "tokens_per_s"),
+    *("async_level/max", "time/step", "time/wait_for_rollouts", "completion_len/mean"),
+)
 RUNS_HELP = """List, add, fork, evict and delete runs.
 
 Example: prl runs list --state active,failed --watch
@@ -221,3 +233,80 @@ def parse_changes(changes: list[str] | None) -> dict[str, object] | None:
         return parse_set(changes) if changes else None
     except ConfigError as error:
         raise UsageError(str(error)) from error
+
+
+def details_json(details: RunDetails) -> dict[str, Any]:
+    """The payload of `prl runs show --json`."""
+    return {
+        "run": {**run_json(details.run), "log_tail": list(details.log_tail)},
+        "config": details.config,
+        "metrics": details.metrics,
+        "errors": list(details.errors),
+        "checkpoints": [asdict(each) for each in details.checkpoints],
+        "disk": {
+            "num_bytes": sum(details.disk.values()),
+            "complete": details.disk_complete,
+            "folders": details.disk,
+        },
+    }
+
+
+def details_view(details: RunDetails) -> RenderableType:
+    """What `prl runs show` prints; missing facts take no line."""
+    parts: list[RenderableType] = [_facts(details)]
+    for name, figures in details.metrics.items():
+        evaluated = sorted(key for key in figures if key.startswith("eval/") and "/avg@" in key)
+        shown = [f"{key} {figures[key]:.4g}" for key in (*_MAIN_FIGURES, *evaluated) if key in figures]
+        more = len(figures) - len(shown)
+        parts += _section(f"latest metrics of the {name}", [", ".join(shown) + (f" and {more} more" if more else "")])
+    if details.checkpoints:
+        now = time.time()
+        rows = [
+            [
+                f"step {each.step}",
+                size_text(each.num_bytes),
+                "STABLE" if each.stable else "incomplete",
+                short_time(now - each.saved_at) if each.saved_at else "",
+            ]
+            for each in details.checkpoints
+        ]
+        parts += [Text("\ncheckpoints", style="bold"), make_table(["", "size", "state", "age"], rows)]
+    least = "" if details.disk_complete else "at least "
+    folders = ", ".join(f"{name} {size_text(used)}" for name, used in details.disk.items() if used)
+    parts += _section("disk", [f"{least}{size_text(sum(details.disk.values()))}" + (f": {folders}" if folders else "")])
+    parts += _section("latest warnings and errors", details.errors)
+    parts += _section("end of the log", details.log_tail if details.run.state in ("failed", "invalid") else ())
+    if details.config is not None:
+        parts += _section("config", clean_text(tomli_w.dumps(details.config)).splitlines())
+    return Group(*parts)
+
+
+def _facts(details: RunDetails) -> RenderableType:
+    rows = []
+    for name, value in run_json(details.run).items():
+        shown: object = value
+        if name in ("updated_at", "added_at", "stalled_since") and isinstance(value, float):
+            shown = utc(value)
+        if name == "state":
+            shown = state_text(details.run)
+        if shown is not None:
+            rows.append([name, cell(shown, 2_000)])
+    return make_table(["", ""], rows)
+
+
+def _section(title: str, lines: tuple[str, ...] | list[str]) -> list[RenderableType]:
+    text = [Text(f"  {line}") for line in lines]
+    return [Text(f"\n{title}", style="bold"), *text] if text else []
+
+
+def sample_view(sample: Sample) -> str:
+    """What `prl runs samples` prints for one rollout. Text of the rollout is indented."""
+    sample = clean_strings(sample)
+    versions = ", ".join(map(str, sample.policy_versions))
+    lines = [
+        f"step {sample.step}  {one_line(sample.example_id)}  reward {sample.reward:.3f}  advantage "
+        f"{sample.advantage:+.3f}  policy version {versions}  {sample.num_completion_tokens} tokens"
+    ]
+    for title, text in (("prompt", sample.prompt), ("completion", sample.completion)):
+        lines += [f"  {title}:", *(f"    {line}" for line in text.splitlines() or [""])]
+    return "\n".join(lines)

@@ -27,7 +27,7 @@ from daemons.commands.common import (
 )
 from daemons.differences import Difference, diff_runs
 from daemons.errors import ActionError
-from daemons.exports import Export, export_run
+from daemons.exports import export_run
 from prime_rl.utils.text import size_text
 
 RunArgument = Annotated[
@@ -67,7 +67,7 @@ def export(
         on_progress=progress,
     )
     if as_json:
-        print_json({"export": _export_json(done, dry_run)})
+        print_json({"export": {**asdict(done), "out": str(done.out), "dry_run": dry_run}})
     elif dry_run:
         say(f"would write version {done.step} of {run_id} ({done.kind}) to {done.out}")
     else:
@@ -75,10 +75,6 @@ def export(
             f"wrote {done.out} ({done.kind}, {size_text(done.num_bytes)})"
             + (f"; pushed to {done.url}" if done.url else "")
         )
-
-
-def _export_json(done: Export, dry_run: bool) -> dict[str, Any]:
-    return {**asdict(done), "out": str(done.out), "dry_run": dry_run}
 
 
 def diff(

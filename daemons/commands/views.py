@@ -70,17 +70,12 @@ def state_text(run: RunView) -> str:
     return str(run.state) if run.stalled_since is None else STALLED
 
 
-def daemon_json(daemon: DaemonView) -> dict[str, Any]:
-    """One daemon in `prl status --json`: all fields of its view."""
-    return asdict(daemon)
-
-
 def workspace_json(workspace: Workspace, disk: DiskView | None) -> dict[str, Any]:
     """The payload of `prl status --json`."""
     return {
         "output_dir": str(workspace.output_dir),
         "supervisor_alive": workspace.supervisor_alive,
-        "daemons": [daemon_json(daemon) for daemon in workspace.daemons],
+        "daemons": [asdict(daemon) for daemon in workspace.daemons],
         "slots": slots(workspace),
         "runs": [run_json(run) for run in workspace.runs],
         "refused": [asdict(each) for each in workspace.refused],

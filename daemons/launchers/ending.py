@@ -1,15 +1,20 @@
-"""Ending daemons that agents have started: all of them are asked, and what does not end in time is killed."""
+"""Launchers of daemons that agents start: these are adopted and ended by the agents' records, whatever the engine.
+
+All of them are asked to end, and what does not end in time is killed.
+"""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 
-from daemons.launchers.agent import AgentRecord, Beats, all_starts, ask_to_stop
-from daemons.launchers.base import Alive, Handle, Launcher, Left
+from daemons.launchers.agent import AgentRecord, Beats, all_starts, ask_to_stop, log_of
+from daemons.launchers.base import Alive, Ended, Handle, Left
 from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import LOST_AFTER_S
+from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
 from prime_rl.utils.process import ProcessId
 
 POLL_S = 0.2
@@ -17,27 +22,64 @@ POLL_S = 0.2
 KILLED_WITHIN_S = 30.0
 
 
-def end_starts(
-    launcher: Launcher, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]
-) -> Left:
-    """`Launcher.end`. Agents end all of a daemon once its first process has ended."""
-    living: list[Handle] = []
+class AgentLauncher(abc.ABC):
+    """What the engines have in common that start daemons by agents. Each starts them and looks at them in its own way.
 
-    def all_ended() -> bool:
-        tick()
-        living[:] = [handle for handle in handles if isinstance(launcher.look(handle), Alive)]
-        return not living
+    Args:
+        engine: its name in handles.
+    """
 
-    for handle in handles:
-        launcher.stop(handle, drain_s + grace_s)
-    with contextlib.suppress(WaitTimeout):
-        wait_for(all_ended, "daemons to end", timeout_s=drain_s + grace_s, poll_s=POLL_S)
-    for handle in living:
-        launcher.stop(handle, 0.0)
-    with contextlib.suppress(WaitTimeout):
-        wait_for(all_ended, "killed daemons to be gone", timeout_s=KILLED_WITHIN_S, poll_s=POLL_S)
-    seen = [launcher.look(handle) for handle in living]
-    return {look.process for look in seen if isinstance(look, Alive) and look.process}
+    def __init__(self, output: OutputDir, engine: str) -> None:
+        self.output = output
+        self._engine = engine
+        self._beats = Beats()
+
+    @abc.abstractmethod
+    def look(self, handle: Handle) -> Alive | Ended:
+        """`Launcher.look`. A living start of an earlier supervisor is looked after from here on."""
+
+    @abc.abstractmethod
+    def stop(self, handle: Handle, grace_s: float) -> None:
+        """`Launcher.stop`, by the agents."""
+
+    def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
+        """`Launcher.end`, by `stop` and `look`. Agents end all of a daemon once its first process has ended."""
+        living: list[Handle] = []
+
+        def all_ended() -> bool:
+            tick()
+            living[:] = [handle for handle in handles if isinstance(self.look(handle), Alive)]
+            return not living
+
+        for handle in handles:
+            self.stop(handle, drain_s + grace_s)
+        with contextlib.suppress(WaitTimeout):
+            wait_for(all_ended, "daemons to end", timeout_s=drain_s + grace_s, poll_s=POLL_S)
+        for handle in living:
+            self.stop(handle, 0.0)
+        with contextlib.suppress(WaitTimeout):
+            wait_for(all_ended, "killed daemons to be gone", timeout_s=KILLED_WITHIN_S, poll_s=POLL_S)
+        seen = [self.look(handle) for handle in living]
+        return {look.process for look in seen if isinstance(look, Alive) and look.process}
+
+    def adopt(self, record: DaemonStatus) -> Handle | None:
+        """`Launcher.adopt`; None for a start of another engine."""
+        handle = record.handle
+        if handle is None or handle.engine != self._engine or not isinstance(self.look(handle), Alive):
+            return None
+        return handle
+
+    def logs(self, handle: Handle) -> Path:
+        """`Launcher.logs`: that of the daemon's first node."""
+        return log_of(self.output, handle.name)
+
+    def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
+        """`Launcher.strays`, by the agents' records."""
+        return strays_of(self.output, but)
+
+    def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
+        """`Launcher.kill`, by the agents of these processes."""
+        return kill_strays(self.output, strays, tick)
 
 
 def left_of(records: Iterable[AgentRecord], beats: Beats) -> frozenset[int]:

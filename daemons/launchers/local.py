@@ -1,20 +1,25 @@
 """Daemons as processes of this machine: each in a session of its own, known by pid and start time.
 
-A start of this process is our child. One of an earlier supervisor is not: its end is seen, its exit code is not.
+A start of this process is our child. One of an earlier supervisor is not: its end is seen (through a pidfd, where
+supported), its exit code is not.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from daemons.keys import keys_of
 from daemons.launchers.agent import log_of
 from daemons.launchers.base import Alive, Ended, Handle, Left, new_start_id
-from daemons.launchers.local_processes import AdoptedChild, Child, OwnChild, any_ended
 from daemons.launchers.members import end_daemons, find_members, kill_all, send_kill
 from daemons.pidfile import is_this_boot
 from daemons.process import spawn
@@ -160,3 +165,87 @@ def _handle(name: str, process: ProcessId, start_id: str) -> Handle:
 
 def _process(handle: Handle) -> ProcessId:
     return ProcessId(handle.pid, handle.create_time, handle.start)
+
+
+class Child(Protocol):
+    """The process of a daemon. `exit_code` is None while it runs, and always for an adopted one."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, negative for a signal."""
+        ...
+
+    def lives(self) -> bool:
+        """Whether the process still runs; returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Release what watches the process; the process itself goes on."""
+        ...
+
+
+class OwnChild:
+    """A process that this one has started. Asking whether it lives also reaps it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @property
+    def exit_code(self) -> int | None:
+        """What the last call of `lives` found, negative for a signal; None while the process ran."""
+        return self._process.returncode
+
+    def lives(self) -> bool:
+        """Whether the process runs; one that has ended is reaped, which sets `exit_code`."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Do nothing: a child of our own needs no file to be watched."""
+        pass
+
+
+class AdoptedChild:
+    """A process that an earlier supervisor has started."""
+
+    exit_code: int | None = None
+
+    def __init__(self, process: ProcessId) -> None:
+        self._process = process
+        self._poll = select.poll()
+        self._fd: int | None = None
+        with contextlib.suppress(AttributeError, OSError):  # an old kernel, or too many open files
+            self._fd = os.pidfd_open(process.pid)
+            self._poll.register(self._fd, select.POLLIN)
+        if not process.is_running():  # its number may have gone to another before the pidfd was there
+            self.close()
+
+    def lives(self) -> bool:
+        """Whether the process runs: by its pidfd, else by its pid and start time."""
+        return not self._poll.poll(0) if self._fd is not None else self._process.is_running()
+
+    def close(self) -> None:
+        """Close the pidfd, if it is open; `lives` goes on without it."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def any_ended(children: Iterable[Child], own_pids: frozenset[int]) -> bool:
+    """Whether one of `children` has ended, in one system call for all of our own.
+
+    Reaps other processes too: as the first process of a container this one inherits every orphan.
+    """
+    while (ended := _ended_child()) is not None:
+        if ended in own_pids:
+            return True
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(ended, os.WNOHANG)
+    return any(isinstance(child, AdoptedChild) and not child.lives() for child in children)
+
+
+def _ended_child() -> int | None:
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return found.si_pid if found is not None else None

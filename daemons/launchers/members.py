@@ -63,7 +63,9 @@ def find_members(
         if row.identity.pid in alive or row.session in sessions or marked:
             found.add(row.identity)
     found |= _descendants(rows, {each.pid for each in found})
-    own = _own_line()
+    me = psutil.Process()
+    # A command typed in a daemon's own shell must not end itself.
+    own = {process.pid for process in [me, *me.parents()]}
     return {identity for identity in found if identity.pid not in own}
 
 
@@ -74,12 +76,6 @@ def _descendants(rows: Sequence[_Row], roots: set[int]) -> set[ProcessId]:
         found |= new
         known |= {identity.pid for identity in new}
     return found
-
-
-def _own_line() -> set[int]:
-    """This process and its ancestors: a command typed in a daemon's own shell must not end itself."""
-    me = psutil.Process()
-    return {process.pid for process in [me, *me.parents()]}
 
 
 def _process_table() -> Iterable[_Row]:

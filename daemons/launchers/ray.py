@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from daemons.keys import keys_of
 from daemons.launchers.agent import (
     START_MARK,
     AgentRecord,
-    Beats,
     ask_to_stop,
     forget_starts,
     log_of,
@@ -25,15 +23,13 @@ from daemons.launchers.agent import (
     read_starts,
     worst_of,
 )
-from daemons.launchers.base import Alive, Ended, Handle, Left, new_start_id
-from daemons.launchers.ending import end_starts, kill_strays, left_of, strays_of
+from daemons.launchers.base import Alive, Ended, Handle, new_start_id
+from daemons.launchers.ending import AgentLauncher, left_of
 from daemons.launchers.ray_cluster import GPUS_VARIABLE, RayCluster, Start
 from daemons.process import daemon_environment
 from daemons.specs import INFERENCE, TRAINER, DaemonSpec
 from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import DaemonStatus
-from prime_rl.utils.process import ProcessId
 from prime_rl.utils.secrets import handed_over, read_secret
 
 ENGINE = "ray"
@@ -43,7 +39,7 @@ SETTLE_S = 4.0
 _SMALL_CPUS = 0.01
 
 
-class RayLauncher:
+class RayLauncher(AgentLauncher):
     """Launcher on a Ray cluster that this machine belongs to.
 
     Args:
@@ -52,11 +48,10 @@ class RayLauncher:
     """
 
     def __init__(self, output: OutputDir, address: str = "auto", resources: Mapping[str, float] | None = None) -> None:
-        self.output = output
+        super().__init__(output, ENGINE)
         self._resources = dict(resources or {})
         self._starts: dict[str, Start] = {}
         self._cluster = RayCluster(output, address)
-        self._beats = Beats()
 
     def start(self, spec: DaemonSpec) -> Handle:
         """`Launcher.start`. Returns before Ray has placed the daemon, which counts as alive while it waits for room."""
@@ -108,29 +103,6 @@ class RayLauncher:
         ask_to_stop(self.output, handle.name, handle.start_id, grace_s)
         if start := self._starts.get(handle.start_id):
             start.release_by(grace_s)
-
-    def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
-        """`Launcher.end`, by `stop` and `look`."""
-        return end_starts(self, handles, grace_s, drain_s, tick)
-
-    def adopt(self, record: DaemonStatus) -> Handle | None:
-        """`Launcher.adopt`; None for a start of another engine. A living one is looked after from here on."""
-        handle = record.handle
-        if handle is None or handle.engine != ENGINE or not isinstance(self.look(handle), Alive):
-            return None
-        return handle
-
-    def logs(self, handle: Handle) -> Path:
-        """`Launcher.logs`: that of the daemon's first node."""
-        return log_of(self.output, handle.name)
-
-    def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
-        """`Launcher.strays`, by the agents' records."""
-        return strays_of(self.output, but)
-
-    def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
-        """`Launcher.kill`, by the agents of these processes."""
-        return kill_strays(self.output, strays, tick)
 
     def _watch(self, start: Start) -> None:
         self._starts[start.start_id] = start

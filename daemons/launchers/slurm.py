@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -25,16 +25,14 @@ from daemons.launchers.agent import (
     ORPHANED,
     START_MARK,
     AgentRecord,
-    Beats,
     ask_to_stop,
     forget_starts,
-    log_of,
     lost_node,
     read_starts,
     worst_of,
 )
-from daemons.launchers.base import Alive, Ended, Handle, LaunchError, Left, new_start_id
-from daemons.launchers.ending import end_starts, kill_strays, left_of, strays_of
+from daemons.launchers.base import Alive, Ended, Handle, LaunchError, new_start_id
+from daemons.launchers.ending import AgentLauncher, left_of
 from daemons.launchers.placement import Place, find_place
 from daemons.logs import SRUN_LOG
 from daemons.process import daemon_environment
@@ -42,8 +40,6 @@ from daemons.specs import DaemonSpec, trainer_spec
 from daemons.torchrun import MEETING_PORTS, on_nodes
 from prime_rl.contract.files import make_folder, open_append
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import DaemonStatus
-from prime_rl.utils.process import ProcessId
 from prime_rl.utils.secrets import handed_over, nameless_file, read_secret
 
 ENGINE = "slurm"
@@ -136,7 +132,7 @@ class Start:
         return cls(match[1], match[2], Place(tuple(match[3].split(",")), devices))
 
 
-class Slurm:
+class Slurm(AgentLauncher):
     """Launcher in one allocation.
 
     Args:
@@ -145,7 +141,7 @@ class Slurm:
     """
 
     def __init__(self, output: OutputDir, allocation: Allocation | None, gpus_per_node: int | None = None) -> None:
-        self.output = output
+        super().__init__(output, ENGINE)
         self._allocation = allocation
         self._gpus_per_node = gpus_per_node
         self._sruns: dict[str, Step] = {}
@@ -155,7 +151,6 @@ class Slurm:
         self._usable: tuple[float, list[str]] | None = None
         self._has_asked = False
         self._last_resorts: dict[str, threading.Thread] = {}
-        self._beats = Beats()
 
     def start(self, spec: DaemonSpec) -> Handle:
         """`Launcher.start`. Raises LaunchError outside a job, for want of nodes or GPUs, and when Slurm fails."""
@@ -205,29 +200,6 @@ class Slurm:
             thread = threading.Thread(target=self._cancel_later, args=(handle,), name=f"scancel {handle.name}")
             self._last_resorts[handle.start_id] = thread
             thread.start()
-
-    def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
-        """`Launcher.end`, by `stop` and `look`."""
-        return end_starts(self, handles, grace_s, drain_s, tick)
-
-    def adopt(self, record: DaemonStatus) -> Handle | None:
-        """`Launcher.adopt`; None for a start of another engine. The place of a living one is taken from here on."""
-        handle = record.handle
-        if handle is None or handle.engine != ENGINE or not isinstance(self.look(handle), Alive):
-            return None
-        return handle
-
-    def logs(self, handle: Handle) -> Path:
-        """`Launcher.logs`: that of the daemon's first node."""
-        return log_of(self.output, handle.name)
-
-    def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
-        """`Launcher.strays`, by the agents' records."""
-        return strays_of(self.output, but)
-
-    def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
-        """`Launcher.kill`, by the agents of these processes."""
-        return kill_strays(self.output, strays, tick)
 
     def _judge(self, handle: Handle, place: Place, records: Mapping[int, AgentRecord]) -> Alive | Ended:
         ended = [record for record in records.values() if record.state == "ended"]

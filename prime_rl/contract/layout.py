@@ -359,17 +359,14 @@ def scan_runs(output_dir: Path) -> tuple[list[RunDir], list[RefusedRun]]:
         path = output_dir / entry.name
         if not _RUN_ID.fullmatch(entry.name):
             refused.append(RefusedRun(entry.name, _bad_id(entry.name)))
+            continue
         # Only a link needs the costly part of `refusal`.
-        elif not _is_plain(entry) and (reason := refusal(output_dir, path)):
+        is_plain = entry.is_dir(follow_symlinks=False) and not os.path.islink(os.path.join(entry.path, "control"))
+        if not is_plain and (reason := refusal(output_dir, path)):
             refused.append(RefusedRun(entry.name, reason))
         else:
             runs.append(RunDir(path))
     return runs, refused
-
-
-def _is_plain(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a real folder and its `control` is not a link."""
-    return entry.is_dir(follow_symlinks=False) and not os.path.islink(os.path.join(entry.path, "control"))
 
 
 def _entries(output_dir: Path) -> list[os.DirEntry[str]]:

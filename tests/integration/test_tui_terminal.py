@@ -26,7 +26,7 @@ from tests.tui_support import add_run
 AS_A_CHILD = """\
 import sys, time
 from pathlib import Path
-from daemons.screen import TuiChild
+from daemons.demo import TuiChild
 with TuiChild(Path(sys.argv[1])) as tui:
     while tui.lives():
         time.sleep(0.05)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from daemons.auto_limits import _numbers, settle_slots, share_a_gpu
 from daemons.launchers.base import LaunchError
 from daemons.specs import UP, save_devices, write_component_configs
+from daemons.up_and_down import _numbers, settle_slots, share_a_gpu
 from prime_rl.configs.base import build, load_config, merge
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from daemons.commands.detail_views import details_view
+from daemons.commands.runs import details_view
 from daemons.details import HIDDEN, RunDetails, hide_secrets, read_details
 from daemons.disk import MIN_FORECAST_S, DiskReader, disk_use
 from daemons.workspace_reader import read_workspace

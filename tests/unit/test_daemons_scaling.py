@@ -20,7 +20,7 @@ from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
 from tui.model.snapshot import make_snapshot
-from tui.widgets.system_lines import inference_lines
+from tui.screens.system import inference_lines
 
 
 def start(path: Path, **inference: Any) -> OutputDir:

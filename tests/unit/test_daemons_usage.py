@@ -10,9 +10,9 @@ import pytest
 
 from daemons import cli
 from daemons.actions import ActionError, readmit_run
+from daemons.commands.usage import NO_TAG, By, Use, read_workspace_usage
 from daemons.observe import Observer
 from daemons.specs import RunNow, wants_orchestrator
-from daemons.usage import NO_TAG, By, Use, read_workspace_usage
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState, RunStatus, StatusWriter

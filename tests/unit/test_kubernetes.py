@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from daemons.cli import run
-from daemons.kubernetes import NEEDED_VERSION, Pods, manifests, on_ray, start_script
+from daemons.commands.deploy import NEEDED_VERSION, Pods, manifests, on_ray, start_script
 from daemons.launchers.base import LaunchError
 from daemons.specs import service_specs
 from prime_rl.configs.system import SystemConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from daemons.launchers import members
-from daemons.launchers.local_processes import AdoptedChild
+from daemons.launchers.local import AdoptedChild
 from daemons.launchers.members import gpu_processes, wait_for_gpus
 from prime_rl.contract.files import wait_for
 from prime_rl.utils.process import ProcessId, boot_id
@@ -22,7 +22,7 @@ from tests.patience import PATIENCE_S
 # As the first process of a container: it gets a child that it did not start as a daemon, and one that is a daemon.
 FIRST_PROCESS = """
 import os, subprocess, sys, time
-from daemons.launchers.local_processes import OwnChild, any_ended
+from daemons.launchers.local import OwnChild, any_ended
 orphan = subprocess.Popen(["true"])
 daemon = subprocess.Popen(["sleep", "600"])
 children, own = {"daemon": OwnChild(daemon)}, frozenset({daemon.pid})

@@ -13,10 +13,10 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from daemons.auto_limits import SHARE, _numbers
 from daemons.cli import app
 from daemons.demo import REPORT, SYSTEM_FILE
 from daemons.specs import write_component_configs
+from daemons.up_and_down import SHARE, _numbers
 from prime_rl.configs.base import build, load_config, load_toml, merge
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.validate import TrainerLimits, check_against_trainer, load_run_config

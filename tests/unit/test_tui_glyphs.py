@@ -17,7 +17,7 @@ from tui.fmt import sparkline
 from tui.glyphs import PlainGlyphs, plain_glyphs
 from tui.model.levels import LEVEL_SYMBOLS, STATES
 from tui.model.nodes import HEALTH
-from tui.widgets.node_lines import CELLS
+from tui.screens.nodes import CELLS
 
 BLACK = Color.parse("black")
 

@@ -9,7 +9,7 @@ import pytest
 
 from tui import fmt
 from tui.readers.charts import ChartView
-from tui.readers.groups import (
+from tui.readers.compare import (
     MAX_CURVES,
     NUM_RESULT,
     RUN,

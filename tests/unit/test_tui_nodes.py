@@ -16,7 +16,7 @@ from tests.tui_places_support import put_group, put_node
 from tests.tui_support import HOSTILE, NOW
 from tui.model.levels import Level
 from tui.model.nodes import MISSING, SLOW, Cell, Group, describe, make_group, node_problems
-from tui.widgets.node_lines import grid_heading, group_line, node_detail, node_line, phase_lines
+from tui.screens.nodes import grid_heading, group_line, node_detail, node_line, phase_lines
 
 
 class Clock:

@@ -18,7 +18,6 @@ from rich.text import Text
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.samples import Sample, SampleFile, read_rewards
 from tests.rollouts_support import BATCH_SIZE, GROUP_SIZE, add_batches
-from tui.model.reward_bins import bars, count_bins, reward_range
 from tui.model.sample_query import parse_search
 from tui.model.tints import TINTS, make_tint, tinted
 from tui.readers.rollouts import (
@@ -34,10 +33,13 @@ from tui.widgets.rollout_pictures import (
     MAX_CHARS,
     MAX_COLUMNS,
     GroupPicture,
+    bars,
+    count_bins,
     draw_group,
     draw_rewards,
     legend,
     level_text,
+    reward_range,
 )
 from tui.widgets.rollouts_view import next_place
 

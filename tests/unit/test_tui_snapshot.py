@@ -30,9 +30,9 @@ from tui.readers.run_config import find_error_lines
 from tui.readers.run_events import parse_audit
 from tui.readers.times import StateTimes
 from tui.readers.workspace_metrics import WorkspaceMetrics
-from tui.widgets.columns import PADDING, choose_columns, make_cells
+from tui.screens.system import daemon_line
+from tui.widgets.columns import PADDING, choose_columns, make_cell, plain
 from tui.widgets.header import run_lines, workspace_lines
-from tui.widgets.system_lines import daemon_line
 
 ESSENTIAL = {"state", "run", "progress", "reward", "note"}
 
@@ -228,7 +228,7 @@ def test_cells_are_as_wide_as_their_column(workspace: OutputDir) -> None:
     for width in (79, 119, 199):
         columns = choose_columns(width, 18)
         for row in look(workspace).rows:
-            cells = make_cells(row, columns, NOW)
+            cells = {column.key: plain(make_cell(column, row, NOW)) for column in columns}
             assert {key: cell for key, cell in cells.items() if cell_len(cell) != _width(columns, key)} == {}
 
 

@@ -46,17 +46,6 @@ HEALTH: Mapping[str, tuple[str, Level]] = {
     NodeHealth.LEFT: ("■", Level.WARN),
     NodeHealth.DONE: ("✔", Level.QUIET),
 }
-HEALTH_WORDS: Mapping[str, str] = {
-    NodeHealth.ALIVE: "alive and makes progress",
-    NodeHealth.UNPROVEN: "not observed long enough to see a heartbeat",
-    SLOW: f"others wait for it, {SLOW_FACTOR:.0f} times as long as usual",
-    NodeHealth.SUSPECT: "missed three heartbeats",
-    NodeHealth.STALLED: "alive, but makes no progress",
-    NodeHealth.DEAD: "no heartbeat for too long, or its process is gone",
-    MISSING: "not started: it has no file",
-    NodeHealth.LEFT: "ended early, reason kept",
-    NodeHealth.DONE: "finished",
-}
 
 
 class Cell(enum.Enum):

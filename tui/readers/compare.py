@@ -1,27 +1,24 @@
-"""Reads what the screen Compare shows: configs and one metric of many runs. Called by one thread."""
+"""Reads what the screen Compare shows: configs and one metric of many runs. Called by one thread.
+
+Runs are grouped by a tag or a config key, with mean and spread of each group. The result of a run is the mean of the
+newest values of one metric; a group's is the mean of its runs' results.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import RunDir
 from prime_rl.utils.text import one_line
-from tui.readers.charts import ChartData, ChartView
-from tui.readers.groups import (
-    RUN,
-    TAG,
-    Contender,
-    Group,
-    best_run,
-    compare_chart,
-    differing_keys,
-    make_groups,
-)
-from tui.readers.history import EVAL_PREFIX, RunMetrics
+from tui import fmt
+from tui.readers.charts import ChartData, ChartView, Curve, thin, window
+from tui.readers.history import EVAL_PREFIX, History, RunMetrics
 from tui.readers.run_config import all_values
 from tui.readers.tabs import TabData, file_stamp, read_clean
 
@@ -30,6 +27,139 @@ MAX_RUNS = 200
 CAPACITY = 4096
 READ_SLICE_S = 0.25
 METRICS = ("reward/mean", "loss", "entropy", "mismatch_kl", "grad_norm", "completion_len/mean", "tokens_per_s")
+RUN, TAG = "run", "tag"
+NUM_RESULT = 10
+MAX_CURVES = 8
+NO_TAG = "no tag"
+_LESS_IS_BETTER = ("loss", "mismatch_kl", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One run as it is compared. `config` is every key of its `orch.toml` with its value as text."""
+
+    run_id: str
+    tags: tuple[str, ...]
+    config: Mapping[str, str]
+    history: History | None = None
+
+    @property
+    def result(self) -> float | None:
+        """Mean of the newest values; None without any."""
+        values = self.history.values[-NUM_RESULT:] if self.history is not None else ()
+        return sum(values) / len(values) if values else None
+
+    @property
+    def step(self) -> int:
+        """The newest step that has the metric; 0 without values."""
+        return int(self.history.steps[-1]) if self.history is not None and len(self.history) else 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs with one value of what they are grouped by, the best first. `spread` is the deviation of their results."""
+
+    name: str
+    runs: tuple[Contender, ...]
+    result: float | None
+    spread: float | None
+
+
+def differing_keys(runs: Sequence[Contender]) -> tuple[str, ...]:
+    """The config keys that are not the same in all runs with a valid config, those with the fewest values first."""
+    found: dict[str, set[str]] = {}
+    runs = [run for run in runs if run.config]
+    for run in runs:
+        for key in run.config:
+            found.setdefault(key, set())
+    for key, values in found.items():
+        values.update(run.config.get(key, fmt.DASH) for run in runs)
+    different = [key for key, values in found.items() if len(values) > 1 and key != "tags"]
+    return tuple(sorted(different, key=lambda key: (len(found[key]), key)))
+
+
+def make_groups(runs: Sequence[Contender], by: str, metric: str) -> tuple[Group, ...]:
+    """The groups, the best first and those without a result last. A run with several tags is in several groups."""
+    members: dict[str, list[Contender]] = {}
+    for run in runs:
+        for name in _names(run, by):
+            members.setdefault(name, []).append(run)
+    groups = [_group(name, found, metric) for name, found in members.items()]
+    return tuple(sorted(groups, key=lambda group: (_rank(group.result, metric), group.name)))
+
+
+def best_run(runs: Sequence[Contender], metric: str) -> Contender | None:
+    """The run with the best result; None without a result."""
+    known = [run for run in runs if run.result is not None]
+    return min(known, key=lambda run: (_rank(run.result, metric), run.run_id), default=None)
+
+
+def drawn_groups(groups: Sequence[Group]) -> list[Group]:
+    """Those with a curve, in the order of their colours."""
+    return [group for group in groups if any(run.step for run in group.runs)][:MAX_CURVES]
+
+
+def compare_chart(groups: Sequence[Group], view: ChartView) -> ChartData:
+    """One curve a group, at most MAX_CURVES: the mean of its runs, and faint behind it one deviation to each side."""
+    drawn = drawn_groups(groups)
+    ends = [
+        (run.history.steps[0], run.history.steps[-1])
+        for group in drawn
+        for run in group.runs
+        if run.history is not None and len(run.history)
+    ]
+    if not ends:
+        return ChartData()
+    shown = window(view, (min(first for first, _ in ends), max(last for _, last in ends)))
+    curves: list[Curve] = []
+    for colour, group in enumerate(drawn):
+        mean = replace(_mean_curve(group, view, shown), colour=colour)
+        if len(group.runs) > 1:
+            curves.append(replace(mean, is_faint=True))
+        curves.append(replace(mean, lows=mean.values, highs=mean.values))
+    return ChartData(tuple(curves), shown, view.num_columns)
+
+
+def _mean_curve(group: Group, view: ChartView, shown: tuple[float, float]) -> Curve:
+    """By column the mean over the runs that have come so far, each with its newest value up to there."""
+    histories = [run.history for run in group.runs if run.history is not None and len(run.history)]
+    thinned = [thin("", each, each.smoothed(view.smoothing), shown, view.num_columns) for each in histories]
+    columns = sorted({x for curve in thinned for x in curve.xs})
+    rows: list[tuple[int, float, float, float, float]] = []
+    places = [0] * len(thinned)
+    for x in columns:
+        values, steps = [], []
+        for number, curve in enumerate(thinned):
+            while places[number] < len(curve.xs) and curve.xs[places[number]] <= x:
+                places[number] += 1
+            if places[number] and curve.xs[-1] >= x:  # a run that has ended does not count beyond its end
+                values.append(curve.values[places[number] - 1])
+                steps.append(curve.steps[places[number] - 1])
+        mean, spread = statistics.fmean(values), statistics.pstdev(values)
+        rows.append((x, max(steps), mean, mean - spread, mean + spread))
+    return Curve(group.name, 0, *map(tuple, zip(*rows, strict=True)), last=group.result)  # type: ignore[arg-type, misc]
+
+
+def _group(name: str, runs: Sequence[Contender], metric: str) -> Group:
+    ordered = sorted(runs, key=lambda run: (_rank(run.result, metric), run.run_id))
+    results = [run.result for run in ordered if run.result is not None]
+    mean = statistics.fmean(results) if results else None
+    return Group(name, tuple(ordered), mean, statistics.pstdev(results) if len(results) > 1 else None)
+
+
+def _names(run: Contender, by: str) -> tuple[str, ...]:
+    if by == RUN:
+        return (run.run_id,)
+    if by == TAG:
+        return run.tags or (NO_TAG,)
+    return (run.config.get(by, fmt.DASH),)
+
+
+def _rank(result: float | None, metric: str) -> float:
+    """Smaller is better; without a result last."""
+    if result is None or not math.isfinite(result):
+        return math.inf
+    return result if metric in _LESS_IS_BETTER else -result
 
 
 @dataclass(frozen=True)

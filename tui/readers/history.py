@@ -68,7 +68,9 @@ class History:
                 self.extend((step,), (value,), ascends=True)
             return
         if self.steps and steps[0] <= self.steps[-1]:
-            self._cut(bisect_left(self.steps, steps[0]))
+            num_kept = bisect_left(self.steps, steps[0])
+            del self.steps[num_kept:], self.values[num_kept:]
+            self._forget_smooth()
         self.steps.extend(steps)
         self.values.extend(values)
         if len(self.steps) > self.capacity:
@@ -91,11 +93,6 @@ class History:
                 sums[index] /= 1.0 - factor ** (start + index + 1)
             self._smooth.extend(sums)
         return self._smooth
-
-    def _cut(self, num: int) -> None:
-        """Keep the first `num` points."""
-        del self.steps[num:], self.values[num:]
-        self._forget_smooth()
 
     def _thin(self) -> None:
         if self._is_newest:

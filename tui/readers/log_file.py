@@ -116,7 +116,8 @@ def lines_after(fd: int, start: int, num: int, level: int = 0) -> Steps:
             return found[:num], len(found) <= num
         position += len(data)
         data = rest + data
-        cut = _last_end(data)
+        # Where its last whole line ends; its length when it is one long line already.
+        cut = data.rfind(b"\n") + 1 or (len(data) if len(data) > MAX_LINE_BYTES else 0)
         skips = not is_loud and not _may_be_loud(data, level)
         if not skips:
             kept, is_loud = _keep(_split(data[:cut], position - len(data), 0), level, is_loud)
@@ -170,11 +171,6 @@ def _first_start(data: bytes) -> int:
     if cut and cut < len(data):
         return cut
     return 0 if len(data) > MAX_LINE_BYTES else len(data)
-
-
-def _last_end(data: bytes) -> int:
-    """Where the last whole line of a block ends; its length when the block is one long line already."""
-    return data.rfind(b"\n") + 1 or (len(data) if len(data) > MAX_LINE_BYTES else 0)
 
 
 def _may_be_loud(data: bytes, level: int) -> bool:

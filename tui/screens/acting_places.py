@@ -67,7 +67,7 @@ class ActingProblemsScreen(ProblemsScreen, ActsOnWorkspace):
 
     def action_acknowledge(self) -> None:
         """Acknowledge all alerts of the selected problem, without a question."""
-        from tui.actions.quiet_jobs import ack_job
+        from tui.actions.workspace_jobs import ack_job
 
         problem = self.selected_problem()
         if problem is not None and problem.alerts:
@@ -75,7 +75,7 @@ class ActingProblemsScreen(ProblemsScreen, ActsOnWorkspace):
 
     def action_mute(self) -> None:
         """Open the choice of what of the selected problem to mute and for how long, or which mute to end."""
-        from tui.actions.quiet_jobs import mute_choices
+        from tui.actions.workspace_jobs import mute_choices
         from tui.dialogs.job import Choice, ChooseDialog
 
         problem = self.selected_problem()
@@ -91,12 +91,12 @@ class ActingProblemsScreen(ProblemsScreen, ActsOnWorkspace):
         self._after_look(lambda: mute_choices(self.output_dir, subject, names), show, needs_screen=True)
 
     def _command_ack(self, words: str) -> None:
-        from tui.actions.quiet_jobs import ack_job
+        from tui.actions.workspace_jobs import ack_job
 
         self.perform(ack_job(self.output_dir, [words]))
 
     def _command_mute(self, words: str) -> None:
-        from tui.actions.quiet_jobs import mute_job
+        from tui.actions.workspace_jobs import mute_job
 
         what, _, last = words.rpartition(" ")
         # "node 1" is a name: a time needs its unit here.
@@ -104,7 +104,7 @@ class ActingProblemsScreen(ProblemsScreen, ActsOnWorkspace):
         self.perform(mute_job(self.output_dir, *job))
 
     def _command_unmute(self, words: str) -> None:
-        from tui.actions.quiet_jobs import unmute_job
+        from tui.actions.workspace_jobs import unmute_job
 
         self.perform(unmute_job(self.output_dir, words))
 

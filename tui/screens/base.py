@@ -174,6 +174,7 @@ class WorkspaceScreen(Screen[None]):
         self.setting = setting
         self.snapshot: Snapshot | None = None
         self.entry: ActionEntry | None = None
+        self.command_line = CommandLine()
         self._is_ready = False
         self._keys_for: str | None = None
 
@@ -226,8 +227,10 @@ class WorkspaceScreen(Screen[None]):
         self.snapshot = snapshot
 
     def show_action(self, entry: ActionEntry) -> None:
-        """Keep the action; subclasses show it too."""
+        """Keep the action; once the widgets are there, show it in the line above the keys."""
         self.entry = entry
+        if self.can_show:
+            self.command_line.entry = entry
 
     def run_ids(self) -> list[str]:
         """The ids of all runs of the snapshot, whatever the filter; [] before the first snapshot."""
@@ -330,7 +333,6 @@ class PlaceScreen(WorkspaceScreen):
         super().__init__(setting)
         # Held, not looked up: a look at the workspace may arrive while the app ends and takes its widgets away.
         self.header = WorkspaceHeader(read_only=setting.read_only, is_demo=setting.is_demo)
-        self.command_line = CommandLine()
 
     def compose(self) -> ComposeResult:
         """Yield the header, the body, the line of the last action and the keys, from top to bottom."""
@@ -363,12 +365,6 @@ class PlaceScreen(WorkspaceScreen):
         if self.can_show:
             self.header.show(snapshot)
             self.refill(snapshot)
-
-    def show_action(self, entry: ActionEntry) -> None:
-        """Keep the action; once the widgets are there, show it in the line above the keys."""
-        super().show_action(entry)
-        if self.can_show:
-            self.command_line.entry = entry
 
     @on(WorkspaceHeader.ProblemsAsked)
     def _problems_asked(self) -> None:

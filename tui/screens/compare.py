@@ -18,8 +18,16 @@ from tui.messages import RunChanged
 from tui.model.query import Subject
 from tui.model.snapshot import RunRow, Snapshot
 from tui.readers.charts import SMOOTHINGS
-from tui.readers.compare import MAX_RUNS, CompareData, CompareReader, CompareRequest
-from tui.readers.groups import RUN, Contender, Group, drawn_groups
+from tui.readers.compare import (
+    MAX_RUNS,
+    RUN,
+    CompareData,
+    CompareReader,
+    CompareRequest,
+    Contender,
+    Group,
+    drawn_groups,
+)
 from tui.screens.base import PlaceScreen, Setting, take_words
 from tui.screens.pick_runs import PickRuns
 from tui.watcher import RunWatcher
@@ -126,13 +134,13 @@ class CompareScreen(PlaceScreen):
         about = "group by run, tag or a config key"
         take_words(found, "group", about, "KEY", self._group_by, names("groupings"))
         take_words(found, "metric", "the metric that is compared", "NAME", self._take_metric, names("metrics"))
-        take_words(found, "filter", "compare the runs that match", "TERMS", self._set_filter)
+        take_words(found, "filter", "compare the runs that match", "TERMS", self.filter_bar.put)
         return found
 
     def action_back(self) -> None:
         """The filter goes first."""
         if self.filter_bar.input.value:
-            self._set_filter("")
+            self.filter_bar.put("")
             self.list.focus()
         else:
             self.app.pop_screen()
@@ -179,13 +187,6 @@ class CompareScreen(PlaceScreen):
             self.guide.open_run(first, tuple(others))
         else:
             self.guide.open_run(self.list.selected or "")
-
-    def _set_filter(self, text: str) -> None:
-        self.filter_bar.input.value = text
-        if text:
-            self.filter_bar.add_class("-open")
-        else:
-            self.filter_bar.close()
 
     def _group_by(self, words: str) -> None:
         self._ask(by=_known(words, self.data.groupings if self.data else (), "grouping"))

@@ -38,13 +38,6 @@ def problem_line(problem: Problem, now: float, width: int) -> Text:
     )
 
 
-def problem_detail(problem: Problem, row: RunRow | None) -> Text:
-    """All that is known of it; of a run the whole reason."""
-    whole = row.reason if row and row.reason else problem.text
-    note = f"\n{problem.note}" if problem.note else ""
-    return Text.assemble((f"{problem.name}\n", f"bold {problem.level.style}"), whole, (note, "muted"))
-
-
 class ProblemsScreen(PlaceScreen):
     """Reads only; what acts on runs acts on the run of the selected problem."""
 
@@ -129,7 +122,11 @@ class ProblemsScreen(PlaceScreen):
         problem = self.selected_problem()
         self.detail.display = problem is not None
         if problem is not None:
-            self.detail.update(problem_detail(problem, self.target_row()))
+            row = self.target_row()
+            whole = row.reason if row and row.reason else problem.text
+            note = f"\n{problem.note}" if problem.note else ""
+            name = (f"{problem.name}\n", f"bold {problem.level.style}")
+            self.detail.update(Text.assemble(name, whole, (note, "muted")))
         self.show_keys()
 
     def selected_problem(self) -> Problem | None:

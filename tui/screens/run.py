@@ -20,7 +20,7 @@ from textual.widgets import Static, TabbedContent, TabPane
 from prime_rl.contract.condition import LOST
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.status import RunState
-from tui.messages import ActionEntry, LogFound, RunChanged
+from tui.messages import LogFound, RunChanged
 from tui.model.snapshot import RunRow, Snapshot
 from tui.readers.charts import CHARTS, MAX_COMPARED, ChartsData
 from tui.readers.checkpoints import CheckpointsData
@@ -37,7 +37,7 @@ from tui.widgets.charts import ChartsView
 from tui.widgets.checkpoints_view import CheckpointsView
 from tui.widgets.config_view import ConfigView
 from tui.widgets.events_view import EventsView
-from tui.widgets.foot import CommandLine, KeyFooter
+from tui.widgets.foot import KeyFooter
 from tui.widgets.header import RunHeader
 from tui.widgets.line_list import LineList
 from tui.widgets.log_view import LogView
@@ -101,7 +101,6 @@ class RunScreen(WorkspaceScreen):
         self.log_view = LogView()
         self.checkpoints = CheckpointsView(setting.clock)
         self.events = EventsView()
-        self.command_line = CommandLine()
         self._shows: dict[type[TabData], Callable[[Any], None]] = {
             ChartsData: self.charts.show,
             RolloutsData: self.rollouts.show,
@@ -171,12 +170,6 @@ class RunScreen(WorkspaceScreen):
         super().show_workspace(snapshot)
         if self.can_show:
             self._show()
-
-    def show_action(self, entry: ActionEntry) -> None:
-        """Keep the action; once the widgets are there, show it in the line above the keys."""
-        super().show_action(entry)
-        if self.can_show:
-            self.command_line.entry = entry
 
     def on_run_changed(self, message: RunChanged) -> None:
         """Show what the thread has read, in the view of its tab."""

@@ -180,12 +180,7 @@ class RunsScreen(PlaceScreen):
 
     def set_filter(self, text: str) -> None:
         """Show the runs that match and remember the filter; an empty one closes the filter line."""
-        if self.filter_bar.input.value != text:
-            self.filter_bar.input.value = text
-        if text:
-            self.filter_bar.add_class("-open")
-        else:
-            self.filter_bar.close()
+        self.filter_bar.put(text)
         self._take_filter(text)
 
     def action_next_sort(self, step: int) -> None:

@@ -2,32 +2,199 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
+from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Static
 
+from daemons.disk import DiskView
+from daemons.machine import DaemonUse
+from prime_rl.contract.status import InferenceStatus
+from prime_rl.utils.text import one_line, size_text
+from tui import fmt
 from tui.messages import SystemChanged
+from tui.model.levels import Level
 from tui.model.snapshot import DaemonRow, RunRow, Snapshot
 from tui.readers.machine import SystemLook, SystemProbe
 from tui.screens.base import PlaceScreen, Setting
 from tui.watcher import SystemWatcher
 from tui.widgets.line_list import LineList, joined
-from tui.widgets.system_lines import (
-    daemon_detail,
-    daemon_heading,
-    daemon_line,
-    daemon_name_width,
-    inference_lines,
-    machine_lines,
-    trainer_lines,
-)
 
 # Where there is room, so many lines of the selected daemon's log.
 DETAIL_LINES = 8
 WIDE = 120
+# Where the trainer's time goes, in the order of the bar: name in the status file, label, a shade instead of a colour.
+TIME_PARTS = (
+    ("wait", "wait", "░"),
+    ("forward_backward", "train", "█"),
+    ("optim", "optimizer", "▓"),
+    ("broadcast", "publish", "▒"),
+    ("checkpoint", "checkpoint", "▪"),
+)
+HIGH, FULL = 0.8, 0.95
+MAX_ADAPTERS = 8
+Lines = list[Text]
+
+
+def machine_lines(look: SystemLook | None, width: int) -> Lines:
+    """Processor, memory, GPUs, disk: a bar each."""
+    if look is None:
+        return [Text.styled("measuring ...", "muted")]
+    machine, bar = look.machine, max(min(width - 60, 40), 8)
+    load = f"load {machine.load_1m:.1f}, {fmt.counted(machine.num_cores, 'core')}"
+    ours = sum(use.rss_bytes for use in machine.daemons.values())
+    note = f"{size_text(ours)} by this workspace" if ours else ""
+    lines = [
+        _gauge("cpu", machine.busy, bar, fmt.percent(machine.busy), load),
+        _gauge("memory", *_amount(machine.used_bytes, machine.total_bytes, bar), note),
+    ]
+    for index, gpu in enumerate(machine.gpus):
+        lines.append(_gauge(f"gpu {index}", gpu.busy, bar, fmt.percent(gpu.busy), one_line(gpu.name, 40)))
+        lines.append(_gauge("  memory", *_amount(gpu.used_bytes, gpu.total_bytes, bar), ""))
+    if look.disk is not None:
+        lines.append(_disk(look.disk, bar))
+    return lines
+
+
+def _disk(disk: DiskView, bar: int) -> Text:
+    used = disk.total_bytes - disk.free_bytes
+    workspace = f"{'' if disk.workspace_complete else 'at least '}{size_text(disk.workspace_bytes)} by this workspace"
+    forecast = f", full in {fmt.age(disk.full_in_s)}" if disk.full_in_s is not None else ""
+    share = used / disk.total_bytes if disk.total_bytes else None
+    return _gauge("disk", share, bar, f"{size_text(disk.free_bytes)} free{forecast}", workspace)
+
+
+def _amount(used: int, total: int, bar: int) -> tuple[float | None, int, str]:
+    return (used / total if total else None), bar, f"{size_text(used)} of {size_text(total)}"
+
+
+def _gauge(name: str, share: float | None, bar: int, value: str, note: str) -> Text:
+    colour = "success"
+    if share is not None and share >= HIGH:
+        colour = "error" if share >= FULL else "warning"
+    filled, empty = fmt.bar(share or 0.0, 1.0, bar)
+    return Text.assemble(
+        (f"{name:<9}", "muted"),
+        (filled, colour),
+        (empty, "faint"),
+        f" {value}",
+        (f"  {note}", "muted"),
+    )
+
+
+def trainer_lines(snapshot: Snapshot, look: SystemLook | None, width: int) -> Lines:
+    """What the trainer does: slots, speed, what it waits for, where its time goes. `look`: None before the first."""
+    trainer = snapshot.workspace.trainer
+    if trainer is None:
+        return [_title("trainer", "not running: start it with prl up")]
+    facts = [
+        f"{snapshot.num_used}/{snapshot.max_runs} slots",
+        f"{look.updates_per_s:.2g} updates/s" if look and look.updates_per_s is not None else None,
+        f"{trainer.num_updates} updates",
+        f"{fmt.count(trainer.tokens_per_s)} tok/s",
+        f"rank ≤ {trainer.max_rank}" if trainer.max_rank else None,
+    ]
+    lines = [_title("trainer", " · ".join(fact for fact in facts if fact))]
+    if trainer.waiting_on:
+        lines.append(Text.assemble(("  waits for ", "muted"), (trainer.waiting_on, "warning")))
+    split = time_split(trainer.time_s, max(width - 2, 10))
+    return [*lines, *(Text.assemble("  ", line) for line in split)]
+
+
+def time_split(time_s: Mapping[str, float], width: int) -> Lines:
+    """A bar of where the time since the last update went, and its legend; nothing before the first update."""
+    known = {name: max(time_s.get(name, 0.0), 0.0) for name, _, _ in TIME_PARTS}
+    total = sum(known.values())
+    if not total > 0:
+        return []
+    colours = ("muted", "success", "secondary", "primary", "accent")
+    bar, legend, at = Text(), Text(), 0.0
+    for (name, words, shade), colour in zip(TIME_PARTS, colours, strict=True):
+        start, at = round(at / total * width), at + known[name]
+        bar.append(shade * (round(at / total * width) - start), colour)
+        if known[name]:
+            legend.append(f"{shade} ", colour).append(f"{words} {fmt.percent(known[name] / total)}   ", "muted")
+    return [bar, legend]
+
+
+def inference_lines(snapshot: Snapshot, width: int) -> Lines:
+    """What inference does: engine, model, requests of each server, loaded adapters."""
+    inference = snapshot.workspace.inference
+    if inference is None:
+        return [_title("inference", "not running: start it with prl up")]
+    replicas = snapshot.workspace.replicas
+    several = len(replicas) > 1
+    place = f"{len(replicas)} servers" if several else inference.base_url
+    facts = ((inference.engine, 20), (inference.model, 40), (place, 40))
+    lines = [_title("inference", " · ".join(fmt.shorten(fact, width) for fact, width in facts if fact))]
+    lines.append(_requests("  requests ", inference))
+    if several:
+        lines += [_requests(f"  {number} {fmt.shorten(each.base_url, 40)} ", each) for number, each in replicas]
+    names = [fmt.shorten(name, 80) for name in inference.adapters]
+    shown = ", ".join(names[:MAX_ADAPTERS]) + (f" and {len(names) - MAX_ADAPTERS} more" if names[MAX_ADAPTERS:] else "")
+    return [*lines, Text.assemble((f"  adapters {len(names)}  ", "muted"), shown)] if names else lines
+
+
+def _requests(label: str, inference: InferenceStatus) -> Text:
+    """What one server, or all together, do."""
+    requests = Text.assemble(
+        (label, "muted"),
+        (f"{inference.num_running} running", "bold" if inference.num_running else "muted"),
+        (f" {inference.num_waiting} waiting", "warning" if inference.num_waiting else "muted"),
+        (f"   {fmt.count(inference.tokens_per_s)} tok/s", "muted"),
+    )
+    if inference.kv_use is not None:
+        filled, empty = fmt.bar(inference.kv_use, 1.0, 12)
+        colour = "warning" if inference.kv_use >= HIGH else "success"
+        requests.append("   room ", "muted").append(filled, colour).append(empty, "faint")
+        requests.append(f" {fmt.percent(inference.kv_use)}", "muted")
+    return requests
+
+
+def _title(name: str, facts: str) -> Text:
+    return Text.assemble((f"{name}  ", "bold primary"), (facts, "muted"))
+
+
+def daemon_heading(name_width: int) -> Text:
+    """The heading above the `daemon_line` of each daemon; `name_width` in cells."""
+    return Text(f"  {'DAEMON':<{name_width}}  {'STATE':<11}{'CPU':>6}{'MEMORY':>11}{'PROC':>6}  NOTE")
+
+
+def daemon_line(daemon: DaemonRow, use: DaemonUse | None, name_width: int) -> Text:
+    """A daemon: its state, what it uses, its restarts and details. `use`: None when it was not measured."""
+    colour = daemon.level.style
+    name = fmt.shorten_middle(daemon.name, name_width)
+    cores = fmt.percent(use.cores if use else None)
+    processes = str(use.num_processes) if use else fmt.DASH
+    figures = f"{cores:>6}{size_text(use.rss_bytes) if use else fmt.DASH:>11}{processes:>6}"
+    restarts = f"{fmt.counted(daemon.num_restarts, 'restart')}  " if daemon.num_restarts else ""
+    return Text.assemble(
+        " ",
+        (f" {name:<{name_width}}  ", "bold"),
+        (f"{daemon.symbol} {daemon.state:<9}", colour),
+        (figures, "text"),
+        (f"  {restarts}", "warning"),
+        (daemon.detail, "text" if daemon.level >= Level.WARN else "muted"),
+    )
+
+
+def daemon_name_width(daemons: Iterable[DaemonRow], width: int) -> int:
+    """Cells for the names of `daemons`: as many as the longest takes, and not too many of `width`."""
+    return min(max((len(daemon.name) for daemon in daemons), default=0), 20 if width < 110 else 36)
+
+
+def daemon_detail(daemon: DaemonRow, num_lines: int) -> Lines:
+    """The reason for its state, and the end of its log if it crashed."""
+    facts = [f"pid {daemon.pid}" if daemon.pid else "", daemon.detail]
+    said = "  ".join(fact for fact in facts if fact)
+    lines = [Text.assemble((f"{daemon.symbol} {daemon.name}  ", daemon.level.style), said)] if said else []
+    room = max(num_lines - len(lines), 0)
+    log: Sequence[str] = daemon.log_tail[-room:] if room else ()
+    return [*lines, *(Text.assemble(("│ ", "faint"), (line, "muted")) for line in log)]
 
 
 class SystemScreen(PlaceScreen):
@@ -125,13 +292,10 @@ class SystemScreen(PlaceScreen):
         self._show_detail()
 
     def _show_detail(self) -> None:
-        daemon = self._selected_daemon()
+        daemons = self.snapshot.daemons if self.snapshot else ()
+        daemon = next((each for each in daemons if each.name == self.daemons.selected), None)
         room = DETAIL_LINES if self.size.height >= 34 else 2
         lines = daemon_detail(daemon, room) if daemon else []
         self.detail.display = bool(lines)
         self.detail.update(joined(lines))
         self.show_keys()
-
-    def _selected_daemon(self) -> DaemonRow | None:
-        daemons = self.snapshot.daemons if self.snapshot else ()
-        return next((daemon for daemon in daemons if daemon.name == self.daemons.selected), None)

@@ -229,10 +229,12 @@ class ChartsView(Vertical, can_focus=True):
         shown = 1 if self.is_maximised else len(self.charts)
         for index, chart in enumerate(self.charts):
             chart.display = not self.is_maximised or index == self.chosen
-        columns, rows = fit_charts(width, height, shown)
+        columns = max(min(width // MIN_CHART_WIDTH, MAX_COLUMNS, shown), 1)
+        rows = max(min(height // MIN_CHART_HEIGHT, -(-shown // columns)), 1)
         self.grid.styles.grid_size_columns = columns
         # The rows that are seen together fill the height to the last line; the pattern repeats for the others.
-        self.grid.styles.grid_rows = " ".join(str(max(part, 3)) for part in share_out(height, rows))
+        parts = [height // rows + (index < height % rows) for index in range(rows)]
+        self.grid.styles.grid_rows = " ".join(str(max(part, 3)) for part in parts)
         # A braille cell is two dots wide; a line through more points than dots looks the same.
         num_columns = 2 * max(width // columns - LABEL_WIDTH - 3, 10)
         self._want(replace(self.view, num_columns=num_columns))
@@ -257,15 +259,3 @@ class ChartsView(Vertical, can_focus=True):
             for index, run_id in enumerate(data.run_ids):
                 text.append("   ━ ", COLOURS[index % len(COLOURS)]).append(run_id)
         self._looking.update(text)
-
-
-def share_out(total: int, num: int) -> list[int]:
-    """`num` whole parts of `total`, as equal as can be, the larger ones first."""
-    return [total // num + (index < total % num) for index in range(num)]
-
-
-def fit_charts(width: int, height: int, num: int) -> tuple[int, int]:
-    """(columns, rows that are seen at one time) for `num` charts."""
-    columns = max(min(width // MIN_CHART_WIDTH, MAX_COLUMNS, num), 1)
-    rows = max(min(height // MIN_CHART_HEIGHT, -(-num // columns)), 1)
-    return columns, rows

@@ -74,11 +74,6 @@ def choose_columns(width: int, longest_id: int) -> tuple[Column, ...]:
     return tuple(wanted[key] for key in ORDER if key in wanted)
 
 
-def make_cells(row: RunRow, columns: Sequence[Column], now: float) -> dict[str, str]:
-    """Column key -> what stands there without colours, exactly as wide as the column."""
-    return {column.key: plain(make_cell(column, row, now)) for column in columns}
-
-
 def plain(cell: Cell) -> str:
     """The text of a cell without colours."""
     return "".join(text for text, _ in cell)

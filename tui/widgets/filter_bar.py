@@ -88,6 +88,14 @@ class FilterBar(Horizontal):
         self.parsed = parse(text)
         self.set_class(bool(self.parsed.errors), "-wrong")
 
+    def put(self, text: str) -> None:
+        """Write `text` into the input; an empty one hides the bar."""
+        self.input.value = text
+        if text:
+            self.add_class("-open")
+        else:
+            self.close()
+
     def say_count(self, num_shown: int, num_all: int) -> None:
         """What is wrong, else how much is left."""
         errors = self.parsed.errors

@@ -124,7 +124,9 @@ class LogRows(Widget, can_focus=True):
             for _ in range(num):
                 if self.is_at_end:
                     break
-                self._down()
+                self._row += 1
+                if self._row >= len(self._rows_of(self.top)):
+                    self.top, self._row = self.top + 1, 0
         self.refresh_rows()
         self.post_message(self.Moved())
 
@@ -151,11 +153,6 @@ class LogRows(Widget, can_focus=True):
             elif self.top > 0:
                 self.top -= 1
                 self._row = len(self._rows_of(self.top)) - 1
-
-    def _down(self) -> None:
-        self._row += 1
-        if self._row >= len(self._rows_of(self.top)):
-            self.top, self._row = self.top + 1, 0
 
     def _rows_of(self, index: int) -> list[list[Segment]]:
         line = self.lines[index]

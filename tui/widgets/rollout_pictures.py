@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -16,7 +16,6 @@ from rich.text import Text
 
 from prime_rl.contract.samples import Sample
 from tui import fmt
-from tui.model.reward_bins import bars, count_bins, reward_range
 from tui.model.tints import make_tint, tinted
 from tui.readers.rollouts import TokenLine, turns, versions
 
@@ -25,6 +24,7 @@ MIN_COLUMN = 44
 # Rollouts of one example, and characters of each: the list shows a rollout in full.
 MAX_COLUMNS = 32
 MAX_CHARS = 6_000
+_BLOCKS = " ▁▂▃▄▅▆▇█"
 # Cells before and after a row of blocks.
 _BEFORE, _AFTER = 8, 16
 # Styles of the levels above 0 and below, by their size. The strongest are underlined too, or reversed: without colour
@@ -184,3 +184,37 @@ def draw_rewards(by_step: Mapping[int, Sequence[float]], chosen: int, width: int
         mean = fmt.reward(statistics.fmean(rewards)) if rewards else fmt.DASH
         text.append(f"{mean:>7}").append(f" {len(rewards):>8}", "muted")
     return text
+
+
+def reward_range(rewards: Iterable[float]) -> tuple[float, float]:
+    """From 0 to 1 where that holds all of them, else from the lowest to the highest; never empty."""
+    found = list(rewards)
+    low, high = min(found, default=0.0), max(found, default=1.0)
+    if low >= 0.0 and high <= 1.0:
+        return 0.0, 1.0
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def count_bins(rewards: Iterable[float], low: float, high: float, num_bins: int) -> list[int]:
+    """How many rewards are in each of `num_bins` equal parts of `low` to `high`; `high` itself is in the last."""
+    counts = [0] * num_bins
+    for reward in rewards:
+        # Halves, because the difference of two finite numbers may not be finite.
+        share = (reward / 2 - low / 2) / (high / 2 - low / 2)
+        counts[min(max(int(share * num_bins), 0), num_bins - 1)] += 1
+    return counts
+
+
+def bars(counts: Sequence[int], height: int, cell: int) -> list[str]:
+    """`height` lines, the highest first: each count a bar `cell` wide with a gap of one where there is room for it.
+
+    What is not 0 has at least the lowest block.
+    """
+    most = max(counts, default=0)
+    eighths = [max(round(count / most * (8 * height)), 1) if count else 0 for count in counts]
+    gap = " " if cell > 1 else ""
+    lines = []
+    for row in reversed(range(height)):
+        parts = (_BLOCKS[min(max(each - 8 * row, 0), 8)] * (cell - len(gap)) + gap for each in eighths)
+        lines.append("".join(parts))
+    return lines
