@@ -51,18 +51,22 @@ async def serving(tmp_path: Path) -> AsyncIterator[tuple[str, int]]:
 async def said(address: tuple[str, int], *pieces: bytes, pause_s: float = 0.0) -> bytes:
     """Send the pieces one after the other; return all that comes until the server closes."""
     reader, writer = await asyncio.open_connection(*address)
-    answer = asyncio.create_task(reader.read())
+    came: list[bytes] = []
+
+    async def listen() -> None:
+        with contextlib.suppress(ConnectionError):  # closed while this end still sends
+            while chunk := await reader.read(2**16):
+                came.append(chunk)
+
+    answer = asyncio.create_task(listen())
     with contextlib.suppress(ConnectionError):
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
             await asyncio.wait({answer}, timeout=pause_s)
-    try:
-        return await asyncio.wait_for(answer, PATIENCE_S)
-    except ConnectionError:
-        return b""
-    finally:
-        writer.close()
+    await asyncio.wait_for(answer, PATIENCE_S)
+    writer.close()
+    return b"".join(came)
 
 
 def trickle(*, after: bytes = b"") -> list[bytes]:
