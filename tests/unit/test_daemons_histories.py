@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daemons.daemon import LIVE, Daemon, Do, Seen, Snapshot, State
-from daemons.decide import MAX_CRASHES_KEPT, decide
+from daemons.decide import LOOP_TIMES, LOOP_WAITS, MAX_CRASHES_KEPT, decide
 from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.status import LOST_AFTER_S
@@ -141,7 +141,7 @@ def test_the_wait_after_a_crash_doubles_up_to_its_limit_and_is_forgotten_after_a
     world = World(SPECS[0], CONFIG)
     ready = Seen(ready=True, heartbeat_age_s=0.0)
     wait_s = 0.0
-    num_early = 0
+    num_early = num_looped = 0
     for uptime_s in uptimes:
         quiet = Event(max(wait_s, 0.25), ends=False, exit_code=0, wanted=True, asked=False, seen=ready)
         world.step(quiet)
@@ -150,7 +150,8 @@ def test_the_wait_after_a_crash_doubles_up_to_its_limit_and_is_forgotten_after_a
         world.step(replace(quiet, after_s=uptime_s, ends=True, exit_code=-9))
         assert world.daemon is not None
         num_early = num_early + 1 if uptime_s < CONFIG.early_crash_s else 0
-        if num_early == CONFIG.max_early_crashes:
+        num_looped = num_looped + 1 if uptime_s < LOOP_WAITS * CONFIG.max_backoff_s else 0
+        if num_early == CONFIG.max_early_crashes or num_looped == LOOP_TIMES * CONFIG.max_early_crashes:
             assert world.daemon.state is State.FAILED
             return
         expected = min(2 * wait_s, CONFIG.max_backoff_s) if uptime_s < CONFIG.max_backoff_s and wait_s else 1.0
