@@ -161,6 +161,8 @@ def test_a_daemon_ends_as_asked_with_time_and_without(launcher: RayLauncher, out
     assert until_ended(launcher, polite).exit_code == 7
     stubborn = launcher.start(spec(output, STUBBORN))
     until_ready(launcher, stubborn)
+    log = log_of(output, stubborn.name)
+    until(lambda: log.read_text().count("\nready") == 2, "the second daemon to run, in the log of the first")
     launcher.stop(stubborn, 0)
     launcher.stop(stubborn, 0)
     assert until_ended(launcher, stubborn).exit_code in (None, -signal.SIGKILL)
