@@ -16,7 +16,7 @@ from typing import TypeVar
 from daemons.daemon import Daemon, Seen
 from daemons.launchers.base import Alive, Ended
 from daemons.run_files import NO_FILE, Stamp, stamp_of
-from daemons.specs import INFERENCE, OPTIONAL, TRAINER, RunNow
+from daemons.specs import INFERENCE, OPTIONAL, TRAINER, DaemonSpec, RunNow
 from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.condition import stalled_since
@@ -113,7 +113,8 @@ class Observer:
             paused=run.paused if run else False,
             gone=run.gone if run else False,
             left=end.left if end else frozenset(),
-            work=self._work(daemon) if end else None,
+            # What its engine ended, or a node that was lost, is the fault of no run.
+            work=self._work(daemon) if end and end.reason is None else None,
         )
 
     def excuse(self) -> None:
@@ -161,8 +162,7 @@ class Observer:
         """What the process that has ended noted last; None for nothing. Its suspects can be evicted."""
         if daemon.process is None or daemon.spec.kind not in _READY:
             return None
-        is_trainer = daemon.spec.name == TRAINER
-        work = read_work(self.output.trainer_work if is_trainer else self.output.replica_work(daemon.spec.replica or 0))
+        work = read_work(work_file(self.output, daemon.spec))
         # The first rank is below the process that was started.
         if work is None or not (work.writer.is_same(daemon.process) or work.writer.is_started_after(daemon.process)):
             return None
@@ -223,6 +223,11 @@ class Observer:
         if known is None or known[0] != now:
             known = self._statuses[path] = (now, read_status(path, kind) if now != NO_FILE else None)
         return known[1] if isinstance(known[1], kind) else None
+
+
+def work_file(output: OutputDir, spec: DaemonSpec) -> Path:
+    """Where the trainer or a server notes what it works on."""
+    return output.trainer_work if spec.name == TRAINER else output.replica_work(spec.replica or 0)
 
 
 def has_work(status: Status) -> bool:

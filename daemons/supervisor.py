@@ -28,7 +28,7 @@ from daemons.launchers import launcher_of
 from daemons.launchers.base import Alive, Ended, Launcher, LaunchError, Left
 from daemons.leftovers import Past, adopt
 from daemons.logs import JOB_LOG, SRUN_LOG, LogRelay, node_log, rotate
-from daemons.observe import Observer, held_runs
+from daemons.observe import Observer, held_runs, work_file
 from daemons.pidfile import SupervisorLock
 from daemons.process import log_tail
 from daemons.records import Records
@@ -258,7 +258,7 @@ class Supervisor:
             logger.warning("%s: did not end in time: SIGKILL", name)
             self._launcher.stop(daemon.handle, 0.0)
         elif action.do is Do.CLEAN:
-            self._clean(daemon, look.node if isinstance(look, Ended) else 0)
+            self._clean(daemon, look if isinstance(look, Ended) else Ended(None))
             if action.evicts:
                 self._evict(*action.evicts)
         elif action.do is Do.FORGET:
@@ -283,10 +283,13 @@ class Supervisor:
         look = self._launcher.look(handle)
         return replace(daemon, handle=handle, process=look.process if isinstance(look, Alive) else None)
 
-    def _clean(self, daemon: Daemon, node: int) -> None:
+    def _clean(self, daemon: Daemon, end: Ended) -> None:
         """Kill what a dead daemon left behind; keep the last lines of its log, of the node that ended it."""
         if daemon.handle:
             self._launcher.stop(daemon.handle, 0.0)
+        if end.reason and daemon.spec.kind in (TRAINER, INFERENCE):  # no run is suspected of a lost node
+            work_file(self.output, daemon.spec).unlink(missing_ok=True)
+        node = end.node
         log = node_log(daemon.spec.log, node)
         tail: list[str] = [one_line(line, _TAIL_LINE_CHARS) for line in log_tail(log)]
         self._records.keep_tail(daemon.spec.name, [f"==> {log.name} <==", *tail] if node and tail else tail)

@@ -289,6 +289,8 @@ def test_the_note_is_that_of_the_process_which_has_ended_and_its_suspects_can_be
     def seen(writer: ProcessId) -> Work | None:
         path.write_bytes(msgspec.json.encode(Work(writer=writer, items=items, suspects=suspects)))
         assert Observer(output).see(daemon, Alive(ran), None, 0.0).work is None
+        lost = Ended(None, reason="its node was lost")
+        assert Observer(output).see(daemon, lost, None, 0.0).work is None, "no run is suspected of that"
         return Observer(output).see(daemon, Ended(None), None, 0.0).work
 
     boot, _, ticks = ran.start.partition("/")
