@@ -29,6 +29,8 @@ NUM_RANKS = NUM_SERVERS = 2
 TABLES = """
 [supervisor]
 grace_s = 2.0
+# The tests kill, and not the runs.
+max_deaths_of_run = 1000
 drain_s = 30.0
 backoff_s = 0.1
 max_backoff_s = 2.0
