@@ -145,7 +145,7 @@ def build_app(
         lifespan=engine.lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.waits_for = front.turns.waits_for
+    app.state.tick = front.turns.tick
     return app
 
 

@@ -45,11 +45,11 @@ async def serve(
     status: StatusWriter,
     reporter: EngineReporter,
     abort: Callable[[], None] = lambda: None,
-    waits_for: Callable[[], str | None] = lambda: None,
+    tick: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Serve until `stop()`; let requests in flight finish for DRAIN_S, then `abort()` them. Raises EngineFailed.
 
-    `waits_for`: what requests that were not begun wait for, in words.
+    `tick` is called every REPORT_EVERY_S and returns what requests that were not begun wait for, in words.
     """
     config = uvicorn.Config(
         app,
@@ -63,7 +63,7 @@ async def serve(
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))
-    beat = asyncio.create_task(_report(server, status, reporter, waits_for))
+    beat = asyncio.create_task(_report(server, status, reporter, tick))
     try:
         while not task.done() and not stop() and engine_alive():
             status.turn()
@@ -84,12 +84,12 @@ async def serve(
 
 
 async def _report(
-    server: uvicorn.Server, status: StatusWriter, reporter: EngineReporter, waits_for: Callable[[], str | None]
+    server: uvicorn.Server, status: StatusWriter, reporter: EngineReporter, tick: Callable[[], str | None]
 ) -> None:
     while not server.started:
         await asyncio.sleep(POLL_S)
     status.update(state="serving", waiting_on=None)
     while True:
         # A write waits for the disk: not in the event loop.
-        await asyncio.to_thread(reporter.tick, waits_for())
+        await asyncio.to_thread(reporter.tick, tick())
         await asyncio.sleep(REPORT_EVERY_S)

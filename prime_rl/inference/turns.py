@@ -57,8 +57,12 @@ class Turns:
         self._turn: tuple[str | None, float] = (None, 0.0)
         self._changed = asyncio.Event()
 
-    def waits_for(self) -> str | None:
-        """What requests wait for, in words; None while none waits."""
+    def tick(self) -> str | None:
+        """Take out of the note what ended long ago. Returns what requests wait for, in words; None while none waits."""
+        self._write_note()
+        return self._waits_for()
+
+    def _waits_for(self) -> str | None:
         if not self._waiting:
             return None
         served = self._turn[0] or "requests of other runs"
@@ -87,22 +91,19 @@ class Turns:
             self._changed.set()
 
     def _write_note(self, suspects_changed: bool = False) -> None:
-        """Write it unless it names all that is open already, and no suspect beside that."""
+        """Write it unless it names all that is open already, and beside that only what ended just now for no suspect."""
         if not self._alive():
             return
         now, self._open = self._clock(), +self._open
         self._used_at |= dict.fromkeys(self._open, now)
-        ended = self._noted - self._open.keys()
-        is_stale = suspects_changed or any(each.run_id in self._suspects for each in ended)
-        if self._open.keys() <= self._noted and not is_stale:
-            return
         self._used_at = {
             each: at
             for each, at in self._used_at.items()
             if each in self._open or (now - at < RECENT_S and each.run_id not in self._suspects)
         }
-        self._noted = set(self._used_at)
-        self._note.write(self._noted)
+        if suspects_changed or self._noted != self._used_at.keys():
+            self._noted = set(self._used_at)
+            self._note.write(self._noted)
 
     async def _wait_for_turn(self, run_id: str) -> None:
         self._waiting[run_id] += 1
@@ -115,7 +116,7 @@ class Turns:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            message = f"{run_id or 'This request'} waits for {self.waits_for()}."
+            message = f"{run_id or 'This request'} waits for {self._waits_for()}."
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S) from None
         finally:
             self._waiting -= Counter([run_id])
@@ -127,7 +128,7 @@ class Turns:
             return False
         last, since = self._turn
         if whose != last or now - since >= TURN_S:
-            waiting = {self._whose(each) for each in self._waiting}
+            waiting = dict.fromkeys(map(self._whose, self._waiting))  # the longest in it first
             if whose != min(waiting, key=lambda each: self._served_at.get(each, 0.0)):
                 return False
             self._turn = whose, now

@@ -132,7 +132,11 @@ async def test_a_run_on_a_taskset_with_a_tool(tmp_path: Path, monkeypatch: pytes
         assert line["reward/word-box"] == pytest.approx(0.75 + 0.25 * line["env/word-box/is_short"])
         for name in ("says_the_word", "is_short"):
             assert line[f"reward/{name}/mean"] == line[f"env/word-box/{name}"]
-    assert steps[-1]["env/word-box/dropped"] > 0 and steps[-1]["groups_dropped"] > 0
+    assert (
+        steps[-1]["env/word-box/dropped"] > 0
+        and steps[-1]["examples_unusable"] > 0
+        and steps[-1]["groups_dropped"] == 0
+    )
     assert lines[-1]["eval/word-box/reward"] >= 0.75
     assert "verifiers.v1" not in sys.modules, "the orchestrator itself does not load it"
     await until(

@@ -107,6 +107,25 @@ async def test_what_is_in_work_is_noted_before_and_not_again_while_it_goes_on(tm
     assert work is not None and work.writer.is_running() and work.items == [served("run_c")]
 
 
+async def test_a_server_that_is_idle_soon_names_nothing(tmp_path: Path) -> None:
+    server = Server(tmp_path / "work.json")
+    until = asyncio.Event()
+    slow = asyncio.create_task(server.answer("run_slow", until))
+    await asyncio.gather(server.answer("run_a"), server.answer("run_b"))
+    for _ in range(20):  # however long it takes
+        server.clock.now += RECENT_S
+        server.turns.tick()
+    assert server.noted() == ["run_slow"]
+    until.set()
+    await slow
+    server.turns.tick()
+    assert server.noted() == ["run_slow"], "what has just ended may be what ended it"
+    server.clock.now += RECENT_S
+    writes = server.num_writes
+    assert server.turns.tick() is None and server.noted() == [] and server.num_writes == writes + 1
+    assert server.turns.tick() is None and server.num_writes == writes + 1
+
+
 async def test_the_note_of_an_engine_that_has_failed_stays_as_it_is(tmp_path: Path) -> None:
     server = Server(tmp_path / "work.json", hostile={"run_bad"})
     await server.answer("run_bad")
@@ -122,7 +141,7 @@ async def test_suspects_are_served_apart_and_by_turns_until_each_is_proven_harml
     tasks += [asyncio.create_task(server.answer("run_a", ends["run_a"])) for _ in range(3)]
     await passed()
     assert server.open == ["run_a"] * 4 and server.noted() == ["run_a"]
-    assert server.turns.waits_for() == (
+    assert server.turns.tick() == (
         "run_a to be answered: run_a, run_b get turns, since inference ended while it served them"
     )
     ends["run_a"].set()
@@ -139,7 +158,7 @@ async def test_suspects_are_served_apart_and_by_turns_until_each_is_proven_harml
     left = read_work(server.path)
     assert left is not None and left.suspects == {"run_b": 1}, "run_a is proven harmless"
     await asyncio.gather(*(server.answer("run_b") for _ in range(PROOFS)))
-    assert server.turns.waits_for() is None
+    assert server.turns.tick() is None
     together = asyncio.Event()
     tasks = [asyncio.create_task(server.answer(run_id, together)) for run_id in ends]
     await passed()

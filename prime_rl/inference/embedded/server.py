@@ -55,7 +55,7 @@ async def _serve(context: ServerContext, served: Served, text: Text) -> None:
             status=context.status,
             reporter=EngineReporter(context.status, engine.stats),
             abort=engine.stop,
-            waits_for=app.state.waits_for,
+            tick=app.state.tick,
         )
     finally:
         engine.stop()

@@ -117,7 +117,7 @@ async def _serve(context: ServerContext, arguments: dict[str, Any], started: thr
             engine_alive=control.alive,
             status=context.status,
             reporter=EngineReporter(context.status, lambda: _snapshot(sorted(adapters))),
-            waits_for=served.state.waits_for,
+            tick=served.state.tick,
         )
 
 
