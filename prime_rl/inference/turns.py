@@ -91,7 +91,7 @@ class Turns:
             self._changed.set()
 
     def _write_note(self, suspects_changed: bool = False) -> None:
-        """Write it unless it names all that is open already, and beside that only what ended just now for no suspect."""
+        """Write it, unless it names what is open already, and beside that only what no suspect ended just now."""
         if not self._alive():
             return
         now, self._open = self._clock(), +self._open
