@@ -27,6 +27,11 @@ class DaemonPaths:
         return self.path / "trainer" / "work.json"
 
     @property
+    def pass_limit(self) -> Path:
+        """The size of a pass that may fit, where a larger one ended a trainer of several ranks; written by it."""
+        return self.path / "trainer" / "pass_limit.json"
+
+    @property
     def inference(self) -> Path:
         """Status files of the inference servers."""
         return self.path / "inference"

@@ -38,7 +38,7 @@ from prime_rl.trainer.runs.sync import (
     StateMessage,
     StopMessage,
 )
-from prime_rl.trainer.step import TrainStep
+from prime_rl.trainer.step import PassTooLarge, TrainStep, remember, remembered
 from prime_rl.trainer.whole_run import ModelFiles, ModelSnapshots, ShardedWeights, WholeModel
 from prime_rl.trainer.world import World
 from prime_rl.trainer.writer import BackgroundWriter
@@ -107,7 +107,11 @@ class Trainer:
         for run_idx in batches:
             self._manager.ready_to_update[run_idx] = True
         with self._timer("forward_backward"):
-            unfit = self._step.forward_backward(micro_batch)
+            try:
+                unfit = self._step.forward_backward(micro_batch)
+            except PassTooLarge as error:
+                remember(error, self._config, self._world)
+                raise
         for run, reason in unfit.items():
             run.ready = False
             self._manager.evict_run(run.run_idx, reason)
@@ -325,6 +329,7 @@ def _lead(
     metrics, reporter = MetricsWriter(), StatusReporter(status, manager)
     reader = BatchReader(noting(WorkNote(OutputDir(config.output_dir).trainer_work)))
     packer = Packer(manager, reader, model.vocab_size, config.micro_batch_tokens, world.size, model.packs)
+    packer.limit(remembered(config, world))
     publisher = Publisher(manager, snapshots, broadcast, checkpoints, metrics, reporter, BackgroundWriter())
     usage = TrainerUsage(manager, UsageLog(OutputDir(config.output_dir).run_usage("trainer")))
     return Lead(packer, publisher, metrics, usage, reporter, watcher)

@@ -29,6 +29,9 @@ import torch
 from torch import Tensor
 
 from prime_rl.configs.losses import LossConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.contract.files import read_file, write_atomic
+from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.run_state import NOT_FINITE
 from prime_rl.contract.types import ADVANTAGE_DTYPE, LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, MicroBatch
 from prime_rl.trainer import kept
@@ -36,11 +39,14 @@ from prime_rl.trainer.loss import LossInputs, LossSums, RowLosses, compute_losse
 from prime_rl.trainer.model import PolicyModel, Targets
 from prime_rl.trainer.optim import NO_MEMORY
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
+from prime_rl.trainer.runs.control import Evictions
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.world import World
 from prime_rl.utils.allocator import give_back_holes, is_out_of_memory
 
 logger = logging.getLogger(__name__)
+
+MAX_LIMIT_BYTES = 100_000
 
 
 @dataclass(frozen=True)
@@ -90,13 +96,16 @@ class TrainStep:
         num_rows, num_tokens = len(batch.run_idxs), sum(map(len, batch.loss_mask))
         rows, key = (f"{num_rows} samples", "max_tokens_per_micro_batch") if num_rows > 1 else ("a sample", "seq_len")
         problem = f"{rows} with {num_tokens} tokens: out of memory on {self._world.device}; make {key} smaller"
+        if num_rows > 1:
+            positions = num_tokens if self._model.packs else num_rows * batch.num_tokens
+            self.most_tokens = min(self.most_tokens, positions // 2)
         if self._is_sharded:
-            raise PassTooLarge(f"rank {self._world.rank}: {problem}")
+            # A row without a loss token is a blank one: it fits where that of another rank does not.
+            run = self._manager.run(batch.run_idxs[0]) if num_rows == 1 and any(batch.loss_mask[0]) else None
+            raise PassTooLarge(f"rank {self._world.rank}: {problem}", run, self.most_tokens)
         if num_rows == 1:
             return {self._manager.run(batch.run_idxs[0]): problem}
         logger.warning("%s; now in halves", problem)
-        positions = num_tokens if self._model.packs else num_rows * batch.num_tokens
-        self.most_tokens = min(self.most_tokens, positions // 2)
         halves = (split(batch, part) for part in (slice(num_rows // 2), slice(num_rows // 2, None)))
         return {run: reason for half in halves for run, reason in self.forward_backward(half).items()}
 
@@ -161,7 +170,49 @@ class TrainStep:
 
 
 class PassTooLarge(Exception):
-    """A pass does not fit into the memory of a rank; the message has its size and the key to change."""
+    """A pass does not fit into the memory of a rank; the message has its size and the key to change.
+
+    `run` has a row that does not fit alone; where it is None, passes of `most_tokens` positions may.
+    """
+
+    def __init__(self, problem: str, run: TrainerRun | None, most_tokens: float) -> None:
+        super().__init__(problem)
+        self.run = run
+        self.most_tokens = most_tokens
+
+
+class PassLimit(msgspec.Struct, frozen=True):
+    """`pass_limit.json`: positions of a pass that may fit on `machine`, where more of them ended the trainer."""
+
+    tokens: int
+    machine: str
+
+
+def remember(error: PassTooLarge, config: TrainerConfig, world: World) -> None:
+    """Keep the next trainer from making that pass again. By the rank that did not have the memory."""
+    if error.run is not None:
+        Evictions(config.output_dir).add(error.run.run_id, str(error))
+    elif math.isfinite(error.most_tokens):
+        limit = PassLimit(int(error.most_tokens), _machine(config, world))
+        write_atomic(OutputDir(config.output_dir).pass_limit, msgspec.json.encode(limit))
+
+
+def remembered(config: TrainerConfig, world: World) -> float:
+    """Positions of a pass, as far as an earlier trainer came to know."""
+    path = OutputDir(config.output_dir).pass_limit
+    try:
+        limit = msgspec.json.decode(read_file(path, limit=MAX_LIMIT_BYTES), type=PassLimit)
+    except (OSError, msgspec.MsgspecError):
+        return math.inf
+    if limit.machine != _machine(config, world):
+        return math.inf
+    logger.warning("passes have at most %d tokens: a larger one did not fit (%s)", limit.tokens, path)
+    return limit.tokens
+
+
+def _machine(config: TrainerConfig, world: World) -> str:
+    memory = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else 0
+    return f"{world.size} ranks on {world.device.type} of {memory} bytes, {config.model!r}"
 
 
 def split(batch: MicroBatch, rows: slice) -> MicroBatch:

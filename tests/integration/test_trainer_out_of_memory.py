@@ -6,6 +6,8 @@ gradients is there.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from prime_rl.contract.types import MicroBatch
@@ -26,6 +29,8 @@ from tests.trainer_support import (
     published,
     put_batch,
     put_batches,
+    relative_difference,
+    solo_world,
     train_until,
     trainer_config,
     whole_config,
@@ -160,16 +165,48 @@ def test_an_optimizer_and_a_snapshot_without_memory_evict_their_run(
     assert published(large) == 0
 
 
-def test_a_sharded_model_ends_with_the_pass_and_the_key(
+def test_a_sharded_model_ends_with_the_pass_and_the_next_one_makes_smaller_ones(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other ranks wait for this one in the middle of the pass."""
+    undisturbed, run = (write_run(tmp_path / name, "run_a", tiny, max_steps=2) for name in ("quiet", "full"))
+    for each in (undisturbed, run):
+        put_batches(each, 2)
+    config = whole_config(tmp_path / "full", tiny, max_tokens_per_micro_batch=128)
+    train_until(whole_config(tmp_path / "quiet", tiny), lambda: published(undisturbed) == 2)
+    Memory(monkeypatch, lambda batch: len(batch.run_idxs) > 2)
+    limits, reasons = [float("inf")], set()
+    while published(run) < 2:
+        try:
+            train_until(config, lambda: published(run) == 2)
+        except step.PassTooLarge as error:
+            reasons.add(re.sub(r"\d+", "N", str(error)))
+            limits.append(step.remembered(config, solo_world()))
+    assert reasons == {"rank N: N samples with N tokens: out of memory on cpu; make max_tokens_per_micro_batch smaller"}
+    assert len(limits) > 1 and all(later <= half / 2 for half, later in itertools.pairwise(limits))
+    assert not run.evicted.exists()
+    wanted, found = (load_file(each.broadcast_dir(2) / "model.safetensors") for each in (undisturbed, run))
+    assert relative_difference(found, wanted) <= 1e-4
+    other = whole_config(tmp_path / "full", tiny, model={"activation_checkpointing": True})
+    assert step.remembered(other, solo_world()) == float("inf"), "of another model it says nothing"
+
+
+def test_a_row_that_does_not_fit_on_a_rank_is_not_tried_again(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path, "run_a", tiny)
+    put_batches(run, 1)
+    config = whole_config(tmp_path, tiny, max_tokens_per_micro_batch=8)
     Memory(monkeypatch, lambda batch: True)
-    put_batches(write_run(tmp_path, "run_a", tiny), 1)
-    with pytest.raises(
-        step.PassTooLarge, match=r"^rank 0: \d samples with \d+ tokens: out of memory on cpu; make max_"
-    ):
-        train_until(whole_config(tmp_path, tiny), lambda: False)
+    with pytest.raises(step.PassTooLarge):
+        train_until(config, lambda: False)
+    assert re.fullmatch(
+        r"rank 0: a sample with \d+ tokens: out of memory on cpu; make seq_len smaller\s*", run.evicted.read_text()
+    )
+    good = write_run(tmp_path, "run_b", tiny)
+    put_batches(good, 1)
+    monkeypatch.undo()
+    train_until(config, lambda: published(good) == 1)
 
 
 @pytest.mark.parametrize("error", [*ERRORS, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ...")])
