@@ -115,9 +115,10 @@ def assemble_batch(
 ) -> TrainingBatch:
     """The batch of update `step`: all rollouts of `groups`, in example order, and what is known of the examples.
 
-    A group whose rewards are all equal may be among them: its advantage is zero, and it counts in the loss's mean.
+    A group whose rewards are all equal may be among them: its advantage is zero, and it counts in the loss's mean. One
+    without rollouts may be among them too.
     """
-    samples = [sample for group in groups for sample in _samples(group, advantage, temperature)]
+    samples = [sample for group in groups if group.rollouts_G for sample in _samples(group, advantage, temperature)]
     next_index = groups[-1].index + 1
     state = sampler.state(next_index) if sampler else {"next_index": next_index}
     return TrainingBatch(run_id, step, samples, state)

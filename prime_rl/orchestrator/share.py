@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ async def make(request: MakeRequest, run: RunDir, config: OrchestratorConfig) ->
             async with places:
                 group = await attempt(make_task, task)
             writer.append(RankEntry(task, msgspec.msgpack.encode(group)))
-            logger.info("task %s: reward %.3f", task, mean([rollout.reward for rollout in group.rollouts_G]))
+            if group.rollouts_G:
+                logger.info("task %s: reward %.3f", task, mean([rollout.reward for rollout in group.rollouts_G]))
 
         await together(one(task) for task in tasks)
 
@@ -144,12 +146,18 @@ async def make_eval(
 
 
 async def attempt(make_task: MakeTask, task: str) -> Group:
-    """One task, tried again when its environment fails. Raises what it failed with last."""
+    """One task, tried again when its environment fails; an empty group where its example is unusable.
+
+    Raises what it failed with last.
+    """
     for number in range(1, MAX_ATTEMPTS + 1):
         try:
             return await make_task(int(task))
+        except ExampleUnusable as error:
+            logger.warning("task %s is left out, its example is unusable: %s", task, error)
+            return Group(int(task), "", "", [])
         except (GroupFailed, EnvironmentFault) as error:
-            if number == MAX_ATTEMPTS or isinstance(error, ExampleUnusable):
+            if number == MAX_ATTEMPTS:
                 raise
             logger.warning("task %s, attempt %d of %d: %s", task, number, MAX_ATTEMPTS, error)
     raise AssertionError("unreachable")
@@ -204,6 +212,8 @@ def _join_train(
     for number, step in enumerate(request.steps):
         part = groups[number * size : (number + 1) * size]
         rollouts = [rollout for group in part for rollout in group.rollouts_G]
+        if not rollouts:
+            raise GroupFailed(f"step {step}: all its {size} examples are unusable; logs of the nodes have the reasons")
         rewards[str(step)] = mean([rollout.reward for rollout in rollouts])
         figures = _note(part, sampler) if sampler else {}
         batch = assemble_batch(
@@ -222,13 +232,14 @@ def _join_train(
         make_folder(run.rollouts)
         publish_batch(run, batch)
         figures |= {"reward/mean": rewards[str(step)], **reward_metrics(rollouts)}
+        figures["examples_unusable"] = sum(not group.rollouts_G for group in part)
         write_metrics(run.orchestrator_metrics, step, figures, time.time())
     return rewards, state
 
 
 def _note(groups: Sequence[Group], sampler: ExampleSampler) -> dict[str, float]:
     """What the groups of one batch make known of the examples, in their order; returns it as metrics."""
-    for group in groups:
+    for group in filter(attrgetter("rollouts_G"), groups):
         example_id = group.example_id.removeprefix(f"{group.env_name}/")
         sampler.note(group.index, group.env_name, example_id, [rollout.reward for rollout in group.rollouts_G])
     sampler.end_batch(groups[-1].index)

@@ -37,6 +37,8 @@ class WordBoxTask(vf.Task[WordBoxData]):
     async def says_the_word(self, trace: vf.Trace) -> float:
         if self.data.fault == "raise":
             raise ValueError("a reward that fails")
+        if self.data.fault == "lose":
+            raise ConnectionResetError("a reward that asks elsewhere")
         self.assign(trace)
         return float(self.data.word in (trace.messages[-1].content or ""))
 
@@ -59,10 +61,10 @@ class WordBoxTask(vf.Task[WordBoxData]):
 
 
 class WordBoxConfig(vf.TasksetConfig):
-    """`fault` is that of every third task; with `credits` two tasks assign advantages."""
+    """`faults` are those of every third task; with `credits` two tasks assign advantages."""
 
     num_tasks: int = 6
-    fault: str = ""
+    faults: tuple[str, ...] = ()
     credits: bool = False
     tools: vf.SharedToolsetConfig = vf.SharedToolsetConfig()
 
@@ -80,7 +82,7 @@ class WordBoxTaskset(vf.Taskset[WordBoxTask, WordBoxConfig]):
                 prompt=f"Which word is in box {number}?",
                 system_prompt="Answer with one word.",
                 word=WORDS[number],
-                fault=self.config.fault if number % 3 == 2 else "",
+                fault=self.config.faults[number // 3] if number % 3 == 2 and self.config.faults else "",
                 credits={1: "tokens", 4: "turn"}.get(number, "") if self.config.credits else "",
             )
             yield WordBoxTask(data, self.config.task)

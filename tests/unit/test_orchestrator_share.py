@@ -22,6 +22,9 @@ from prime_rl.multinode.records import RlPhase
 from prime_rl.multinode.rollouts import make_plan
 from prime_rl.orchestrator import share
 from prime_rl.orchestrator.envs import load_environment
+from prime_rl.orchestrator.envs.base import Example, Outcome, Policy
+from prime_rl.orchestrator.envs.built_in import ArithmeticEnvironment
+from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.sampler import ExampleSampler
 from tests.orchestrator_support import IM_END, FakeInference, make_model, make_run, publish, run_config, serving
 
@@ -146,11 +149,43 @@ async def test_settled_examples_are_the_same_on_one_node_and_on_two(tmp_path: Pa
     assert figures["env/arithmetic/settled_right"] > 0 and figures["env/arithmetic/settled_wrong"] > 0
 
 
+def spoil(monkeypatch: pytest.MonkeyPatch, *example_ids: str) -> None:
+    """Rollouts of these examples fail, each time."""
+    real = ArithmeticEnvironment.rollout
+
+    async def rollout(self: ArithmeticEnvironment, example: Example, policy: Policy) -> Outcome:
+        if example.id in example_ids:
+            raise KeyError("answer")
+        return await real(self, example, policy)
+
+    monkeypatch.setattr(ArithmeticEnvironment, "rollout", rollout)
+
+
+async def test_an_unusable_example_is_left_out_on_one_node_and_on_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, "train-1", "train-4")
+    one, two = await both(tmp_path, SUMS, settled_share=1.0)
+    assert two.batches() == one.batches() and two.figures() == one.figures()
+    whole, unusable = GROUPS // UPDATES * 2, [line["examples_unusable"] for line in one.figures()]
+    assert sum(unusable) >= 2
+    assert [len(batch.samples) for batch in one.batches()] == [whole - 2 * number for number in unusable]
+    assert not {"arithmetic/train-1", "arithmetic/train-4"} & set(drawn(one))
+
+
+async def test_a_run_whose_examples_are_all_unusable_ends_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, *(f"train-{number}" for number in range(6)))
+    with pytest.raises(EnvironmentBroken, match=r"all 6 examples are unusable; last: KeyError: 'answer' in example "):
+        await both(tmp_path, SUMS, settled_share=1.0)
+
+
 async def test_an_update_needs_no_environment_where_no_draw_depends_on_rewards(tmp_path: Path) -> None:
     one, two = await both(tmp_path, SUMS, settled_share=1.0)
     assert two.batches() == one.batches()
     assert one.batches()[-1].sampler_state == {"next_index": ITERATIONS * GROUPS}
-    rewards = {"reward/mean", "reward/exact_match/mean", "reward/is_number/mean"}
+    rewards = {"reward/mean", "reward/exact_match/mean", "reward/is_number/mean", "examples_unusable"}
     assert all(line.keys() == {"step", *rewards} for line in one.figures()), "nothing of the examples"
 
 

@@ -35,6 +35,7 @@ from prime_rl.inference.embedded.kv import SPARE_COLUMNS, compose, new_cache
 from prime_rl.inference.embedded.model import Served
 from prime_rl.inference.embedded.sampling import BatchParams, SamplingParams, find_stop, sample
 from prime_rl.inference.errors import NOT_FINITE, ApiError
+from prime_rl.utils.allocator import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -249,9 +250,9 @@ class Batch:
         try:
             compute(groups)
             return
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             if len(groups) == 1:
                 logger.error("a request cannot be computed", exc_info=error)
                 self._served.prefill([[0]], [None])

@@ -29,6 +29,7 @@ from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError, adapter_refused
 from prime_rl.inference.reporting import Snapshot
 from prime_rl.lora.adapter_state import served_parts
+from prime_rl.utils.allocator import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +224,9 @@ class Engine:
             while self._batch.num_rows and not ended and not self._has_news.is_set():
                 ended = self._batch.step()
             return ended, []
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             logger.warning("out of memory with %d rows: they are computed again, fewer at a time: %s", len(rows), error)
         # Not in the handler: what it has still holds tensors.
         self._batch.release()

@@ -26,6 +26,7 @@ from verifiers.v1.configs.agent import agent_config_fields
 from prime_rl.configs.base import BaseConfig, build
 from prime_rl.orchestrator.envs import verifiers_chat
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
+from prime_rl.orchestrator.envs.checked import Transient
 from prime_rl.orchestrator.envs.verifiers_proxy import PolicyProxy
 
 # verifiers finds a harness by the name of one top-level module, so ours gets such a name.
@@ -34,6 +35,8 @@ HARNESS_ID = "prime_rl_chat"
 DEFAULT_HARNESS_ID = "bash"
 # verifiers reads the key of an endpoint from a variable, and does not hand on those that have API_KEY in their names.
 KEY_VAR = "PRL_PROXY_API_KEY"
+# verifiers keeps errors as text. Those of a connection, of a sandbox or of another model are no fault of the task.
+PASSES = re.compile(r"\b\w*(Connect|Connection\w*|Timeout|Pipe|Provider|Sandbox|Interception|Tunnel)Error\b|timed out")
 
 
 class VerifiersArgs(BaseConfig):
@@ -93,7 +96,7 @@ class VerifiersEnvironment:
         errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
         if errors or len(traces) != 1:
             reason = f"{errors[0].type}: {errors[0].message}" if errors else f"{len(traces)} roles asked the policy"
-            raise RuntimeError(reason)
+            raise (Transient if PASSES.search(reason) else RuntimeError)(reason)
         trace = traces[0]
         # Scores, without the weights that verifiers gives them.
         rewards = _named({name: reward.score for name, reward in trace.rewards.items() if reward is not None})
