@@ -1,24 +1,29 @@
-"""Write the pages of docs/ that are made from the code: commands.md, json.md, files.md, and the tables of runs.md.
+"""Write the pages of docs/ that the code makes: config.md, commands.md, json.md, files.md, and the tables of runs.md.
 
     python -m scripts.reference
 
-docs/config.md is made by `prime_rl.configs.reference`. A test compares all five with what is made.
+A test compares all five with what is made.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic.fields import FieldInfo
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from daemons.cli import app
 from prime_rl.base_model.__main__ import MakeBaseConfig
-from prime_rl.configs.reference import field_table
+from prime_rl.configs.base import BaseConfig, models_in, tag_of
+from prime_rl.configs.explain import default_text, type_text
+from prime_rl.configs.multinode import MultinodeConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.daemon_paths import DaemonPaths
 from prime_rl.contract.iterations import IterationDir
 from prime_rl.contract.layout import OutputDir, RunDir
@@ -29,6 +34,34 @@ from tui.cli import make_parser as tui_parser
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 # Help is wrapped to the width of the terminal.
 COLUMNS = "100"
+CONFIG_HEAD = """\
+# Config files
+
+Every field, with its default. An unknown field is an error. Any field can be set on the command line:
+`prl up @ system.toml --trainer.seq_len 4096`, `prl runs add run.toml --set optim.lr=1e-4`.
+
+`prl config explain optim.lr` prints one of them, and `prl config show FILE` all values of a file or a run with where
+each comes from: a line of the file, a flag, the workspace, other values, or the default. `prl config examples` lists
+example files; with `--copy DIR` it copies them.
+
+For completion and checks in an editor (Taplo, the TOML extension of VS Code), keep what
+`prl config schema orch` prints as `orch.schema.json` and begin the file with `#:schema ./orch.schema.json`. Other kinds
+are `system`, `trainer`, `inference` and `multinode`. Rules between fields are left to `prl runs validate FILE`.
+"""
+CONFIG_FILES: list[tuple[str, str, type[BaseConfig]]] = [
+    (
+        "A run: `orch.toml`",
+        "What `prl runs add FILE` takes. Fields without a default are required.",
+        OrchestratorConfig,
+    ),
+    (
+        "A workspace: the system file",
+        "What `prl up @ FILE` takes. The files of `prl trainer` and `prl inference` have the fields of `[trainer]` and "
+        "`[inference]`,\nwithout that prefix.",
+        SystemConfig,
+    ),
+    ("A group of nodes: `multinode.toml`", "What `prl multinode start @ FILE` takes.", MultinodeConfig),
+]
 COMMANDS_HEAD = """\
 # Commands
 
@@ -95,6 +128,46 @@ SECTIONS = [
 ]
 
 
+def config_page() -> str:
+    """The whole text of docs/config.md."""
+    sections = [CONFIG_HEAD]
+    for title, text, model in CONFIG_FILES:
+        sections += [f"## {title}\n\n{text}\n", *_tables(model, "")]
+    return "\n".join(sections)
+
+
+def _tables(model: type[BaseConfig], path: str) -> Iterator[str]:
+    """The fields of a TOML table, then the tables below it."""
+    if table := field_table(model):
+        yield table
+    texts = model.docs()
+    for name, field in _named(model):
+        inner, key = models_in(field.annotation), f"{path}.{name}".lstrip(".")
+        if len(inner) == 1:
+            heading = f"[[{key}]]" if "list[" in str(field.annotation) else f"[{key}]"
+            yield f"### `{heading}`\n\n{'Required. ' * field.is_required()}{texts.get(name, '')}\n"
+            yield from _tables(inner[0], key)
+        for chosen in inner if len(inner) > 1 else ():
+            yield f'### `[{key}]` with `type = "{tag_of(chosen)}"`\n\n{chosen.docs()["type"]}\n'
+            yield field_table(chosen, without=("type",))
+
+
+def field_table(model: type[BaseConfig], without: Collection[str] = ()) -> str:
+    """A row for each field that is not a table of its own; empty without any."""
+    texts = {name: text.replace("|", "\\|") for name, text in model.docs().items()}
+    rows = [
+        f"| `{name}` | {type_text(field)} | {default_text(field)} | {texts.get(name, '')} |"
+        for name, field in _named(model)
+        if len(models_in(field.annotation)) != 1 and name not in without
+    ]
+    return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n" if rows else ""
+
+
+def _named(model: type[BaseConfig]) -> list[tuple[str, FieldInfo]]:
+    """The fields by their keys in TOML."""
+    return [(field.alias or name, field) for name, field in model.model_fields.items()]
+
+
 def commands_page() -> str:
     """The whole text of docs/commands.md."""
     commands = [_command_section(words) for words in command_words()]
@@ -152,6 +225,7 @@ def runs_page() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "config": config_page,
     "commands": commands_page,
     "json": outputs_page,
     "files": files_page,

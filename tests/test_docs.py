@@ -16,7 +16,6 @@ import pytest
 from prime_rl.configs.losses import BaseLossConfig, LossConfig, MisLossConfig, TisLossConfig
 from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType
 from prime_rl.configs.reasoning_gym import WITHOUT_CURRICULUM, CurriculumConfig, ReasoningGymArgs
-from prime_rl.configs.reference import tables
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -337,10 +336,6 @@ def test_package_data_is_there() -> None:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     patterns = [(package, pattern) for package, listed in tool.get("package-data", {}).items() for pattern in listed]
     assert [each for each in patterns if not list((ROOT / each[0].replace(".", "/")).glob(each[1]))] == []
-
-
-def test_the_config_reference_is_made_from_the_configs() -> None:
-    assert (ROOT / "docs/config.md").read_text() == tables(), "python -m prime_rl.configs.reference > docs/config.md"
 
 
 async def test_the_class_of_the_data_page_reads_the_file_of_the_page(tmp_path: Path) -> None:

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import difflib
+import types
+import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
@@ -19,7 +22,6 @@ from prime_rl.configs.base import BaseConfig, models_in, tag_of
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.multinode import MultinodeConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.reference import default_text, type_text
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.trainer import TrainerConfig
 
@@ -30,6 +32,15 @@ KINDS: dict[str, tuple[type[BaseConfig], str]] = {
     "trainer": (TrainerConfig, "prl trainer @ FILE"),
     "inference": (InferenceConfig, "prl inference @ FILE"),
     "multinode": (MultinodeConfig, "prl multinode start @ FILE"),
+}
+
+LIMITS = {
+    "ge": "≥ {}",
+    "gt": "> {}",
+    "le": "≤ {}",
+    "lt": "< {}",
+    "min_length": "at least {}",
+    "max_length": "at most {}",
 }
 
 
@@ -150,6 +161,54 @@ def _table_text(field: FieldInfo, key: str, inner: list[type[BaseConfig]]) -> st
     if "list[" in str(field.annotation):
         return f"list of tables, [[{key}]]"
     return f"table, [{key}], by its type" if len(inner) > 1 else f"table, [{key}]"
+
+
+def type_text(field: FieldInfo) -> str:
+    """The type of a field in Markdown, with its limits: "integer, ≥ 1"."""
+    if models_in(field.annotation):
+        return "table, by its `type`"
+    limits = [
+        words.format(getattr(limit, name))
+        for limit in field.metadata
+        for name, words in LIMITS.items()
+        if getattr(limit, name, None) is not None
+    ]
+    return ", ".join([_annotation_text(field.annotation), *limits])
+
+
+def _annotation_text(annotation: Any) -> str:
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _annotation_text(inner[0])
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in inner)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_annotation_text(part) for part in inner if part is not type(None))
+    if origin in (list, tuple):
+        return f"list of {_annotation_text(inner[0])}"
+    if origin is dict:
+        return "table"
+    return {int: "integer", float: "number", str: "text", bool: "boolean", Path: "path"}.get(annotation, "any")
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default of a field in Markdown: its value as in TOML, "required" or "not set"."""
+    value = field.get_default(call_default_factory=True)
+    if field.is_required():
+        return "required"
+    if value is None:
+        return "not set"
+    return f"`{_toml(value)}`" if not isinstance(value, BaseConfig) else f'`type = "{getattr(value, "type", "")}"`'
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return str(value) if isinstance(value, (int, float)) else f'"{value}"'
 
 
 @cache
