@@ -30,14 +30,15 @@ SPARSE_BYTES = 2 << 30
 
 
 @pytest.fixture
-def neighbours(tmp_path: Path, untaught_model: Path) -> Iterator[Workspace]:
-    """A workspace with the embedded engine and a slot for each run; the good runs keep their batches."""
-    yield from closed(make_workspace(tmp_path, untaught_model, slots=3))
+def neighbours(request: pytest.FixtureRequest, tmp_path: Path, untaught_model: Path) -> Iterator[Workspace]:
+    """A workspace with an engine and a slot for each run; the good runs keep their batches."""
+    yield from closed(make_workspace(tmp_path, untaught_model, slots=3, engine=request.param))
 
 
-@pytest.fixture
-def neighbours_on_vllm(tmp_path: Path, untaught_model: Path) -> Iterator[Workspace]:
-    yield from closed(make_workspace(tmp_path, untaught_model, slots=3, engine="vllm"))
+on_embedded = pytest.mark.parametrize("neighbours", ["embedded"], indirect=True)
+on_both = pytest.mark.parametrize(
+    "neighbours", ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True
+)
 
 
 def config(workspace: Workspace, name: str, *changes: tuple[str, str], max_steps: int = NUM_STEPS) -> Path:
@@ -113,12 +114,12 @@ TOO_SHORT = ("seed = ", "seq_len = 4\nseed = ")
 HOSTILE = {
     "a learning rate that ruins its weights": (LR, r"not finite.*lr|lr.*not finite"),
     "a temperature that no float can divide by": (TEMPERATURE, r"sampling\.temperature"),
-    "a batch that no trainer can hold": (BATCH_SIZE, r"batch_size"),
     "prompts longer than its sequences": (TOO_SHORT, r"seq_len"),
 }
 
 
 @pytest.mark.slow
+@on_both
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_run_that_does_harm_ends_alone(neighbours: Workspace, name: str) -> None:
     change, reason = HOSTILE[name]
@@ -129,6 +130,16 @@ def test_a_run_that_does_harm_ends_alone(neighbours: Workspace, name: str) -> No
 
 
 @pytest.mark.slow
+@on_embedded
+def test_a_batch_that_no_trainer_can_hold_ends_its_run_alone(neighbours: Workspace) -> None:
+    add_good(neighbours)
+    put_bad(neighbours, BATCH_SIZE)
+    assert "batch_size" in reason_of_bad(neighbours)
+    check_good(neighbours)
+
+
+@pytest.mark.slow
+@on_embedded
 def test_a_batch_file_of_two_gigabytes_ends_its_run_alone(neighbours: Workspace) -> None:
     """A sparse one, which takes no disk."""
     add_good(neighbours)
@@ -143,6 +154,7 @@ def test_a_batch_file_of_two_gigabytes_ends_its_run_alone(neighbours: Workspace)
 
 
 @pytest.mark.slow
+@on_both
 def test_requests_that_do_harm_are_refused(neighbours: Workspace) -> None:
     add_good(neighbours)
     attack(neighbours)
@@ -167,22 +179,3 @@ def attack(workspace: Workspace) -> None:
             assert named in answer.text or "long" in answer.text, answer.text
         if all(workspace.runs()[run_id]["state"] == "finished" for run_id in GOOD):
             return
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in HOSTILE if HOSTILE[name][0] is not BATCH_SIZE])
-def test_a_run_that_does_harm_ends_alone_on_vllm(neighbours_on_vllm: Workspace, name: str) -> None:
-    change, reason = HOSTILE[name]
-    add_good(neighbours_on_vllm)
-    put_bad(neighbours_on_vllm, change)
-    assert re.search(reason, reason_of_bad(neighbours_on_vllm)), reason_of_bad(neighbours_on_vllm)
-    check_good(neighbours_on_vllm)
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_requests_that_do_harm_are_refused_on_vllm(neighbours_on_vllm: Workspace) -> None:
-    add_good(neighbours_on_vllm)
-    attack(neighbours_on_vllm)
-    check_good(neighbours_on_vllm)
