@@ -155,7 +155,7 @@ class FollowedRun:
 
             return WandbMonitor(table, self.run.monitors)
         if isinstance(table, TensorBoardConfig):
-            from daemons.monitors.tensorboard import TensorBoardMonitor
+            from daemons.monitors.services import TensorBoardMonitor
 
             return TensorBoardMonitor(table, self.run.monitors)
         if isinstance(table, TrackioConfig):
