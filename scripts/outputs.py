@@ -20,6 +20,7 @@ import msgspec
 
 from daemons.alerts.incident_file import OpenIncident
 from daemons.checks import Check
+from daemons.commands.config import Origin
 from daemons.commands.usage import Use
 from daemons.details import CheckpointView
 from daemons.differences import Difference
@@ -30,7 +31,6 @@ from daemons.forks import Fork
 from daemons.quiet import Silence
 from daemons.workspace import DaemonView, RefusedView, RunView
 from prime_rl.configs.explain import FieldFacts
-from prime_rl.configs.origins import Origin
 from prime_rl.contract.samples import Sample
 from prime_rl.contract.sweeps import SweepPlan
 

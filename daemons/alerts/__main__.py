@@ -3,6 +3,8 @@
     python -m daemons.alerts @ alerts.toml
 
 Files -> snapshot -> incidents (`rules`) -> messages (`targets`). It changes nothing in the workspace but its own files.
+Whether a reward has collapsed is judged by all batches in `metrics/orchestrator.jsonl`: that file is the memory, which
+a new start reads from its beginning. A look reads little of each, so a reward is unproven until its file is read.
 """
 
 from __future__ import annotations
@@ -13,28 +15,33 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from daemons.alerts.incident_file import OpenIncident, read_open, write_open
 from daemons.alerts.messages import message
-from daemons.alerts.rewards import RewardWatch
-from daemons.alerts.rules import Incident, incidents, is_well
+from daemons.alerts.rules import Incident, incidents, is_well, unproven
 from daemons.alerts.stacks import keep_stack
 from daemons.alerts.targets import Target, TargetError, dead_man, message_targets
 from daemons.quiet import Named, Silence, forget, is_silenced, muting, name_of, read_silences
-from daemons.workspace import Workspace
+from daemons.results import REWARD
+from daemons.workspace import RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
-from prime_rl.configs.alerts import AlertsConfig
+from prime_rl.configs.alerts import AlertsConfig, RewardRule
 from prime_rl.configs.base import ConfigError, parse_argv
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.metrics import parse_metrics
 from prime_rl.contract.nodes import BeatWatch, SeenNode
+from prime_rl.contract.run_state import RunState
 from prime_rl.contract.status import NodeStatus, Status, StatusWriter, read_status
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.secrets import close_handed
 from prime_rl.utils.signals import StopFlag
+from prime_rl.utils.tail import FileTail
 
 logger = logging.getLogger("alerts")
 
@@ -191,6 +198,73 @@ def main(argv: Sequence[str]) -> int:
         target.close(deadline - time.monotonic())
     status.close(state="stopped")
     return 0
+
+
+# Of 1 MiB each, of one run: thousands of batches, and no file is so large that the other runs wait for it.
+READS_PER_LOOK = 8
+# A run that has ended gets no better reward, so its incident is over; one that waits or is paused may go on.
+_ENDED = (RunState.FINISHED, RunState.FAILED, RunState.EVICTED)
+
+
+class RewardWatch:
+    """The rewards of the runs that hold a slot."""
+
+    def __init__(self, output: OutputDir, rule: RewardRule) -> None:
+        self._output, self._rule = output, rule
+        self._rewards: dict[str, _Rewards] = {}
+
+    def look(self, runs: Sequence[RunView]) -> Iterator[Incident]:
+        """Read what is new, and judge."""
+        active = [run.run_id for run in runs if run.state is RunState.ACTIVE]
+        self._rewards = {run_id: self._rewards.get(run_id) or self._begin(run_id) for run_id in active}
+        for run_id, rewards in self._rewards.items():
+            if not rewards.read() or rewards.mean is None:
+                yield from unproven(run_id, "reward_collapsed")
+            elif rewards.best - rewards.mean > self._rule.drop * abs(rewards.best):
+                what = f"mean reward of {self._rule.window} batches"
+                why = f"{what} is {rewards.mean:.3g}, was {rewards.best:.3g} at best"
+                yield Incident("reward_collapsed", run_id, why)
+        for run in runs:
+            if run.state not in (RunState.ACTIVE, *_ENDED):
+                yield from unproven(run.run_id, "reward_collapsed")
+
+    def _begin(self, run_id: str) -> _Rewards:
+        return _Rewards(self._output.run(run_id).orchestrator_metrics, self._rule.window)
+
+
+class _Rewards:
+    """Of one run. `mean`: of its newest `window` batches, None while there are fewer; `best`: the highest so far."""
+
+    def __init__(self, path: Path, window: int) -> None:
+        self._tail = FileTail(path)
+        self._newest: deque[tuple[int, float]] = deque(maxlen=window)
+        self.mean: float | None = None
+        self.best = float("-inf")
+
+    def read(self) -> bool:
+        """Read on; whether that was all."""
+        for _ in range(READS_PER_LOOK):
+            found = self._tail.read()
+            if found.reset:
+                self._newest.clear()
+                self.mean, self.best = None, float("-inf")
+            for line in found.lines:
+                self._take(line)
+            if not found.more:
+                return True
+        return False
+
+    def _take(self, line: bytes) -> None:
+        step, figures = parse_metrics(line) or (0, {})
+        if REWARD not in figures:
+            return
+        while self._newest and self._newest[-1][0] >= step:  # the run went back to a checkpoint
+            self._newest.pop()
+        self._newest.append((step, figures[REWARD]))
+        is_full = len(self._newest) == self._newest.maxlen
+        # Not fmean, which raises for sums without end: these are numbers of a tenant.
+        self.mean = sum(reward for _, reward in self._newest) / len(self._newest) if is_full else None
+        self.best = self.best if self.mean is None else max(self.best, self.mean)
 
 
 if __name__ == "__main__":

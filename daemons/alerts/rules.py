@@ -54,7 +54,7 @@ def unproven(subject: str, *kinds: AlertKind) -> Iterator[Incident]:
 def incidents(
     workspace: Workspace, nodes: Iterable[SeenNode], free_bytes: int | None, min_free_gb: float
 ) -> list[Incident]:
-    """All that is wrong or unproven but collapsed rewards, which need more than a snapshot (`rewards`)."""
+    """All that is wrong or unproven but collapsed rewards, which need more than a snapshot (`RewardWatch`)."""
     supervisor = workspace.daemon(SUPERVISOR)
     is_watched = supervisor is None or supervisor.state not in (LOST, STALLED)
     run_ids = {run.run_id for run in workspace.runs}

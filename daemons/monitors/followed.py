@@ -151,7 +151,7 @@ class FollowedRun:
 
     def _monitor(self, table: BaseConfig) -> Monitor:
         if isinstance(table, WandbConfig):
-            from daemons.monitors.wandb import WandbMonitor
+            from daemons.monitors.services import WandbMonitor
 
             return WandbMonitor(table, self.run.monitors)
         if isinstance(table, TensorBoardConfig):
@@ -159,7 +159,7 @@ class FollowedRun:
 
             return TensorBoardMonitor(table, self.run.monitors)
         if isinstance(table, TrackioConfig):
-            from daemons.monitors.trackio import TrackioMonitor
+            from daemons.monitors.services import TrackioMonitor
 
             return TrackioMonitor(table, self.run.monitors, OutputDir(self.run.path.parent).trackio)
         assert isinstance(table, PrometheusConfig)

@@ -25,7 +25,7 @@ from tests.patience import PATIENCE_S
 from tests.tui_support import add_run, build_workspace, opened_app, orch_toml, until
 from tui.actions.jobs import Job
 from tui.app import PrlApp
-from tui.dialogs.add import AddDialog
+from tui.dialogs.add import AddDialog, TomlArea
 from tui.dialogs.delete import DeleteDialog
 from tui.dialogs.evict import ALWAYS, EvictDialog
 from tui.messages import ActionEntry
@@ -33,7 +33,6 @@ from tui.screens.acting import ActsOnRuns
 from tui.screens.runs import RunsScreen
 from tui.widgets.foot import CommandLine
 from tui.widgets.runs_table import RunsTable
-from tui.widgets.toml_area import TomlArea
 
 
 @pytest.fixture

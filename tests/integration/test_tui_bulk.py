@@ -14,14 +14,13 @@ from tests.integration.test_tui_actions import configs, opened, outcome, select,
 from tests.tui_support import add_run, screen_text, until
 from tui.actions.workspace_jobs import up_choices
 from tui.app import PrlApp
-from tui.dialogs.add import AddDialog
+from tui.dialogs.add import AddDialog, TomlArea
 from tui.dialogs.delete import DeleteDialog
 from tui.dialogs.evict import EvictDialog
 from tui.dialogs.job import ChooseDialog, ConfirmDialog
 from tui.screens.action_log import ActionLogScreen
 from tui.screens.command import CommandScreen
 from tui.screens.runs import RunsScreen
-from tui.widgets.toml_area import TomlArea
 
 
 def home(app: PrlApp) -> RunsScreen:

@@ -20,11 +20,10 @@ from tests.integration.test_tui_actions import opened, outcome, select
 from tests.patience import PATIENCE_S
 from tests.tui_support import build_workspace, orch_toml, settled, until
 from tui.actions.draft import read_draft
-from tui.dialogs.add import AddDialog
+from tui.dialogs.add import AddDialog, TomlArea
 from tui.dialogs.job import ChooseDialog
 from tui.screens.runs import RunsScreen
 from tui.widgets.runs_table import RunsTable
-from tui.widgets.toml_area import TomlArea
 
 DISK_CALLS = ("stat", "lstat", "open", "scandir", "listdir", "readlink", "mkdir", "rename")
 

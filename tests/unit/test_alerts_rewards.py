@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from daemons.alerts import rewards
-from daemons.alerts.rewards import RewardWatch
+from daemons.alerts import __main__ as alerts
+from daemons.alerts.__main__ import RewardWatch
 from prime_rl.configs.alerts import RewardRule
 from prime_rl.contract.files import append_line
 from prime_rl.contract.layout import OutputDir
@@ -86,7 +86,7 @@ def test_a_new_start_and_a_run_that_comes_back_are_judged_by_all_batches(run: Ru
 
 
 def test_a_file_is_read_in_steps_and_nothing_is_told_before_its_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewards, "READS_PER_LOOK", 1)
+    monkeypatch.setattr(alerts, "READS_PER_LOOK", 1)
     run.train(0.8, 0.8, *[0.1] * (tail.CHUNK_BYTES // 80))
     assert run.file.stat().st_size > tail.CHUNK_BYTES
     watch = run.watch()

@@ -18,9 +18,7 @@ import pytest
 from daemons.monitors.base import Monitor
 from daemons.monitors.feed import MAX_FIGURES, Feed, Positions
 from daemons.monitors.prometheus import PrometheusMonitor, PrometheusPage
-from daemons.monitors.services import TensorBoardMonitor
-from daemons.monitors.trackio import TrackioMonitor
-from daemons.monitors.wandb import WandbMonitor
+from daemons.monitors.services import TensorBoardMonitor, TrackioMonitor, WandbMonitor
 from prime_rl.configs.monitors import PrometheusConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 from prime_rl.contract.files import append_line, wait_for
 from prime_rl.contract.layout import RunDir

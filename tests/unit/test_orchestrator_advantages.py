@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType, OrchestratorConfig
-from prime_rl.orchestrator.advantage import EPSILON, compute_advantages, weighted_advantages
-from prime_rl.orchestrator.batch import assemble_batch, has_signal
+from prime_rl.orchestrator.batch import EPSILON, assemble_batch, compute_advantages, has_signal, weighted_advantages
 from prime_rl.orchestrator.envs.checked import EnvironmentFault
 from prime_rl.orchestrator.rollout import Group
 from tests.unit.test_orchestrator_pure import a_group, a_rollout

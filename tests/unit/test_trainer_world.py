@@ -9,8 +9,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from prime_rl.contract.files import wait_for
-from prime_rl.trainer.liveness import LEFT, Liveness, Pulse
-from prime_rl.trainer.world import WorldError, name_of_this_start, setup_world
+from prime_rl.trainer.world import LEFT, Liveness, Pulse, WorldError, name_of_this_start, setup_world
 from tests.patience import PATIENCE_S
 from tests.trainer_support import solo_world
 

@@ -133,19 +133,19 @@ class SteersRuns(Performs):
         self._ask_for_many(f"continue {name_runs(run_ids)}", run_ids, words, "Continue", job)
 
     def _open_fork(self, version: str) -> None:
-        from tui.dialogs.branch import ForkDialog
+        from tui.dialogs.steer import ForkDialog
 
         run_ids = ids_of(self._some())
         self.app.push_screen(ForkDialog(self.output_dir, run_ids, self.perform, version=version))
 
     def _open_export(self, folder: str) -> None:
-        from tui.dialogs.branch import ExportDialog
+        from tui.dialogs.steer import ExportDialog
 
         run_ids, version = ids_of(self._some()), self.target_version()
         self.app.push_screen(ExportDialog(self.output_dir, run_ids, self.perform, version=version, out=folder))
 
     def _open_sweep(self, file: str, name: str) -> None:
-        from tui.dialogs.branch import SweepDialog
+        from tui.dialogs.steer import SweepDialog
 
         self.app.push_screen(SweepDialog(self.output_dir, self.perform, file=file, name=name))
 
@@ -180,7 +180,7 @@ class SteersRuns(Performs):
             return
         run_id = row.run_id
         from daemons.differences import RunDifference, diff_runs
-        from tui.dialogs.diff import DiffDialog
+        from tui.dialogs.steer import DiffDialog
 
         command = prl_command(self.output_dir, "runs", "diff", run_id, words)
 
