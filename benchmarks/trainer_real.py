@@ -28,7 +28,7 @@ from benchmarks.trainer_peft import PeftTrainer
 from benchmarks.trainer_step import Tenants, bench_sample
 from prime_rl.contract.types import SampleColumns
 from prime_rl.trainer.fit.predict import model_config
-from prime_rl.utils.allocator import set_up_memory
+from prime_rl.utils.runtime import set_up_memory
 
 NUM_RUNS, RANK, NUM_STEPS, NUM_PAIRS = 8, 16, 3, 3
 SMOLLM2 = ("smollm2-135m", 16, 256)

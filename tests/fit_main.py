@@ -26,7 +26,7 @@ from prime_rl.trainer.sharding import mesh_of
 from prime_rl.trainer.step import forward_backward
 from prime_rl.trainer.whole_run import ShardedWeights, WholeModel
 from prime_rl.trainer.world import setup_world
-from prime_rl.utils.allocator import set_up_memory
+from prime_rl.utils.runtime import set_up_memory
 from tests.patience import PATIENCE_S
 
 PROC = Path("/proc/self")

@@ -38,7 +38,7 @@ from prime_rl.trainer.fused import computed_again, fuse_mlps, fuse_norms, token_
 from prime_rl.trainer.remade import made_again
 from prime_rl.trainer.sharding import decoder_layers, mesh_of, shard_model, shard_trainable
 from prime_rl.trainer.world import World
-from prime_rl.utils.allocator import give_back_holes
+from prime_rl.utils.runtime import give_back_holes
 
 logger = logging.getLogger(__name__)
 

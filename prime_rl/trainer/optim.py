@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from prime_rl.configs.orchestrator import OptimConfig, OrchestratorConfig, SchedulerConfig
 from prime_rl.trainer.muon import Muon
 from prime_rl.trainer.world import World
-from prime_rl.utils.allocator import is_out_of_memory
+from prime_rl.utils.runtime import is_out_of_memory
 
 Params = list[nn.Parameter]
 # An optimizer's state: by number of the parameter, its own names and values.

@@ -42,7 +42,7 @@ from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.control import Evictions
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.world import World
-from prime_rl.utils.allocator import give_back_holes, is_out_of_memory
+from prime_rl.utils.runtime import give_back_holes, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from prime_rl.contract.types import MicroBatch
 from prime_rl.trainer import checkpoint, step
 from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.optim import RunOptimizer
-from prime_rl.utils.allocator import is_out_of_memory
+from prime_rl.utils.runtime import is_out_of_memory
 from tests.isolation_support import NUM_STEPS, Adapter, all_done, check, put_run, put_runs
 from tests.trainer_support import (
     make_batch,

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from prime_rl.utils.allocator import give_back_holes
+from prime_rl.utils.runtime import give_back_holes
 from tests.fit_main import memory
 
 MIB = 1 << 20

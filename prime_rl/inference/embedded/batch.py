@@ -35,7 +35,7 @@ from prime_rl.inference.embedded.kv import SPARE_COLUMNS, compose, new_cache
 from prime_rl.inference.embedded.model import Served
 from prime_rl.inference.embedded.sampling import BatchParams, SamplingParams, find_stop, sample
 from prime_rl.inference.errors import NOT_FINITE, ApiError
-from prime_rl.utils.allocator import is_out_of_memory
+from prime_rl.utils.runtime import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

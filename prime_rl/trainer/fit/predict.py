@@ -57,7 +57,7 @@ MOMENTS = 2
 HOST_COPIES = 2 + MOMENTS
 # Slots that are measured: of more, each costs its own bytes, and a pass over their rows takes no more.
 MOST_MEASURED_RUNS = 8
-# Blocks that are used again leave holes (`utils.allocator`): of what is kept for backward, so much more, where a pass
+# Blocks that are used again leave holes (`utils.runtime`): of what is kept for backward, so much more, where a pass
 # gives them back from time to time, and where it does not. Measured.
 HOLES_GIVEN_BACK, HOLES_KEPT = 0.15, 0.27
 # The layers that are measured; more of a sharded model, as only from the third on all that overlaps does.
