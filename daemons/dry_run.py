@@ -14,9 +14,8 @@ from typing import Any
 
 from daemons.launchers.placement import Place, compact, nodes_needed, place_all
 from daemons.launchers.slurm import Allocation, step_command
-from daemons.specs import DaemonSpec, orchestrator_spec, service_specs
+from daemons.specs import DaemonSpec, on_nodes, orchestrator_spec, service_specs
 from daemons.submit import is_for_a_job, script, submission
-from daemons.torchrun import on_nodes
 from prime_rl.configs.deployment import SlurmConfig
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir, RunDir

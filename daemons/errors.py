@@ -7,7 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import LayoutError
+from prime_rl.utils import extras
 
 
 class ActionError(RuntimeError):
@@ -56,3 +58,21 @@ def in_one_line(text: str) -> str:
 def printable(text: str) -> str:
     """Typed text whose bytes Python could not decode, decoded as UTF-8 where it is valid UTF-8."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
+
+
+def need_daemons(system: SystemConfig) -> None:
+    """What the daemons of a workspace need. Raises ActionError."""
+    need_cpu()
+    if system.inference.engine == "vllm":
+        need("gpu", "vllm")
+
+
+def need_cpu() -> None:
+    """What trainer, inference, orchestrators and the tools for models need. Raises ActionError."""
+    need("cpu", *extras.CPU)
+
+
+def need(extra: str, *modules: str) -> None:
+    """Raises ActionError when a module of the extra is not installed."""
+    if sentence := extras.missing(extra, *modules):
+        raise ActionError(sentence)

@@ -22,8 +22,7 @@ from typing import IO
 from daemons import audit
 from daemons.cards import CardFacts, model_card
 from daemons.details import hide_secrets
-from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors
-from daemons.extras import need, need_cpu
+from daemons.errors import ActionError, WrongUseError, in_one_line, need, need_cpu, one_line_errors
 from daemons.in_use import Progress
 from daemons.process import python_module, run_child
 from daemons.results import read_config, read_result

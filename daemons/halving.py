@@ -26,7 +26,7 @@ from daemons.run_files import RunFiles, Stamp, stamp_of
 from prime_rl.contract.early_stop import series
 from prime_rl.contract.files import read_end, read_file, remove, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
-from prime_rl.contract.marks import read_mark
+from prime_rl.contract.run_state import read_mark
 from prime_rl.contract.status import DaemonStatus, RunStatus, read_status
 from prime_rl.contract.sweeps import MAX_PLAN_BYTES, SweepPlan, list_sweeps, read_plan
 

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from daemons.errors import ActionError, expand_home, in_one_line
-from daemons.extras import need
+from daemons.errors import ActionError, expand_home, in_one_line, need
 from daemons.trash import existing_run
 from daemons.versions import Version, find_version, parse_version
 from prime_rl.configs.base import ConfigError, load_config

@@ -26,8 +26,7 @@ import tomli_w
 
 from daemons import starting, stopping
 from daemons.base_model import check_model
-from daemons.errors import ActionError, WrongUseError
-from daemons.extras import need_daemons
+from daemons.errors import ActionError, WrongUseError, need_daemons
 from daemons.launchers.base import LaunchError
 from daemons.pidfile import SupervisorLock
 from daemons.process import python_module, run_child
@@ -54,7 +53,7 @@ from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.condition import STALLED
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
-from prime_rl.utils.gpus import count_gpus
+from prime_rl.utils.runtime import count_gpus
 
 # On top of the time in which a daemon may finish and save, and all of it may need the grace.
 RESTART_MARGIN_S = 15.0

@@ -139,7 +139,7 @@ def test_endpoints_are_those_of_the_server() -> None:
     from starlette.routing import Route
 
     from prime_rl.configs.inference import InferenceConfig
-    from prime_rl.inference.embedded.api import Api
+    from prime_rl.inference.embedded.server import Api
     from prime_rl.inference.front import build_app
     from prime_rl.inference.vllm.control import ENDPOINTS
 

@@ -19,7 +19,7 @@ READS = ("daemons.workspace", "daemons.workspace_reader", "daemons.disk", "daemo
 ACTS = (
     *("daemons.actions", "daemons.set_keys", "daemons.forks", "daemons.rollback", "daemons.sweeps"),
     *("daemons.exports", "daemons.chat", "daemons.quiet", "daemons.up_and_down", "daemons.versions", "daemons.doctor"),
-    *("daemons.alerts.incident_file", "daemons.alerts.messages", "daemons.errors", "daemons.differences"),
+    *("daemons.alerts.incident_file", "daemons.alerts.targets", "daemons.errors", "daemons.differences"),
 )
 # package -> what of this project, and of the heavy libraries, it may import
 ALLOWED: dict[str, tuple[str, ...]] = {

@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tui.app import PrlApp
     from tui.glyphs import plain_glyphs
     from tui.memory import default_path
-    from tui.readers.findings import find
+    from tui.readers.alerts import find
 
     glyphs = plain_glyphs(os.environ.get("TERM", ""), sys.stdout.encoding or "utf-8")
     app = PrlApp(

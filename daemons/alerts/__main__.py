@@ -22,10 +22,9 @@ from pathlib import Path
 import msgspec
 
 from daemons.alerts.incident_file import OpenIncident, read_open, write_open
-from daemons.alerts.messages import message
 from daemons.alerts.rules import Incident, incidents, is_well, unproven
 from daemons.alerts.stacks import keep_stack
-from daemons.alerts.targets import Target, TargetError, dead_man, message_targets
+from daemons.alerts.targets import Target, TargetError, dead_man, message, message_targets
 from daemons.quiet import Named, Silence, forget, is_silenced, muting, name_of, read_silences
 from daemons.results import REWARD
 from daemons.workspace import RunView, Workspace

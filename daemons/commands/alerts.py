@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from daemons.alerts.incident_file import OpenIncident, read_open
-from daemons.alerts.messages import message, sentence
+from daemons.alerts.targets import message, sentence
 from daemons.commands.common import (
     JsonOption,
     OutputDirOption,

@@ -75,7 +75,7 @@ def demo(
     """
     from daemons.commands.up import Progress
     from daemons.demo import Recipe, run_demo, with_settings
-    from daemons.extras import need_daemons
+    from daemons.errors import need_daemons
     from prime_rl.configs.base import build, load_toml, merge, read_argv
     from prime_rl.configs.system import SystemConfig
     from prime_rl.utils.signals import StopFlag

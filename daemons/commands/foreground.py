@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, flags_help
-from daemons.extras import need_cpu
+from daemons.errors import need_cpu
 from daemons.specs import FIT_MODULE, INFERENCE, MAKE_BASE_MODULE, ORCHESTRATOR, TRAINER, module_of
 from prime_rl.configs import fit_flags
 

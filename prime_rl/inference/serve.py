@@ -1,6 +1,7 @@
 """Serving an ASGI application on a socket that is already bound, until a stop is asked for or the engine fails.
 
-Used by both engines. Signals belong to the entry file: uvicorn gets none.
+Used by both engines. Signals belong to the entry file: uvicorn gets none. A connection that sends too much or too
+slowly before its request begins is closed. What an engine counts goes into its status file.
 """
 
 from __future__ import annotations
@@ -8,14 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+import msgspec
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.status import StatusWriter
-from prime_rl.inference.connection import MAX_HEAD_BYTES, Connection
-from prime_rl.inference.reporting import EngineReporter
+from prime_rl.inference.errors import error_body
+from prime_rl.utils.clock import TokenRate
+from prime_rl.utils.signals import StopFlag
 
 # How long requests in flight may still take after a stop was asked for; below the supervisor's grace.
 DRAIN_S = 5
@@ -93,3 +100,93 @@ async def _report(
         # A write waits for the disk: not in the event loop.
         await asyncio.to_thread(reporter.tick, tick())
         await asyncio.sleep(REPORT_EVERY_S)
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """`sock` is bound and does not listen yet; `api_key` is None when no key is required."""
+
+    config: InferenceConfig
+    sock: socket.socket
+    api_key: str | None
+    stop: StopFlag
+    status: StatusWriter
+
+
+# Long enough to be steady over one batch of requests, short enough to show an idle server as idle.
+WINDOW_S = 5.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The figures of an engine. `num_tokens` are those generated since the start; `kv_use` is from 0 to 1."""
+
+    adapters: Sequence[str] = ()
+    num_running: int = 0
+    num_waiting: int = 0
+    num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    kv_use: float | None = None
+
+
+class EngineReporter:
+    """Writes a snapshot into the status file at every `tick`, with the rate over the last WINDOW_S."""
+
+    def __init__(
+        self, status: StatusWriter, read: Callable[[], Snapshot], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._status = status
+        self._read = read
+        self._rate = TokenRate(WINDOW_S, clock)
+
+    def tick(self, waiting_on: str | None = None) -> None:
+        """Read a snapshot and update the status file with it."""
+        snapshot = self._read()
+        self._status.update(
+            waiting_on=waiting_on,
+            adapters=list(snapshot.adapters),
+            num_running=snapshot.num_running,
+            num_waiting=snapshot.num_waiting,
+            progress=snapshot.num_tokens,
+            kv_use=None if snapshot.kv_use is None else round(snapshot.kv_use, 4),
+            tokens_per_s=round(self._rate.per_s(snapshot.num_tokens), 1),
+        )
+
+
+# The request line and all headers together.
+MAX_HEAD_BYTES = 32 * 2**10
+# From the first byte, or from the connection. The body has a limit of its own (`guard`).
+HEAD_TIMEOUT_S = 10.0
+
+
+class Connection(H11Protocol):
+    """uvicorn's, which waits for the rest of a request for ever, and answers what is not HTTP in a form of its own."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Give the first request its time."""
+        super().connection_made(transport)
+        self._limit()
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came. Time counts while no request is answered: for its head, and the rest of a refused body."""
+        super().data_received(data)
+        self._limit()
+
+    def _limit(self) -> None:
+        is_waiting = self.cycle is None or self.cycle.response_complete
+        if is_waiting and self._late is None:
+            self._late = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+        elif not is_waiting and self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP in OpenAI's form; what was being answered is broken off."""
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            message = f"{msg} It must be HTTP/1.1, with a head of at most {MAX_HEAD_BYTES} bytes."
+            body = msgspec.json.encode(error_body(400, message))
+            head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        self.transport.close()

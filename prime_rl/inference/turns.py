@@ -2,6 +2,7 @@
 
 Such a suspect shares the engine with nothing until its first PROOFS requests have ended, and all others wait, so a note
 with a suspect in it names the one that ended the engine. Turns are short, and go to who waited for its own longest.
+`Turnstile`: requests that generate go through together, a change of the weights alone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from prime_rl.contract.work import Item, WorkNote
 from prime_rl.inference.errors import ApiError
@@ -138,3 +139,54 @@ class Turns:
     def _whose(self, run_id: str) -> str | None:
         """Whose turn is that of a run."""
         return run_id if run_id in self._suspects else None
+
+
+class StillInUse(RuntimeError):
+    """Requests did not end in time; `num_users` of them are left."""
+
+    def __init__(self, num_users: int) -> None:
+        super().__init__(f"{num_users} still in use")
+        self.num_users = num_users
+
+
+class Turnstile:
+    """Admits no new user while a caller is `alone` or waits for it, so a stream of requests cannot hold up a change."""
+
+    def __init__(self) -> None:
+        self._num_users = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._one_at_a_time = asyncio.Lock()
+
+    async def enter(self) -> contextlib.AbstractContextManager[None]:
+        """Wait for admission; enter the returned context at once, without an `await` in between."""
+        while not self._open.is_set():
+            await self._open.wait()
+        return self._inside()
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._num_users += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            if not self._num_users:
+                self._empty.set()
+
+    @contextlib.asynccontextmanager
+    async def alone(self, timeout_s: float) -> AsyncIterator[None]:
+        """Admit no requests, wait until all have left. Raises StillInUse after `timeout_s`."""
+        async with self._one_at_a_time:
+            self._open.clear()
+            try:
+                try:
+                    await asyncio.wait_for(self._empty.wait(), timeout_s)
+                except TimeoutError:
+                    raise StillInUse(self._num_users) from None
+                yield
+            finally:
+                self._open.set()

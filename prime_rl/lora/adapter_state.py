@@ -25,8 +25,7 @@ from prime_rl.contract.peft import ADAPTER_FILE as ADAPTER_FILE
 from prime_rl.contract.peft import CONFIG_FILE, MAX_CONFIG_BYTES, read_adapter_config
 from prime_rl.contract.peft import AdapterConfig as AdapterConfig
 from prime_rl.lora.linear import MultiLoRALinear
-from prime_rl.lora.misfit import Shapes, misfit, shapes_of
-from prime_rl.lora.tensor_files import load_tensors, open_tensors
+from prime_rl.lora.tensor_files import Shapes, load_tensors, misfit, open_tensors, shapes_of
 
 # A rank of 256 in every linear layer of a model with 70 billion parameters takes about as much.
 MAX_ADAPTER_BYTES = 8 << 30

@@ -38,9 +38,9 @@ from prime_rl.multinode.records import (
 )
 from prime_rl.multinode.store import DiskStore, NodeFacts
 from prime_rl.multinode.work import PhaseWork
-from prime_rl.utils.gpus import count_gpus
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.network import own_address
+from prime_rl.utils.runtime import count_gpus
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.watch import Watcher
 

@@ -17,7 +17,7 @@ from typing import Any, Never, TypeVar
 
 from prime_rl.contract.files import WaitStopped, WaitTimeout, wait_for
 from prime_rl.contract.layout import RunDir
-from prime_rl.contract.marks import read_mark
+from prime_rl.contract.run_state import read_mark
 from prime_rl.contract.status import LOST_AFTER_S, RunStatus, is_there, read_status
 from prime_rl.utils.background import cancel_all, log_failure
 

@@ -17,7 +17,7 @@ from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import Scheduler
-from prime_rl.utils.rates import TokenRate
+from prime_rl.utils.clock import TokenRate
 from prime_rl.utils.text import one_line
 
 logger = logging.getLogger("orchestrator")

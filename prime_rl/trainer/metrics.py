@@ -22,7 +22,7 @@ from prime_rl.trainer.kept import RatioWriter
 from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
-from prime_rl.utils.rates import TokenRate
+from prime_rl.utils.clock import TokenRate
 from prime_rl.utils.text import printable
 
 PHASES = ("wait", "forward_backward", "optim", "broadcast", "checkpoint")

@@ -31,8 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.lora.inject import apply_lora_to_model
-from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
+from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
 from prime_rl.trainer.attention import Segments, can_pack, use_packed_attention, use_rotary
 from prime_rl.trainer.fused import computed_again, fuse_mlps, fuse_norms, token_logprobs
 from prime_rl.trainer.remade import made_again

@@ -15,7 +15,7 @@ from torch import Tensor
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.peft import has_adapter
 from prime_rl.lora.adapter_state import AdapterConfig
-from prime_rl.lora.misfit import misfit, shapes_of
+from prime_rl.lora.tensor_files import misfit, shapes_of
 
 
 def check_init(run: RunDir, wanted: str) -> None:

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from prime_rl.configs.orchestrator import RunLoRAConfig
-from prime_rl.lora.misfit import misfit, shapes_of
-from prime_rl.lora.tensor_files import load_tensors
+from prime_rl.lora.tensor_files import load_tensors, misfit, shapes_of
 from prime_rl.trainer.checkpoint import Snapshots
 from prime_rl.trainer.optim import Moments
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun

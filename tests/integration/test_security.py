@@ -346,7 +346,7 @@ REMOTE_CODE = """
 import sys
 from prime_rl.configs.base import build
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.limits import max_model_len
+from prime_rl.inference.weight_files import max_model_len
 from prime_rl.trainer.model import ModelError, _load_base
 import torch
 for load in (lambda: _load_base(sys.argv[1], torch.float32),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.inference.vllm import private
-from prime_rl.inference.vllm.arguments import environment
+from prime_rl.inference.vllm.server import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "prime_rl/inference/vllm"

@@ -10,9 +10,8 @@ import pytest
 
 from daemons.alerts.__main__ import LOOK_EVERY_S, Alerts
 from daemons.alerts.incident_file import OpenIncident, read_open
-from daemons.alerts.messages import _WORDS, message
 from daemons.alerts.rules import CRASH_LASTS_S, MAX_TEXT_CHARS, Incident, incidents, is_well
-from daemons.alerts.targets import Message
+from daemons.alerts.targets import _WORDS, Message, message
 from daemons.workspace import DaemonView, RefusedView, RunView, Workspace
 from prime_rl.configs.alerts import ALERT_KINDS, AlertKind, AlertsConfig
 from prime_rl.configs.base import ConfigError, build

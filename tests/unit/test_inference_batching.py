@@ -29,7 +29,7 @@ from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, Job, _c
 from prime_rl.inference.embedded.kv import SPARE_COLUMNS
 from prime_rl.inference.embedded.model import ModelError, Served, load_model
 from prime_rl.inference.embedded.sampling import BatchParams, SamplingParams
-from prime_rl.inference.limits import max_model_len
+from prime_rl.inference.weight_files import max_model_len
 from prime_rl.lora.adapter_state import load_adapter
 from tests.inference_support import adapter_tensors, linear_shapes, make_model
 

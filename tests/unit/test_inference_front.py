@@ -24,12 +24,11 @@ from prime_rl.contract.served import LOGPROBS_HEADER
 from prime_rl.contract.work import read_work
 from prime_rl.inference.bodies import decoded, json_response
 from prime_rl.inference.checks import StartError
+from prime_rl.inference.child_processes import PREFIX, private_tmp
 from prime_rl.inference.errors import ApiError
-from prime_rl.inference.front import build_app
-from prime_rl.inference.health import FRESH_S, HealthProbe
-from prime_rl.inference.limits import adapter_bytes, check_adapter_room
-from prime_rl.inference.private_tmp import PREFIX, private_tmp
-from prime_rl.inference.turnstile import StillInUse, Turnstile
+from prime_rl.inference.front import FRESH_S, HealthProbe, build_app
+from prime_rl.inference.turns import StillInUse, Turnstile
+from prime_rl.inference.weight_files import adapter_bytes, check_adapter_room
 from tests.patience import PATIENCE_S
 from tests.unit.test_inference_http import adapter, ask
 
@@ -331,7 +330,7 @@ def tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 HOLD = (
     "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-    "from prime_rl.inference.private_tmp import private_tmp\n"
+    "from prime_rl.inference.child_processes import private_tmp\n"
     "with private_tmp() as folder:\n"
     "    (folder / 'left').touch(); print(folder, flush=True); sys.stdin.read()\n"
 )

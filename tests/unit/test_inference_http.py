@@ -20,9 +20,8 @@ from prime_rl.inference.checks import StartError, base_url, bind, check_model, r
 from prime_rl.inference.embedded.protocol import ChatRequest, CompletionRequest, parsed
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import MAX_BODY_BYTES, Guard, confined_adapter
-from prime_rl.inference.reporting import WINDOW_S, EngineReporter, Snapshot
-from prime_rl.inference.serve import EngineFailed, serve
-from prime_rl.inference.vllm.arguments import command_line, environment, round_rank, server_arguments
+from prime_rl.inference.serve import WINDOW_S, EngineFailed, EngineReporter, Snapshot, serve
+from prime_rl.inference.vllm.server import command_line, environment, round_rank, server_arguments
 from prime_rl.utils.network import is_loopback
 
 

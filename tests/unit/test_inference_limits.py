@@ -14,12 +14,12 @@ import pytest
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
-from prime_rl.inference import connection, guard
+from prime_rl.inference import guard
+from prime_rl.inference import serve as serving_module
 from prime_rl.inference.checks import bind
 from prime_rl.inference.front import build_app
 from prime_rl.inference.lengths import MAX_MESSAGES, Room
-from prime_rl.inference.reporting import EngineReporter, Snapshot
-from prime_rl.inference.serve import serve
+from prime_rl.inference.serve import MAX_HEAD_BYTES, EngineReporter, Snapshot, serve
 from tests.patience import PATIENCE_S
 from tests.unit.test_inference_front import Engine
 from tests.unit.test_inference_http import ask
@@ -75,7 +75,7 @@ def trickle(*, after: bytes = b"") -> list[bytes]:
 
 
 async def test_a_head_that_trickles_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(serving_module, "HEAD_TIMEOUT_S", 0.2)
     async with serving(tmp_path) as address:
         assert await said(address) == b"", "nothing at all"
         assert await said(address, *trickle(after=HEAD + b"x-slow: "), pause_s=0.02) == b""
@@ -86,7 +86,7 @@ async def test_a_head_that_trickles_is_not_waited_for(tmp_path: Path, monkeypatc
 
 async def test_a_body_that_trickles_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(serving_module, "HEAD_TIMEOUT_S", 0.2)
     async with serving(tmp_path) as address:
         slow = await said(address, *trickle(after=HEAD + b"content-length: 1000000\r\n\r\n"), pause_s=0.02)
         assert slow.startswith(b"HTTP/1.1 408") and b"The body did not come within 0.2 s." in slow
@@ -109,7 +109,7 @@ async def test_what_is_not_http_is_an_error_of_the_common_form(tmp_path: Path) -
 
 
 async def test_a_head_has_a_limit(tmp_path: Path) -> None:
-    most = connection.MAX_HEAD_BYTES
+    most = MAX_HEAD_BYTES
     async with serving(tmp_path) as address:
         for piece in (HEAD + b"x: " + b"y" * 9 * most, HEAD + b"x: y\r\n" * most, b"GET /" + b"a" * 9 * most):
             # Where the client still sends, the system may drop the answer with the connection.

@@ -25,7 +25,7 @@ from daemons.launchers.agent import (
     worst_of,
 )
 from daemons.launchers.ending import kill_strays, strays_of
-from daemons.torchrun import on_nodes, start_ranks
+from daemons.specs import on_nodes, start_ranks
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S

@@ -22,9 +22,9 @@ from prime_rl.contract.status import GroupStatus, NodeStatus
 from prime_rl.multinode import node
 from prime_rl.multinode.flags import NodeFlags, num_ranks, parse_flags
 from prime_rl.multinode.records import RlPhase
-from prime_rl.utils.gpus import count_gpus, listed_gpus
 from prime_rl.utils.node_watch import NodeReader
 from prime_rl.utils.process import ProcessId
+from prime_rl.utils.runtime import count_gpus, listed_gpus
 from tests.patience import PATIENCE_S
 
 GOOD = "--num-nodes 3 --rank-weights 2,1,1"

@@ -11,8 +11,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from prime_rl.configs.shared import DEFAULT_TARGET_MODULES
-from prime_rl.lora.inject import apply_lora_to_model
-from prime_rl.lora.linear import AdapterRouting
+from prime_rl.lora.linear import AdapterRouting, apply_lora_to_model
 from prime_rl.trainer.fused import FrozenRMSNorm, GatedMLP, fuse_mlps, fuse_norms
 from tests.numeric import check_same
 from tests.trainer_support import VOCAB, tiny_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prime_rl.utils.rates import TokenRate
+from prime_rl.utils.clock import TokenRate
 
 WINDOW_S = 10.0
 

@@ -1,9 +1,10 @@
-"""What the daemon `alerts` reports now, and what people have said about it. All text is clean."""
+"""What the daemon `alerts` reports, what people have said about it, and the warnings of `prl doctor`. Clean text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.contract.layout import OutputDir
@@ -36,7 +37,7 @@ def read_alerts(output: OutputDir, now: float) -> list[Alert]:
         return []
     from daemons import quiet
     from daemons.alerts.incident_file import read_open
-    from daemons.alerts.messages import sentence
+    from daemons.alerts.targets import sentence
 
     silences = quiet.read_silences(output, now)
     found = []
@@ -50,3 +51,20 @@ def read_alerts(output: OutputDir, now: float) -> list[Alert]:
 def _note(said: Iterable[Silence]) -> CleanText:
     reasons = ((each, f": {each.reason}" if each.reason else "") for each in said)
     return one_line("; ".join(f"{each.action} by {each.who}{reason}" for each, reason in reasons))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what is wrong and what to do. `is_broken`: the workspace will not start."""
+
+    text: CleanText
+    is_broken: bool
+
+
+def find(output_dir: Path) -> Sequence[Finding]:
+    """The broken first. Takes tenths of a second."""
+    from daemons.doctor import examine
+
+    checks = [each for each in examine(output_dir, say=lambda words: None, import_libraries=False) if each.advice]
+    checks.sort(key=lambda each: each.level != "broken")
+    return [Finding(one_line(f"{each.name}: {each.message}: {each.advice}"), each.level == "broken") for each in checks]

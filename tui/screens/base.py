@@ -27,7 +27,7 @@ from tui.widgets.foot import CommandLine, KeyFooter
 from tui.widgets.header import WorkspaceHeader
 
 if TYPE_CHECKING:
-    from tui.readers.findings import Finding
+    from tui.readers.alerts import Finding
     from tui.readers.machine import Probe
 
 # How the footer names the keys, by action; the others follow.

@@ -19,7 +19,7 @@ from tui.commands import Command, CommandError
 from tui.messages import RunChanged
 from tui.model.query import DEFAULT_SORT, SORTS, Subject, sort_rows
 from tui.model.snapshot import RunRow, Snapshot
-from tui.readers.findings import Finding
+from tui.readers.alerts import Finding
 from tui.readers.workspace_metrics import CurvesData, CurvesReader, CurvesRequest
 from tui.screens.base import PlaceScreen, Setting, take_words
 from tui.watcher import RunWatcher

@@ -27,7 +27,7 @@ from prime_rl.inference.embedded.batch import Batch, Decode, Job, Row
 from prime_rl.inference.embedded.model import Served
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError, adapter_refused
-from prime_rl.inference.reporting import Snapshot
+from prime_rl.inference.serve import Snapshot
 from prime_rl.lora.adapter_state import served_parts
 from prime_rl.utils.runtime import is_out_of_memory
 

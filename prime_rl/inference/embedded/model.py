@@ -24,10 +24,8 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.kv import new_cache, use_grouped_attention
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.weight_files import WEIGHTS_FILE, check_fit, readable, weights_label
-from prime_rl.lora.inject import apply_lora_to_model
-from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
-from prime_rl.lora.misfit import shapes_of
-from prime_rl.lora.tensor_files import load_tensors
+from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
+from prime_rl.lora.tensor_files import load_tensors, shapes_of
 from prime_rl.transfer import TransferError, WeightReceiver
 
 # Of the memory that is free after loading: the cache is copied when the batch changes, and others live here too.

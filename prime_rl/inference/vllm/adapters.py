@@ -19,9 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import adapter_refused
 from prime_rl.lora.adapter_state import AdapterConfig, check_finite, check_served_adapter, load_peft
-from prime_rl.lora.inject import apply_lora_to_model
-from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
-from prime_rl.lora.misfit import shapes_of
+from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
+from prime_rl.lora.tensor_files import shapes_of
 
 # Sum of squares of all A and of all scaled B.
 AdapterSize = tuple[float, float]

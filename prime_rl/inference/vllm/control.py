@@ -20,7 +20,7 @@ from prime_rl.inference.bodies import decoded, replay
 from prime_rl.inference.errors import NOT_FINITE, ApiError, adapter_refused, check_ranges
 from prime_rl.inference.vllm.adapters import AdapterGate
 from prime_rl.inference.weight_files import check_weight_file, model_shapes, weights_label
-from prime_rl.lora.misfit import misfit
+from prime_rl.lora.tensor_files import misfit
 
 if TYPE_CHECKING:
     from prime_rl.inference.vllm.worker import Staged

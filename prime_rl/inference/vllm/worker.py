@@ -2,7 +2,7 @@
 
 In two steps, so that several workers change together or not at all: each gets the new weights beside those in force
 (`prl_stage_weights`), then each takes them over. That is vLLM's own reload, which handles its weight layout.
-vLLM imports this file because `arguments` names one of its classes to it; on a CPU that fixes another bug.
+vLLM imports this file because `server` names one of its classes to it; on a CPU that fixes another bug.
 """
 
 from __future__ import annotations

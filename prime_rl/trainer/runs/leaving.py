@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.marks import read_mark
+from prime_rl.contract.run_state import read_mark
 from prime_rl.contract.status import DaemonStatus, RunStatus, read_status
 
 
