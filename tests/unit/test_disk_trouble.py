@@ -26,6 +26,7 @@ from prime_rl.contract.disk import holding
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus, RunStatus, TrainerRunStatus, TrainerStatus
+from prime_rl.trainer import publish
 from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.writer import BackgroundWriter
 from prime_rl.utils import logger as logger_module
@@ -91,7 +92,12 @@ def test_a_version_is_published_once_there_is_room_and_no_run_is_evicted(
     assert manager.idx_2_id == {0: "run_a", 1: "run_b"} and not list(tmp_path.glob("*/control/evicted.txt"))
 
 
-def test_a_stop_gives_up_what_the_disk_does_not_take_and_evicts_nothing(tmp_path: Path) -> None:
+def test_a_run_keeps_its_slot_while_the_disk_is_full_and_a_stop_gives_up_what_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is evicted for neither."""
+    monkeypatch.setattr(disk, "RETRY_S", PATIENCE_S)
+    monkeypatch.setattr(publish, "DISK_TIMEOUT_S", 1e-9)
     add(tmp_path, "run_a")
     manager, full, reported = look(manager_of(tmp_path)), FullDisk(), list[str]()
     publisher = publisher_of(manager, full, reported)
@@ -99,6 +105,7 @@ def test_a_stop_gives_up_what_the_disk_does_not_take_and_evicts_nothing(tmp_path
     run.progress.step = 1
     publisher.resume(run)
     wait_for(lambda: holding() is not None, "the version to be held", timeout_s=PATIENCE_S)
+    assert [publisher.may_leave(run) for _ in range(3)] == [False] * 3, "however long it takes"
     publisher._writer.finish()
     publisher.collect()
     assert (reported, run.leaving, run.dir.evicted.exists(), holding()) == ([], None, False, None)
