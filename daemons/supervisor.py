@@ -287,7 +287,8 @@ class Supervisor:
         """Kill what a dead daemon left behind; keep the last lines of its log, of the node that ended it."""
         if daemon.handle:
             self._launcher.stop(daemon.handle, 0.0)
-        if end.reason and daemon.spec.kind in (TRAINER, INFERENCE):  # no run is suspected of a lost node
+        # No run is suspected of a lost node, or of a disk that takes nothing.
+        if daemon.spec.kind in (TRAINER, INFERENCE) and (end.reason or find_trouble(self.output.path)):
             work_file(self.output, daemon.spec).unlink(missing_ok=True)
         node = end.node
         log = node_log(daemon.spec.log, node)

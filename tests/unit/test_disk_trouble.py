@@ -17,7 +17,7 @@ import pytest
 from daemons import workspace_reader
 from daemons.alerts.rules import incidents, is_well
 from daemons.daemon import Do, Seen, Snapshot, State
-from daemons.decide import decide
+from daemons.decide import LOOP_TIMES, decide
 from daemons.pidfile import SupervisorLock
 from daemons.workspace import SUPERVISOR
 from daemons.workspace_reader import read_workspace
@@ -34,7 +34,7 @@ from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.process import ProcessId
 from tests.patience import PATIENCE_S
 from tests.runs_support import add, look, manager_of
-from tests.unit.test_daemons_decide import CONFIG, READY, RUN, TRAINER, History, running
+from tests.unit.test_daemons_decide import CONFIG, INFERENCE, READY, RUN, TRAINER, History, noted, running
 from tests.unit.test_daemons_workspace_reader import NOW, make_run, put
 from tui.model.snapshot import make_snapshot
 
@@ -146,18 +146,30 @@ def see(history: History, seen: Seen | None, *, trouble: str | None, after_s: fl
     return [action.do for action in actions]
 
 
-def test_a_start_on_a_full_disk_has_no_deadline_and_a_crash_there_does_not_count() -> None:
+@pytest.mark.parametrize("exit_code", [1, -9])
+def test_a_start_on_a_full_disk_has_no_deadline_and_a_crash_there_does_not_count(exit_code: int) -> None:
     history = History(TRAINER)
     assert see(history, None, trouble=TROUBLE) == [], "it could not write its status"
     assert see(history, None, trouble=None) == [Do.START]
     for _ in range(5):
         assert see(history, Seen(lives=True), trouble=TROUBLE, after_s=CONFIG.start_timeout_s) == [Do.NOTE]
     assert see(history, Seen(lives=True), trouble=None, after_s=CONFIG.start_timeout_s - 1) == []
-    for _ in range(CONFIG.max_early_crashes + 1):
-        assert see(history, Seen(exit_code=1), trouble=TROUBLE) == [Do.CLEAN]
+    for _ in range(LOOP_TIMES * CONFIG.max_early_crashes + 1):
+        assert see(history, Seen(exit_code=exit_code), trouble=TROUBLE) == [Do.CLEAN]
         assert history.daemon.state is State.BACKOFF
         assert Do.START not in see(history, Seen(), trouble=TROUBLE, after_s=60)
         assert see(history, Seen(), trouble=None) == [Do.START]
+
+
+def test_no_run_is_evicted_for_what_ends_on_a_full_disk() -> None:
+    history = running(INFERENCE)
+    died = Seen(exit_code=1, work=noted("run_a", run_a=1))
+    for trouble, evicts in ((TROUBLE, []), (None, ["run_a"])):
+        snapshot = Snapshot(
+            {"inference": INFERENCE}, dict(history.daemons), {"inference": died}, frozenset(), CONFIG, trouble
+        )
+        (action,) = decide(snapshot, history.now)
+        assert [each[0] for each in (action.evicts,) if each] == evicts
 
 
 def test_a_daemon_that_works_stays_and_one_that_is_evicted_is_stopped() -> None:

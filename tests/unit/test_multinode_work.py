@@ -133,7 +133,7 @@ def test_a_worker_proves_nothing_and_waits_for_what_the_master_proves(tmp_path: 
     version.mkdir(parents=True)
     mark_stable(version)
     work = work_of_a_node(output, rank=1, weights=(1.0, 1.0))
-    for phase in (Phase.START, Phase.AGGREGATE, Phase.PREPARE, Phase.COPY_CHECKPOINT, Phase.FINAL):
+    for phase in (Phase.START, Phase.PREPARE, Phase.COPY_CHECKPOINT, Phase.FINAL):
         work.begin(Position(1, phase), GROUP)
         wait_for(lambda: work.look().done or bool(work.look().error), f"{phase.label} to pass", timeout_s=PATIENCE_S)
         assert work.look().done, "a worker has nothing to do there, so nothing of it can fail"
