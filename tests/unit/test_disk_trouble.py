@@ -134,11 +134,14 @@ def test_a_run_that_cannot_be_admitted_for_the_disk_waits_for_its_slot(tmp_path:
 # The supervisor
 
 
-def see(history: History, seen: Seen | None, *, trouble: str | None, after_s: float = 0.0) -> list[Do]:
+def see(
+    history: History, seen: Seen | None, *, trouble: str | None, after_s: float = 0.0, asked: bool = False
+) -> list[Do]:
     history.now += after_s
     name = history.spec.name
+    requests = frozenset({name} if asked else ())
     snapshot = Snapshot(
-        {name: history.spec}, dict(history.daemons), {name: seen} if seen else {}, frozenset(), CONFIG, trouble
+        {name: history.spec}, dict(history.daemons), {name: seen} if seen else {}, requests, CONFIG, trouble
     )
     actions = decide(snapshot, history.now)
     for action in actions:
@@ -159,6 +162,16 @@ def test_a_start_on_a_full_disk_has_no_deadline_and_a_crash_there_does_not_count
         assert history.daemon.state is State.BACKOFF
         assert Do.START not in see(history, Seen(), trouble=TROUBLE, after_s=60)
         assert see(history, Seen(), trouble=None) == [Do.START]
+
+
+def test_a_person_who_asks_for_what_has_failed_is_remembered_until_the_disk_takes_something() -> None:
+    history = History(TRAINER)
+    assert history.see() == [Do.START]
+    history.crash(after_s=1, exit_code=2)
+    assert history.daemon.state is State.FAILED
+    assert see(history, Seen(), trouble=TROUBLE, asked=True) == [Do.NOTE]
+    assert Do.START not in see(history, Seen(), trouble=TROUBLE, after_s=60)
+    assert see(history, Seen(), trouble=None) == [Do.START]
 
 
 def test_no_run_is_evicted_for_what_ends_on_a_full_disk() -> None:
