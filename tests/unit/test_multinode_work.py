@@ -75,6 +75,17 @@ def test_a_long_copy_holds_up_no_look(tmp_path: Path, disk_answers: threading.Ev
     assert output.iteration(1).proof("checkpoint").exists() and output.iteration(1).proof("done").exists()
 
 
+def test_a_proof_that_holds_is_not_written_again(tmp_path: Path) -> None:
+    output = OutputDir(tmp_path)
+    work, proof = work_of_a_node(output), output.iteration(1).proof("done")
+    found: list[int] = []
+    for number in range(2):
+        work.begin(Position(1, Phase.FINAL, number), GROUP)
+        wait_for(lambda: work.look().done, "the proof", timeout_s=PATIENCE_S)
+        found.append(proof.stat().st_mtime_ns)
+    assert found[0] == found[1], "other nodes may be reading it"
+
+
 def test_where_the_proofs_say_that_the_group_goes_on_is_found_beside_the_loop(tmp_path: Path) -> None:
     work = work_of_a_node(OutputDir(tmp_path))
     found: list[Position] = []
