@@ -46,11 +46,15 @@ def decide(snapshot: Snapshot, now: float) -> list[Action]:
         daemon, spec = snapshot.daemons.get(name), snapshot.wanted.get(name)
         seen = snapshot.seen.get(name, Seen())
         judged = _excused(daemon, now) if daemon and snapshot.disk else daemon
+        if snapshot.disk:
+            seen = replace(seen, work=None)  # what ends it there is no run's fault
         action = _decide_one(judged, spec, seen, name in snapshot.requests, snapshot.config, now)
         if action is None or (action.do is Do.NOTE and action.daemon == daemon):
             continue
-        if action.do is Do.START and snapshot.disk:
-            continue  # it could not write its status
+        if action.do is Do.START and snapshot.disk:  # it could not write its status
+            if daemon is None or name not in snapshot.requests or daemon.state is State.BACKOFF:
+                continue
+            action = Action(Do.NOTE, _asked(daemon, now))  # the request is taken in only once
         if action.do is Do.START and action.daemon.spec.run_id:
             if room <= 0 and name not in snapshot.requests:
                 continue  # a thousand interpreters that start at once would only keep each other waiting
@@ -62,7 +66,7 @@ def decide(snapshot: Snapshot, now: float) -> list[Action]:
 def _excused(daemon: Daemon, now: float) -> Daemon:
     """Nothing that happens while the disk takes nothing counts against a daemon, nor the time that it starts."""
     started_at = now if daemon.state is State.STARTING else daemon.started_at
-    return replace(daemon, num_early_ends=0, num_crashes=0, started_at=started_at)
+    return replace(daemon, num_early_ends=0, num_crashes=0, num_looped=0, started_at=started_at)
 
 
 def _starts(daemon: Daemon, now: float) -> bool:
@@ -83,8 +87,7 @@ def _decide_one(
     if seen.gone:
         return Action(Do.FORGET, daemon)
     if asked and daemon.state is not State.BACKOFF:
-        daemon = replace(daemon, state=State.BACKOFF, retry_at=now, reason=None)
-        daemon = replace(daemon, num_crashes=0, num_early_ends=0, num_looped=0)
+        daemon = _asked(daemon, now)
     if seen.left:
         return _outlived(replace(daemon, retry_at=now) if asked else daemon, seen.left, now)
     if daemon.state is State.BACKOFF:
@@ -92,6 +95,12 @@ def _decide_one(
     if daemon.state is State.DONE and spec is not None:
         return Action(Do.START, _started(daemon, spec, now))
     return Action(Do.NOTE, replace(daemon, waiting_on=None))
+
+
+def _asked(daemon: Daemon, now: float) -> Daemon:
+    """A person wants what is not alive to be started: at once, and whatever happened before."""
+    daemon = replace(daemon, state=State.BACKOFF, retry_at=now, reason=None)
+    return replace(daemon, num_crashes=0, num_early_ends=0, num_looped=0)
 
 
 def _alive(

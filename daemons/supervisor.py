@@ -9,6 +9,7 @@ lock. It only reads what is inside a run, and handles no process: `launchers` do
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -287,8 +288,10 @@ class Supervisor:
         """Kill what a dead daemon left behind; keep the last lines of its log, of the node that ended it."""
         if daemon.handle:
             self._launcher.stop(daemon.handle, 0.0)
-        if end.reason and daemon.spec.kind in (TRAINER, INFERENCE):  # no run is suspected of a lost node
-            work_file(self.output, daemon.spec).unlink(missing_ok=True)
+        # No run is suspected of a lost node, or of a disk that takes nothing.
+        if daemon.spec.kind in (TRAINER, INFERENCE) and (end.reason or find_trouble(self.output.path)):
+            with contextlib.suppress(OSError):
+                work_file(self.output, daemon.spec).unlink()
         node = end.node
         log = node_log(daemon.spec.log, node)
         tail: list[str] = [one_line(line, _TAIL_LINE_CHARS) for line in log_tail(log)]

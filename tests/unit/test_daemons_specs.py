@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
-from daemons.specs import RunNow, wants_monitors, wants_orchestrator
+from daemons.specs import RunNow, wanted_daemons, wants_monitors, wants_orchestrator, write_component_configs
+from prime_rl.configs.system import SystemConfig
+from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunStatus
 
 
@@ -34,3 +37,10 @@ def test_which_runs_ask_for_monitors() -> None:
     assert not wants_monitors(replace(run, in_slot=False, status=status("running"), evicted=True))
     assert not wants_monitors(replace(run, has_monitors=False))
     assert not wants_monitors(replace(run, gone=True))
+
+
+def test_a_daemon_that_the_system_no_longer_asks_for_is_wanted_no_more(tmp_path: Path) -> None:
+    output = OutputDir(tmp_path)
+    for asks in (True, False):
+        write_component_configs(SystemConfig.model_validate({"alerts": {}} if asks else {}), output)
+        assert ("alerts" in wanted_daemons(output, [])) is asks

@@ -31,7 +31,7 @@ from daemons.supervisor import Supervisor
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import DaemonStatus, read_status
+from prime_rl.contract.status import DaemonStatus, InferenceStatus, read_status
 from prime_rl.contract.work import Item, Work
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.signals import StopFlag
@@ -298,3 +298,26 @@ def test_the_note_is_that_of_the_process_which_has_ended_and_its_suspects_can_be
         assert seen(writer) == Work(writer=writer, items=items, suspects={"run_a": 1})
     for writer in (replace(ran, start=f"{boot}/{int(ticks) - 1}"), ProcessId(0), ProcessId(1, 1.0, "other/9")):
         assert seen(writer) is None
+
+
+@pytest.mark.parametrize("running", [0, 1])
+def test_requests_that_all_wait_are_work_that_stands_still_and_a_full_disk_is_no_part_of_that(
+    tmp_path: Path, running: int
+) -> None:
+    output, ran = OutputDir(tmp_path), ProcessId.of(os.getpid())
+    daemon = Daemon(DaemonSpec("inference", ("i",), tmp_path / "i.log"), State.RUNNING, process=ran)
+    observer = Observer(output)
+    output.inference_status.parent.mkdir(parents=True)
+
+    def still_s(now: float, num_waiting: int) -> float | None:
+        told = InferenceStatus(state="serving", progress=7, num_running=running, num_waiting=num_waiting)
+        told.sign(ran)
+        write_atomic(output.inference_status, msgspec.json.encode(told))
+        return observer.see(daemon, Alive(ran), None, now).still_s
+
+    assert still_s(0.0, 3) == 0.0
+    assert still_s(100.0, 3) == 100.0
+    observer.excuse()
+    assert still_s(200.0, 3) == 0.0
+    assert still_s(250.0, 3) == 50.0
+    assert still_s(300.0, 0) == (100.0 if running else None)

@@ -17,7 +17,7 @@ import pytest
 from daemons import workspace_reader
 from daemons.alerts.rules import incidents, is_well
 from daemons.daemon import Do, Seen, Snapshot, State
-from daemons.decide import decide
+from daemons.decide import LOOP_TIMES, decide
 from daemons.pidfile import SupervisorLock
 from daemons.workspace import SUPERVISOR
 from daemons.workspace_reader import read_workspace
@@ -26,6 +26,7 @@ from prime_rl.contract.disk import holding
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus, RunStatus, TrainerRunStatus, TrainerStatus
+from prime_rl.trainer import publish
 from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.writer import BackgroundWriter
 from prime_rl.utils import logger as logger_module
@@ -33,7 +34,7 @@ from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.process import ProcessId
 from tests.patience import PATIENCE_S
 from tests.runs_support import add, look, manager_of
-from tests.unit.test_daemons_decide import CONFIG, READY, RUN, TRAINER, History, running
+from tests.unit.test_daemons_decide import CONFIG, INFERENCE, READY, RUN, TRAINER, History, noted, running
 from tests.unit.test_daemons_workspace_reader import NOW, make_run, put
 from tui.model.snapshot import make_snapshot
 
@@ -91,7 +92,12 @@ def test_a_version_is_published_once_there_is_room_and_no_run_is_evicted(
     assert manager.idx_2_id == {0: "run_a", 1: "run_b"} and not list(tmp_path.glob("*/control/evicted.txt"))
 
 
-def test_a_stop_gives_up_what_the_disk_does_not_take_and_evicts_nothing(tmp_path: Path) -> None:
+def test_a_run_keeps_its_slot_while_the_disk_is_full_and_a_stop_gives_up_what_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is evicted for neither."""
+    monkeypatch.setattr(disk, "RETRY_S", PATIENCE_S)
+    monkeypatch.setattr(publish, "DISK_TIMEOUT_S", 1e-9)
     add(tmp_path, "run_a")
     manager, full, reported = look(manager_of(tmp_path)), FullDisk(), list[str]()
     publisher = publisher_of(manager, full, reported)
@@ -99,6 +105,7 @@ def test_a_stop_gives_up_what_the_disk_does_not_take_and_evicts_nothing(tmp_path
     run.progress.step = 1
     publisher.resume(run)
     wait_for(lambda: holding() is not None, "the version to be held", timeout_s=PATIENCE_S)
+    assert [publisher.may_leave(run) for _ in range(3)] == [False] * 3, "however long it takes"
     publisher._writer.finish()
     publisher.collect()
     assert (reported, run.leaving, run.dir.evicted.exists(), holding()) == ([], None, False, None)
@@ -127,11 +134,14 @@ def test_a_run_that_cannot_be_admitted_for_the_disk_waits_for_its_slot(tmp_path:
 # The supervisor
 
 
-def see(history: History, seen: Seen | None, *, trouble: str | None, after_s: float = 0.0) -> list[Do]:
+def see(
+    history: History, seen: Seen | None, *, trouble: str | None, after_s: float = 0.0, asked: bool = False
+) -> list[Do]:
     history.now += after_s
     name = history.spec.name
+    requests = frozenset({name} if asked else ())
     snapshot = Snapshot(
-        {name: history.spec}, dict(history.daemons), {name: seen} if seen else {}, frozenset(), CONFIG, trouble
+        {name: history.spec}, dict(history.daemons), {name: seen} if seen else {}, requests, CONFIG, trouble
     )
     actions = decide(snapshot, history.now)
     for action in actions:
@@ -139,18 +149,40 @@ def see(history: History, seen: Seen | None, *, trouble: str | None, after_s: fl
     return [action.do for action in actions]
 
 
-def test_a_start_on_a_full_disk_has_no_deadline_and_a_crash_there_does_not_count() -> None:
+@pytest.mark.parametrize("exit_code", [1, -9])
+def test_a_start_on_a_full_disk_has_no_deadline_and_a_crash_there_does_not_count(exit_code: int) -> None:
     history = History(TRAINER)
     assert see(history, None, trouble=TROUBLE) == [], "it could not write its status"
     assert see(history, None, trouble=None) == [Do.START]
     for _ in range(5):
         assert see(history, Seen(lives=True), trouble=TROUBLE, after_s=CONFIG.start_timeout_s) == [Do.NOTE]
     assert see(history, Seen(lives=True), trouble=None, after_s=CONFIG.start_timeout_s - 1) == []
-    for _ in range(CONFIG.max_early_crashes + 1):
-        assert see(history, Seen(exit_code=1), trouble=TROUBLE) == [Do.CLEAN]
+    for _ in range(LOOP_TIMES * CONFIG.max_early_crashes + 1):
+        assert see(history, Seen(exit_code=exit_code), trouble=TROUBLE) == [Do.CLEAN]
         assert history.daemon.state is State.BACKOFF
         assert Do.START not in see(history, Seen(), trouble=TROUBLE, after_s=60)
         assert see(history, Seen(), trouble=None) == [Do.START]
+
+
+def test_a_person_who_asks_for_what_has_failed_is_remembered_until_the_disk_takes_something() -> None:
+    history = History(TRAINER)
+    assert history.see() == [Do.START]
+    history.crash(after_s=1, exit_code=2)
+    assert history.daemon.state is State.FAILED
+    assert see(history, Seen(), trouble=TROUBLE, asked=True) == [Do.NOTE]
+    assert Do.START not in see(history, Seen(), trouble=TROUBLE, after_s=60)
+    assert see(history, Seen(), trouble=None) == [Do.START]
+
+
+def test_no_run_is_evicted_for_what_ends_on_a_full_disk() -> None:
+    history = running(INFERENCE)
+    died = Seen(exit_code=1, work=noted("run_a", run_a=1))
+    for trouble, evicts in ((TROUBLE, []), (None, ["run_a"])):
+        snapshot = Snapshot(
+            {"inference": INFERENCE}, dict(history.daemons), {"inference": died}, frozenset(), CONFIG, trouble
+        )
+        (action,) = decide(snapshot, history.now)
+        assert [each[0] for each in (action.evicts,) if each] == evicts
 
 
 def test_a_daemon_that_works_stays_and_one_that_is_evicted_is_stopped() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,6 +216,50 @@ async def test_a_turn_ends_in_time_however_much_its_run_asks(tmp_path: Path) -> 
     assert server.noted() == []
 
 
+async def test_a_turn_goes_to_who_has_had_none_for_longest_and_not_to_who_asked_first(tmp_path: Path) -> None:
+    leave(tmp_path / "work.json", "run_a", "run_b")
+    server = Server(tmp_path / "work.json")
+    server.clock.now = 100.0
+    await server.answer("run_c")
+    until = asyncio.Event()
+    tasks = [asyncio.create_task(server.answer("run_a", until))]
+    await passed()
+    ends = {run_id: asyncio.Event() for run_id in ("run_c", "run_b")}
+    tasks += [asyncio.create_task(server.answer(run_id, end)) for run_id, end in ends.items()]
+    await passed()
+    until.set()
+    await passed()
+    assert server.open == ["run_b"]
+    ends["run_b"].set()
+    await passed()
+    assert server.open == ["run_c"]
+    ends["run_c"].set()
+    await asyncio.gather(*tasks)
+
+
+class SlowAtFirst(Server):
+    async def check(self) -> None:
+        await super().check()
+        if self.num_checks == 1:
+            await asyncio.Event().wait()
+
+
+async def test_who_goes_away_before_its_turn_lets_the_next_one_have_it_at_once(tmp_path: Path) -> None:
+    leave(tmp_path / "work.json", "run_a", "run_b")
+    server = SlowAtFirst(tmp_path / "work.json")
+    first = asyncio.create_task(server.answer("run_a"))
+    await passed()
+    until = asyncio.Event()
+    second = asyncio.create_task(server.answer("run_b", until))
+    await passed()
+    assert server.open == [], "run_a came first"
+    first.cancel()
+    await passed()
+    assert server.open == ["run_b"]
+    until.set()
+    await second
+
+
 async def test_who_waits_too_long_is_refused_with_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +289,20 @@ def test_a_note_that_cannot_be_written_or_read_names_no_run(tmp_path: Path) -> N
     path.mkdir()
     note.write([served("run_a")])
     assert read_work(path) is None, "and the work goes on"
+
+
+def test_a_note_that_the_disk_does_not_take_leaves_none_that_names_what_has_ended(tmp_path: Path) -> None:
+    note = WorkNote(tmp_path / "work.json")
+    note.write([served("run_a")])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        note.write([served("run_b")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert WorkNote(tmp_path / "work.json").suspects == {}, "run_a is not in work any more"
+    note.write([served("run_b")])
+    assert WorkNote(tmp_path / "work.json").suspects == {"run_b": 1}
 
 
 def test_suspects_of_the_last_death_alone_are_kept(tmp_path: Path) -> None:

@@ -24,11 +24,12 @@ from daemons.launchers.agent import (
     read_starts,
     worst_of,
 )
-from daemons.launchers.ending import kill_strays, strays_of
+from daemons.launchers.base import Alive, Ended, Handle
+from daemons.launchers.ending import AgentLauncher, kill_strays, left_of, strays_of
 from daemons.specs import on_nodes, start_ranks
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import LOST_AFTER_S
+from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
 from tests.patience import PATIENCE_S
 
 START = "0123456789ab"
@@ -281,3 +282,34 @@ def test_a_start_that_no_supervisor_has_recorded_is_found_and_killed(output: Out
     assert kill_strays(output, strays, lambda: None) == set()
     assert not any(process.is_running() for process in strays)
     assert strays_of(output) == set()
+
+
+class Engine(AgentLauncher):
+    """One that takes each start for its own, whatever its handle is."""
+
+    def look(self, handle: Handle) -> Alive | Ended:
+        return Alive(None)
+
+    def stop(self, handle: Handle, grace_s: float) -> None: ...
+
+
+def test_a_start_of_another_engine_is_not_adopted(output: OutputDir) -> None:
+    for engine in ("ray", "slurm"):
+        handle = Handle(engine=engine, name="trainer", start_id="5f")
+        record = DaemonStatus(name="trainer", state="running", handle=handle)
+        assert Engine(output, "slurm").adopt(record) == (handle if engine == "slurm" else None)
+    assert Engine(output, "slurm").adopt(DaemonStatus(name="trainer", state="running")) is None
+
+
+def test_what_an_agent_still_reports_is_left_of_a_start_until_the_agent_is_silent() -> None:
+    now = [0.0]
+    beats = Beats(lambda: now[0])
+    records = [
+        AgentRecord(name="trainer", start_id=START, node=0, pid=10, beat=4),
+        AgentRecord(name="trainer", start_id=START, node=1, pid=11, beat=4, state="ended"),
+    ]
+    assert left_of(records, beats) == {10}
+    now[0] = LOST_AFTER_S
+    assert left_of(records, beats) == {10}
+    now[0] = LOST_AFTER_S + 1
+    assert left_of(records, beats) == set(), "it is gone with its node, and the daemon starts again"

@@ -214,3 +214,11 @@ def test_a_dry_run_by_the_command_line(
     assert run([*words, "--json", "--output-dir", "w"]) == 0
     assert json.loads(capsys.readouterr().out) == told, "a start names files by their whole paths"
     assert not (tmp_path / "w").exists()
+
+
+def test_a_server_that_starts_again_has_all_that_the_trainer_in_its_place_leaves() -> None:
+    trainer = DaemonSpec(TRAINER, ("t",), Path("t.log"), gpus=1)
+    server = DaemonSpec("inference", ("i",), Path("i.log"), gpus=1, replica=0)
+    taken = {TRAINER: Place(("n0",), (0,))}
+    assert find_place(server, ["n0"], taken, trainer, capacity=2) == Place(("n0",), (1,))
+    assert find_place(server, ["n0"], {}, trainer, capacity=2) == Place(("n0",), (1,)), "and before it has a place"

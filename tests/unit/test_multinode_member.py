@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import pytest
 from msgspec.structs import replace
 
-from prime_rl.multinode.decide import Exit
+from prime_rl.contract.nodes import Sighting
+from prime_rl.multinode.decide import CUT_OFF_AFTER_BEATS, Exit, View, decide_master
 from prime_rl.multinode.member import END_TIMEOUT_S, EXIT_FAILED, Member, Report
 from prime_rl.multinode.records import (
     EXIT_DONE,
@@ -99,6 +100,17 @@ def test_work_goes_through_all_phases_of_all_iterations_and_the_node_is_done() -
     assert alone.written[-1].state is NodeState.ENDED and alone.is_stopped
 
 
+@pytest.mark.parametrize("phase", [Phase.EVAL_ROLLOUT, Phase.CONFIG_READY, Phase.RESTART_INFERENCE])
+def test_a_group_that_starts_again_works_at_nothing_that_is_proven(phase: Phase) -> None:
+    """It meets at its first barrier, and goes on from there where the proofs end."""
+    alone = Alone()
+    alone.resume_at = Position(1, phase)
+    alone.report = Report(done=True)
+    alone.until_exit(limit=200)
+    first, *others = [position.phase for position in alone.begun if position.iteration == 1]
+    assert first is Phase.START and others == list(Phase)[phase:]
+
+
 def test_an_error_that_heals_costs_nothing_and_the_next_one_has_all_its_time() -> None:
     alone = Alone().at_work()
     alone.report = Report(error="no space left", may_heal=True)
@@ -185,6 +197,20 @@ def test_the_next_master_has_an_epoch_above_all_that_it_has_seen() -> None:
 def test_a_node_that_comes_when_all_is_done_leaves_at_once(iteration: int, is_done: bool) -> None:
     alone = Alone(iteration)
     assert alone.tick() == (Exit(EXIT_DONE, "done: 2 iterations") if is_done else None)
+
+
+@pytest.mark.parametrize("misses", [0, CUT_OFF_AFTER_BEATS - 1, CUT_OFF_AFTER_BEATS])
+def test_a_node_that_cannot_reach_the_master_is_not_let_in_again(misses: int) -> None:
+    setting = dataclasses.replace(SETTING, num_nodes=2, elastic=True)
+    position = Position(1, Phase.FINAL)
+    group = GroupRecord(1, "mine", 1, GroupState.RUNNING, members={0: "mine"}, position=position)
+    own = NodeRecord(0, "mine", 1, NodeState.RUNNING, epoch=group.epoch, position=position, arrived=True)
+    other = NodeRecord(1, "other", 1, epoch=group.epoch, unreached=misses)
+    sightings = {rank: Sighting(rank, (1,), 0, moved_at=9.0, worked_at=9.0, has_moved=True) for rank in (0, 1)}
+    view = View(10.0, 9.0, {0: own, 1: other}, sightings)
+    following = decide_master(setting, own, group, view, Position(2, Phase.START))
+    assert following.position == Position(2, Phase.START)
+    assert (1 in following.members) is (misses < CUT_OFF_AFTER_BEATS)
 
 
 def test_the_proofs_are_read_at_most_once_a_beat() -> None:

@@ -28,7 +28,7 @@ CONFIG = MultinodeConfig(groups_per_iteration=2, run={"rollouts_per_example": 2,
 GROUP = GroupRecord(1, "a", 1, members={0: "a"})
 
 
-def work_of_the_master(output: OutputDir, **changes: Any) -> PhaseWork:
+def work_of_a_node(output: OutputDir, **changes: Any) -> PhaseWork:
     setting = WorkSetting(
         rank=0,
         incarnation="a",
@@ -63,7 +63,7 @@ def test_a_long_copy_holds_up_no_look(tmp_path: Path, disk_answers: threading.Ev
     version = output.run(RUN_ID).broadcast_dir(1)
     version.mkdir(parents=True)
     mark_stable(version)
-    work = work_of_the_master(output)
+    work = work_of_a_node(output)
     work.begin(Position(1, Phase.COPY_CHECKPOINT), GROUP)
     for _ in range(3):
         assert not work.look().done
@@ -75,8 +75,19 @@ def test_a_long_copy_holds_up_no_look(tmp_path: Path, disk_answers: threading.Ev
     assert output.iteration(1).proof("checkpoint").exists() and output.iteration(1).proof("done").exists()
 
 
+def test_a_proof_that_holds_is_not_written_again(tmp_path: Path) -> None:
+    output = OutputDir(tmp_path)
+    work, proof = work_of_a_node(output), output.iteration(1).proof("done")
+    found: list[int] = []
+    for number in range(2):
+        work.begin(Position(1, Phase.FINAL, number), GROUP)
+        wait_for(lambda: work.look().done, "the proof", timeout_s=PATIENCE_S)
+        found.append(proof.stat().st_mtime_ns)
+    assert found[0] == found[1], "other nodes may be reading it"
+
+
 def test_where_the_proofs_say_that_the_group_goes_on_is_found_beside_the_loop(tmp_path: Path) -> None:
-    work = work_of_the_master(OutputDir(tmp_path))
+    work = work_of_a_node(OutputDir(tmp_path))
     found: list[Position] = []
 
     def look() -> bool:
@@ -93,7 +104,7 @@ def test_what_fails_in_the_work_reaches_the_loop(tmp_path: Path, monkeypatch: py
         raise OSError("no space left")
 
     output = OutputDir(tmp_path)
-    work = work_of_the_master(output)
+    work = work_of_a_node(output)
     monkeypatch.setattr("prime_rl.multinode.place.write_atomic", broken)
     work.begin(Position(1, Phase.FINAL), GROUP)
     wait_for(lambda: work.look().error is not None, "the error", timeout_s=PATIENCE_S)
@@ -103,7 +114,7 @@ def test_what_fails_in_the_work_reaches_the_loop(tmp_path: Path, monkeypatch: py
 
 
 def test_a_node_that_leaves_does_not_wait_for_its_processes(tmp_path: Path) -> None:
-    work = work_of_the_master(OutputDir(tmp_path))
+    work = work_of_a_node(OutputDir(tmp_path))
     child = work.place.child("sleeper", [sys.executable, "-c", "import time; time.sleep(1000)"])
     keeper = psutil.Process(child._process.pid)
     keeper.send_signal(signal.SIGSTOP)
@@ -115,6 +126,91 @@ def test_a_node_that_leaves_does_not_wait_for_its_processes(tmp_path: Path) -> N
     finally:
         keeper.send_signal(signal.SIGCONT)
     wait_for(lambda: work.has_ended, "the sleeper to end", timeout_s=PATIENCE_S)
+
+
+def test_a_node_that_leaves_proves_nothing_more(tmp_path: Path) -> None:
+    output = OutputDir(tmp_path)
+    work = work_of_a_node(output)
+    work.begin(Position(1, Phase.FINAL), GROUP)
+    work.stop()
+    assert not work.look().done
+    wait_for(work.resume, "what the thread was given before", timeout_s=PATIENCE_S)
+    assert not output.iteration(1).proof("done").exists() and not work.look().done
+
+
+def test_a_worker_proves_nothing_and_waits_for_what_the_master_proves(tmp_path: Path) -> None:
+    output = OutputDir(tmp_path)
+    version = output.run(RUN_ID).broadcast_dir(1)
+    version.mkdir(parents=True)
+    mark_stable(version)
+    work = work_of_a_node(output, rank=1, weights=(1.0, 1.0))
+    for phase in (Phase.START, Phase.PREPARE, Phase.COPY_CHECKPOINT, Phase.FINAL):
+        work.begin(Position(1, phase), GROUP)
+        wait_for(lambda: work.look().done or bool(work.look().error), f"{phase.label} to pass", timeout_s=PATIENCE_S)
+        assert work.look().done, "a worker has nothing to do there, so nothing of it can fail"
+    folder = output.iteration(1)
+    assert list(folder.path.iterdir()) == [] and not output.run(RUN_ID).orch_toml.exists()
+    work.begin(Position(1, Phase.CONFIG_READY), GROUP)
+    toml = folder.path / "trainer.toml"
+    wait_for(lambda: work.look().waiting_on == f"{toml} to be seen", "a worker to wait", timeout_s=PATIENCE_S)
+    folder.proof("update").touch()
+    toml.touch()
+    wait_for(lambda: work.look().done, "a worker to see the config", timeout_s=PATIENCE_S)
+
+
+@pytest.fixture
+def programs_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a node starts under a keeper does nothing and never ends by itself."""
+    python = tmp_path / "python"
+    keeper = f'[ "$2" = prime_rl.utils.keeper ] && exec {sys.executable} "$@"'
+    python.write_text(f"#!/bin/sh\n{keeper}\nexec sleep 1000\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+
+def begun(work: PhaseWork, module: str) -> psutil.Process:
+    """The keeper of the process of `module` that the node starts in its phase, as soon as that process is there."""
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        work.look()
+        found[:] = [each for each in psutil.Process().children() if module in each.cmdline()]
+        return bool(found and found[0].children())
+
+    wait_for(look, f"{module} to start", timeout_s=PATIENCE_S)
+    return found[0]
+
+
+@pytest.mark.usefixtures("programs_hang")
+@pytest.mark.parametrize(
+    ("phase", "module", "following", "waiting_on"),
+    [
+        (Phase.TRAIN, "torch.distributed.run", Phase.FINAL, "the work that was given up to end"),
+        (
+            Phase.RESTART_INFERENCE,
+            "prime_rl.inference.server",
+            Phase.STOP_INFERENCE,
+            "this node's inference server to end",
+        ),
+    ],
+)
+def test_nothing_begins_beside_a_process_that_was_asked_to_end(
+    tmp_path: Path, phase: Phase, module: str, following: Phase, waiting_on: str
+) -> None:
+    output = OutputDir(tmp_path / "outputs")
+    work = work_of_a_node(output, max_iterations=None, master=lambda: "127.0.0.1")
+    work.begin(Position(1, phase), GROUP)
+    keeper = begun(work, module)
+    keeper.send_signal(signal.SIGSTOP)
+    try:
+        work.begin(Position(1, following), GROUP)
+        wait_for(lambda: work.look().done or work.look().waiting_on, "a report", timeout_s=PATIENCE_S)
+        assert (work.look().done, work.look().waiting_on) == (False, waiting_on)
+        assert not output.iteration(1).proof("done").exists() and keeper.is_running()
+    finally:
+        keeper.send_signal(signal.SIGCONT)
+    wait_for(lambda: work.look().done, "the phase after it", timeout_s=PATIENCE_S)
+    assert work.has_ended
 
 
 @pytest.mark.parametrize(
@@ -130,7 +226,7 @@ def test_a_node_that_leaves_does_not_wait_for_its_processes(tmp_path: Path) -> N
 def test_a_server_starts_again_where_this_node_makes_more_rollouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], iteration: int, starts: bool
 ) -> None:
-    work, started = work_of_the_master(OutputDir(tmp_path), **changes), list[bool]()
+    work, started = work_of_a_node(OutputDir(tmp_path), **changes), list[bool]()
     monkeypatch.setattr(work._server, "start", lambda: started.append(True))
     work.place.move(Position(iteration, Phase.RESTART_INFERENCE), GROUP)
     assert work._make_task(Phase.RESTART_INFERENCE).look().done is not starts
@@ -138,7 +234,7 @@ def test_a_server_starts_again_where_this_node_makes_more_rollouts(
 
 
 def test_what_another_try_cannot_change_does_not_heal(tmp_path: Path) -> None:
-    work = work_of_the_master(OutputDir(tmp_path))
+    work = work_of_a_node(OutputDir(tmp_path))
     work.begin(Position(1, Phase.PREPARE), GROUP)
     wait_for(lambda: work.look().error is not None, "the error", timeout_s=PATIENCE_S)
     assert "has no rollouts: make them first" in (work.look().error or "") and not work.look().may_heal

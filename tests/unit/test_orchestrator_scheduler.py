@@ -30,6 +30,9 @@ class Versions:
         self.version = 0
         self.refusal: str | None = None
 
+    async def begin(self) -> None:
+        """Nothing was left."""
+
     async def switch_to(self, version: int) -> None:
         if self.refusal:
             raise RequestRefused(self.refusal)
@@ -106,6 +109,15 @@ async def test_no_group_starts_after_the_end_not_even_in_the_place_of_one_that_f
     await alone.scheduler.switch_policy()
     await settle(lambda: True)
     assert started == [0, 1, 2]
+
+
+async def test_a_run_that_goes_on_begins_with_the_newest_version_that_there_is(tmp_path: Path) -> None:
+    alone = Alone(tmp_path, never)
+    for version in (1, 2):
+        publish(alone.run, version)
+    await alone.scheduler.start()
+    assert alone.policy.version == 2
+    await alone.scheduler.close()
 
 
 async def test_a_run_fails_when_more_than_half_of_its_last_groups_failed(tmp_path: Path) -> None:

@@ -103,7 +103,11 @@ async def test_an_answer_of_a_newer_version_counts_as_that(model: Path, run: Run
     assert asked == [1, 1] and rollout.turn_versions == [2, 2]
 
 
-async def test_a_server_that_comes_back_has_the_weights_before_it_is_asked(model: Path, run: RunDir) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+async def test_a_server_that_comes_back_has_the_weights_before_it_is_asked(
+    model: Path, run: RunDir, version: int
+) -> None:
+    """Also where it had the same when it left: it has lost them."""
     fakes = [FakeInference(model) for _ in range(3)]
     async with serving(fakes[0]) as first:
         async with serving(fakes[1], free_port()) as second:
@@ -112,15 +116,15 @@ async def test_a_server_that_comes_back_has_the_weights_before_it_is_asked(model
             await policy.switch_to(1)
         worker = make_worker(client, policy, model, {"talk": TalkEnv()})
         await asyncio.gather(*(worker.group(index) for index in range(4)))
-        await policy.switch_to(2)
+        await policy.switch_to(version)
         port = int(second.rpartition(":")[2].removesuffix("/v1"))
         async with serving(fakes[2], port):
             await until(lambda: bool(client.metrics()["inference/1/living"]), "the server to be asked again")
             groups = await asyncio.gather(*(worker.group(index) for index in range(4)))
             await policy.close()
         await client.close()
-    assert next(path for path, _ in fakes[2].requests) == UPDATE and changes(fakes[2]) == ["step_2", "base"]
-    assert {group.oldest_version for group in groups} == {2}
+    assert next(path for path, _ in fakes[2].requests) == UPDATE and changes(fakes[2]) == [f"step_{version}", "base"]
+    assert {group.oldest_version for group in groups} == {version}
     assert any(path == "/v1/completions" for path, _ in fakes[2].requests)
 
 
@@ -156,6 +160,29 @@ async def test_a_version_that_cannot_be_had_any_more_fails_requests_for_exactly_
         fake.fault = lambda path, body: 200 if path == UPDATE else None  # another answer than the contract's
         with pytest.raises(GroupFailed, match="invalid answer"):
             await worker.group(1)
+
+
+async def test_a_request_for_exactly_one_version_is_answered_by_no_newer_one(model: Path, run: RunDir) -> None:
+    fake = FakeInference(model)
+    async with at_version(fake, run, 1) as (client, policy):
+        fake.weights = "run_a/broadcast/step_2"
+        pinned = TurnSampler(client, policy, SamplingConfig(max_tokens=4), seq_len=64)
+        version, (completion,) = await pinned.sample([5], seed=1, version=1)
+    assert version == 1 and completion.weights == "run_a/broadcast/step_1"
+
+
+async def test_a_version_that_was_refused_is_not_given_to_a_server_that_has_lost_the_one_before(
+    model: Path, run: RunDir
+) -> None:
+    fake = FakeInference(model)
+    async with at_version(fake, run, 1) as (client, policy):
+        fake.fault = lambda path, body: 400 if path == UPDATE and body["weight_dir"].endswith("step_2") else None
+        with pytest.raises(RequestRefused, match="injected 400"):
+            await policy.switch_to(2)
+        fake.weights = "base"
+        pinned = TurnSampler(client, policy, SamplingConfig(max_tokens=4), seq_len=64)
+        assert (await pinned.sample([5], seed=1, version=1))[0] == 1
+    assert changes(fake) == ["base", "step_1", "step_2", "step_1"]
 
 
 async def test_one_run_at_a_time_has_the_weights(tmp_path: Path) -> None:

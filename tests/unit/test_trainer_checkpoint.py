@@ -14,7 +14,15 @@ from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.contract.resume import ResumeRequest, pending_request
 from prime_rl.trainer.checkpoint import is_due
 from prime_rl.trainer.metrics import last_metrics_step
-from prime_rl.trainer.retention import PROGRESS_FILE, drop_after, prune, remove_step, steps_to_remove, trainer_steps
+from prime_rl.trainer.retention import (
+    PROGRESS_FILE,
+    drop_after,
+    prune,
+    remove_step,
+    steps_to_remove,
+    sweep,
+    trainer_steps,
+)
 from prime_rl.trainer.runs.control import is_finished
 from tests.trainer_support import write_config, write_run
 
@@ -110,6 +118,41 @@ def test_a_run_that_goes_back_keeps_the_step_that_it_goes_back_to(tmp_path: Path
         run.broadcast_dir(step).mkdir(parents=True)
     drop_after(run, 2)
     assert [list_steps(each) for each in (run.broadcast, run.checkpoints, run.rollouts)] == [[1, 2]] * 3
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_run_that_goes_back_loses_its_later_versions_before_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a reader picks one up whose checkpoint and batches are gone."""
+    run = run_with(tmp_path, batches=[1, 2, 3], of_trainer=[1, 2, 3])
+    for step in (1, 2, 3):
+        run.broadcast_dir(step).mkdir(parents=True)
+    rmtree = files.shutil.rmtree
+
+    def dies_after_the_versions(path: Path) -> None:
+        if run.broadcast not in Path(path).parents:
+            raise Killed
+        rmtree(path)
+
+    monkeypatch.setattr(files.shutil, "rmtree", dies_after_the_versions)
+    with pytest.raises(Killed):
+        drop_after(run, 1)
+    assert list_steps(run.broadcast) == [1] and list_steps(run.rollouts) == [1, 2, 3]
+
+
+def test_what_a_killed_trainer_left_half_written_is_swept_and_nothing_of_others(tmp_path: Path) -> None:
+    run = run_with(tmp_path, batches=[], of_trainer=[], of_both=[2])
+    half = [run.broadcast / ".step_3.5f.tmp", run.checkpoint_dir(2) / ".trainer.5f.tmp"]
+    other = [run.broadcast_dir(2), run.trainer_checkpoint(2), run.checkpoint_dir(2) / ".orchestrator.5f.tmp"]
+    for folder in (*half, *other):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "file").touch()
+    sweep(run)
+    assert not any(folder.exists() for folder in half) and all((folder / "file").exists() for folder in other)
 
 
 def test_a_step_folder_is_no_longer_stable_before_anything_else_of_it_goes(

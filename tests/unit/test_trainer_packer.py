@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +22,11 @@ from tests.trainer_support import VOCAB, make_batch, put_batch
 class Trainer:
     """The packer over real runs; what the training loop does around it. `reads` are the files that were read."""
 
-    def __init__(self, workspace: Path) -> None:
+    def __init__(self, workspace: Path, num_ranks: int = 1) -> None:
         self.workspace = workspace
         self.manager = manager_of(workspace)
         self.reader = BatchReader(self.read)
-        self.packer = Packer(self.manager, self.reader, VOCAB, max_tokens=10_000, num_ranks=1, packs=True)
+        self.packer = Packer(self.manager, self.reader, VOCAB, max_tokens=10_000, num_ranks=num_ranks, packs=True)
         self.manager.register_forgotten_hook(lambda idx, run_id: self.packer.forgotten(self.manager.run(idx)))
         self.reads: list[Path] = []
 
@@ -170,3 +171,35 @@ def test_the_tokens_of_a_pass_are_counted_for_the_run_that_has_them(trainer: Tra
     assert trainer.packer.pack() is not None
     num_tokens = [sum(len(sample.loss_mask) for sample in batch.samples) for batch in batches]
     assert [run.pass_tokens for run in trainer.manager.active] == num_tokens
+
+
+def test_passes_are_as_small_as_the_smallest_limit_that_was_found(trainer: Trainer) -> None:
+    run = add(trainer.workspace, "run_a")
+    look(trainer.manager)
+    batch = trainer.put(run, 1)
+    trainer.takes()
+    for limit in (math.inf, 40.0, 1000.0):
+        trainer.packer.limit(limit)
+    passes: list[int] = []
+    while trainer.packer.waits_for() is None:
+        pack = trainer.packer.pack()
+        assert pack is not None
+        passes += [sum(map(len, each.loss_mask)) for each in pack.micro_batches]
+    assert max(passes) <= 40 and sum(passes) == sum(len(sample.loss_mask) for sample in batch.samples)
+
+
+@pytest.mark.parametrize("kl_coefs", [(0.0, 0.0), (0.0, 0.1)])
+def test_every_rank_has_a_pass_and_compares_with_the_base_model_if_any_row_does(
+    tmp_path: Path, kl_coefs: tuple[float, float]
+) -> None:
+    trainer = Trainer(tmp_path, num_ranks=8)
+    for run_id, kl_coef in zip(("run_a", "run_b"), kl_coefs, strict=True):
+        put_batch(add(tmp_path, run_id, loss={"kl_coef": kl_coef}), make_batch(run_id, 1, num_samples=2))
+    look(trainer.manager)
+    trainer.takes(num=2)
+    pack = trainer.packer.pack()
+    trainer.reader.close()
+    assert pack is not None and [ready.run_idx for ready in pack.ready] == [0, 1]
+    assert {each.base_pass for each in pack.micro_batches} == {any(kl_coefs)}
+    has_loss = [any(map(any, each.loss_mask)) for each in pack.micro_batches]
+    assert has_loss == [True] * 4 + [False] * 4, "a rank without rows takes part"

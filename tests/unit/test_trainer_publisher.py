@@ -18,6 +18,7 @@ from prime_rl.trainer.checkpoint import RunSnapshot
 from prime_rl.trainer.loss import LossSums
 from prime_rl.trainer.metrics import PhaseTimer
 from prime_rl.trainer.publish import FileSystemWeightBroadcast, Publisher, write_version
+from prime_rl.trainer.retention import trainer_steps
 from prime_rl.trainer.runs.run import FINISHED
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
@@ -49,7 +50,12 @@ class Life:
         self.dir = add(workspace, "run_a", max_steps=2, ckpt={"interval": 100})
         self.trainer, self.disk, self.writer = Trainer(workspace), Disk(), BackgroundWriter()
         self.run, self.told = self.trainer.run, list[int]()
-        status: Any = SimpleNamespace(published=lambda run, progress: self.told.append(progress.step))
+        self.waited_for = threading.Event()
+        status: Any = SimpleNamespace(
+            published=lambda run, progress: self.told.append(progress.step),
+            waiting=lambda what: self.waited_for.set(),
+            close=lambda: None,
+        )
         metrics: Any = SimpleNamespace(write=lambda *args: None)
         parts = (self.trainer.snapshots, self.disk, self.trainer.checkpoints, metrics, status, self.writer)
         self.publisher = Publisher(self.trainer.manager, *parts)
@@ -137,6 +143,9 @@ def test_a_run_keeps_its_slot_until_the_disk_has_what_it_made_or_had_its_time(
     life.disk.is_free.clear()
     life.update()
     assert not life.publisher.may_leave(life.run) and not life.publisher.may_leave(life.run)
+    assert life.publisher.full() == {}, "it may train on meanwhile, unless it is to leave"
+    life.run.leaving = "it is paused"
+    assert life.publisher.full() == {"run_a": "the disk to take version 1 of run_a"}
     with pytest.raises(ValueError, match="it was here before and still waits for the disk to take version 1 of run_a"):
         life.publisher.admitted(life.run)
     with monkeypatch.context() as patch:
@@ -146,6 +155,29 @@ def test_a_run_keeps_its_slot_until_the_disk_has_what_it_made_or_had_its_time(
     wait_for(lambda: life.publisher.may_leave(life.run), "the disk to take the version", timeout_s=PATIENCE_S)
     life.publisher.admitted(life.run)
     assert life.told == [1]
+
+
+def test_nothing_is_written_for_a_run_into_another_that_has_its_name_now(life: Life) -> None:
+    life.dir.path.rename(life.dir.path.with_name("moved"))
+    add(life.dir.path.parent, "run_a")
+    life.update()
+    life.written()
+    assert life.versions == life.told == [] and not life.dir.evicted.exists()
+
+
+def test_a_stop_ends_when_the_last_checkpoint_of_each_run_is_there(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = life.trainer.checkpoints.save
+
+    def slow_save(snapshot: RunSnapshot) -> None:
+        assert life.waited_for.wait(PATIENCE_S)
+        save(snapshot)
+
+    monkeypatch.setattr(life.trainer.checkpoints, "save", slow_save)
+    life.update()
+    life.publisher.before_exit()
+    saved = trainer_steps(life.dir)
+    life.waited_for.set()
+    assert saved == [1]
 
 
 def test_a_version_is_marked_when_its_files_are_there(tmp_path: Path) -> None:

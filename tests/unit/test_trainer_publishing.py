@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from prime_rl.contract.layout import list_steps
+from prime_rl.contract.layout import list_steps, stable_marker
+from prime_rl.trainer.checkpoint import RunSnapshot
 from prime_rl.trainer.loss import LossSums
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
-from prime_rl.trainer.publish import FileSystemWeightBroadcast, Publisher
+from prime_rl.trainer.model import PolicyModel
+from prime_rl.trainer.publish import FileSystemWeightBroadcast, NCCLWeightBroadcast, Publisher, label_of
 from prime_rl.trainer.runs.sync import ReadyRun
-from prime_rl.trainer.step import UpdateReport
+from prime_rl.trainer.step import TrainStep, UpdateReport
+from prime_rl.trainer.whole_run import ModelFiles, ModelSnapshot
 from prime_rl.trainer.writer import BackgroundWriter
+from prime_rl.transfer import WeightSender
+from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.runs_support import add
+from tests.trainer_support import solo_world
+from tests.transfer_main import HOST, weights
 from tests.unit.test_trainer_snapshot import Trainer
+from tests.unit.test_transfer import Server, same
 
 
 class Silent:
@@ -92,3 +102,34 @@ def test_a_rank_without_rows_adds_zeros_and_not_the_gradients_of_the_update_befo
         leaf.grad = torch.ones_like(leaf)
     expected = sum(float(leaf.grad.square().sum()) for leaf in leaves if leaf.grad is not None) ** 0.5
     assert trainer.run.training.reduce_gradients() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("gradient", "counts"), [(1.0, (1, 100, 8)), (float("nan"), (0, 0, 0))])
+def test_an_update_counts_its_batch_and_one_that_is_not_done_nothing_and_neither_leaves_gradients(
+    tmp_path: Path, gradient: float, counts: tuple[int, int, int]
+) -> None:
+    add(tmp_path, "run_a")
+    trainer = Trainer(tmp_path)
+    model = cast(PolicyModel, SimpleNamespace(layers=["adapters"]))  # an update needs no pass
+    leaves = [leaf for _, leaf in trainer.manager.get_named_parameters_for_run(0)]
+    for leaf in leaves:
+        leaf.grad = torch.full_like(leaf, gradient)
+    report = TrainStep(model, trainer.manager, solo_world()).update(trainer.run, ReadyRun(0, 100, 8))
+    progress = trainer.run.progress
+    assert (progress.step, progress.total_tokens, progress.total_samples) == counts
+    assert (report.problem is None) is bool(counts[0]) and all(leaf.grad is None for leaf in leaves)
+
+
+def test_a_version_is_offered_from_memory_again_after_a_restart(tmp_path: Path) -> None:
+    """Its folder is there from before, and a server that asks for it gets all of it."""
+    run = add(tmp_path, "run_a")
+    offered = ModelSnapshot({}, weights(1), ModelFiles("{}", (), torch.float32))
+    snapshot = RunSnapshot.of(Trainer(tmp_path).run, offered, state=None)
+    for port in (free_port(HOST), free_port(HOST)):
+        broadcast = NCCLWeightBroadcast(WeightSender(HOST, port, timeout_s=PATIENCE_S))
+        folder = broadcast.publish(snapshot)
+        try:
+            (got,) = Server(port).fetch(label_of(folder))
+        finally:
+            broadcast.close()
+        assert same(got, weights(1)) and folder == run.broadcast_dir(0) and stable_marker(folder).exists()

@@ -10,12 +10,14 @@ import torch
 
 from prime_rl.configs.orchestrator import OptimConfig
 from prime_rl.configs.shared import LoRAConfig
-from prime_rl.contract.layout import stable_marker
+from prime_rl.contract import files
+from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager
+from prime_rl.trainer.retention import trainer_steps
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.older import MultiLoRAOptimizer
-from tests.runs_support import add, look, manager_of
-from tests.trainer_support import solo_world
+from tests.runs_support import BASE, add, look, manager_of
+from tests.trainer_support import solo_world, write_config
 
 pytestmark = pytest.mark.numeric
 
@@ -115,3 +117,53 @@ def test_a_checkpoint_is_stable_once_its_files_are_there(tmp_path: Path, monkeyp
     monkeypatch.setattr(type(snapshot.weights), "save", watched)
     trainer.checkpoints.save(snapshot)
     assert seen == [False] and marker.exists()
+
+
+def saved_up_to(workspace: Path, last: int) -> RunDir:
+    """A run with a checkpoint of each step."""
+    add(workspace, "run_a")
+    trainer = Trainer(workspace)
+    for _ in range(last):
+        trainer.update()
+        trainer.checkpoints.save(trainer.snapshots.whole(trainer.run))
+    return trainer.run.dir
+
+
+def test_a_run_goes_back_once_and_then_on_from_there(tmp_path: Path) -> None:
+    run = saved_up_to(tmp_path, 3)
+    write_config(run, BASE, ckpt={"resume_step": 1})
+    back = Trainer(tmp_path)
+    assert back.run.progress.step == 1 and trainer_steps(run) == [1]
+    back.update()
+    back.checkpoints.save(back.snapshots.whole(back.run))
+    on = Trainer(tmp_path)
+    assert on.run.progress.step == 2, "the same text is not carried out again"
+    assert torch.equal(on.weights(), back.weights())
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_run_goes_back_although_the_trainer_was_killed_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = saved_up_to(tmp_path, 3)
+    write_config(run, BASE, ckpt={"resume_step": 1})
+
+    def dies(path: Path) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.shutil, "rmtree", dies)
+        with pytest.raises(Killed):
+            Trainer(tmp_path)
+    again = Trainer(tmp_path)
+    assert again.run.progress.step == 1 and trainer_steps(run) == list_steps(run.checkpoints) == [1]
+
+
+def test_what_is_saved_is_not_written_again(tmp_path: Path) -> None:
+    """It may be the only complete checkpoint, and a disk that is full now would leave none."""
+    run = saved_up_to(tmp_path, 1)
+    before = {path.name: path.stat().st_ino for path in run.trainer_checkpoint(1).iterdir()}
+    trainer = Trainer(tmp_path)
+    trainer.checkpoints.save(trainer.snapshots.whole(trainer.run))
+    assert {path.name: path.stat().st_ino for path in run.trainer_checkpoint(1).iterdir()} == before
