@@ -43,6 +43,8 @@ from prime_rl.contract.served import (
 from prime_rl.contract.work import Item, WorkNote
 from prime_rl.inference.bodies import (
     GenerateRequest,
+    Lengths,
+    Room,
     completion_request,
     decoded,
     error_response,
@@ -52,7 +54,6 @@ from prime_rl.inference.bodies import (
 )
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import Guard, confined_adapter, confined_weights
-from prime_rl.inference.lengths import Lengths, Room
 from prime_rl.inference.turns import StillInUse, Turns, Turnstile
 from prime_rl.inference.weight_files import weights_label
 

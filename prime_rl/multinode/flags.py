@@ -14,7 +14,7 @@ from prime_rl.configs.base import build, merge, read_argv
 from prime_rl.configs.multinode import MultinodeConfig
 from prime_rl.configs.node_flags import DEFAULT_TOML, FlagError, node_parser
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.shares import Split
+from prime_rl.contract.rank_files import Split
 from prime_rl.multinode.records import RlPhase
 
 _SPLITS: Mapping[str | None, frozenset[Split]] = {

@@ -22,8 +22,7 @@ from prime_rl.configs.multinode import RUN_ID, MultinodeConfig
 from prime_rl.contract.files import make_folder, read_file, read_text, write_atomic
 from prime_rl.contract.iterations import IterationDir
 from prime_rl.contract.layout import OutputDir, list_steps
-from prime_rl.contract.rank_files import read_rank_file
-from prime_rl.contract.shares import JoinRequest, MakeRequest, Split
+from prime_rl.contract.rank_files import JoinRequest, MakeRequest, Split, read_rank_file
 from prime_rl.multinode.decide import MASTER_RANK
 from prime_rl.multinode.records import GroupRecord, Phase, Position, RlPhase, eval_is_due, first_position
 from prime_rl.multinode.tasks import Child
@@ -52,7 +51,7 @@ class EvalProof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _UpdateProof(msgspec.Struct, frozen=True):
-    """What is read again of the batches that were made (`contract.shares.JoinResult`)."""
+    """What is read again of the batches that were made (`contract.rank_files.JoinResult`)."""
 
     sampler_state: dict[str, Any] = {}
 

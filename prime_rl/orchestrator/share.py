@@ -28,8 +28,7 @@ from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import make_folder, read_file, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.rank_files import RankEntry, RankFileWriter, read_rank_file
-from prime_rl.contract.shares import JoinRequest, JoinResult, MakeRequest
+from prime_rl.contract.rank_files import JoinRequest, JoinResult, MakeRequest, RankEntry, RankFileWriter, read_rank_file
 from prime_rl.orchestrator.adapters import AdapterPublication
 from prime_rl.orchestrator.batch import SecondOrchestrator, assemble_batch, publish_batch
 from prime_rl.orchestrator.checkpoint import checkpoint_is_due, progress_of, save_state
