@@ -1,4 +1,7 @@
-"""What can be checked before anything heavy is loaded: address, key, port, model folder. Each failure is one line."""
+"""What is checked before anything heavy is loaded: address, key, port, model folder. Each failure is one line.
+
+And what the entry file then hands to the engine that it starts.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,28 @@ import errno
 import os
 import re
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.contract.status import StatusWriter
 from prime_rl.utils.network import bound_socket, is_loopback
 from prime_rl.utils.secrets import SecretError, read_secret
+from prime_rl.utils.signals import StopFlag
 
 # `owner/name`, as on the Hugging Face hub.
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """`sock` is bound and does not listen yet; `api_key` is None when no key is required."""
+
+    config: InferenceConfig
+    sock: socket.socket
+    api_key: str | None
+    stop: StopFlag
+    status: StatusWriter
 
 
 class StartError(RuntimeError):

@@ -18,11 +18,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.status import StatusWriter
 from prime_rl.inference.errors import error_body
 from prime_rl.utils.clock import TokenRate
-from prime_rl.utils.signals import StopFlag
 
 # How long requests in flight may still take after a stop was asked for; below the supervisor's grace.
 DRAIN_S = 5
@@ -100,17 +98,6 @@ async def _report(
         # A write waits for the disk: not in the event loop.
         await asyncio.to_thread(reporter.tick, tick())
         await asyncio.sleep(REPORT_EVERY_S)
-
-
-@dataclass(frozen=True)
-class ServerContext:
-    """`sock` is bound and does not listen yet; `api_key` is None when no key is required."""
-
-    config: InferenceConfig
-    sock: socket.socket
-    api_key: str | None
-    stop: StopFlag
-    status: StatusWriter
 
 
 # Long enough to be steady over one batch of requests, short enough to show an idle server as idle.

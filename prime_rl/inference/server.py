@@ -14,9 +14,8 @@ from prime_rl.configs.base import ConfigError, parse_argv
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
-from prime_rl.inference.checks import StartError, base_url, bind, check_model, read_api_key
+from prime_rl.inference.checks import ServerContext, StartError, base_url, bind, check_model, read_api_key
 from prime_rl.inference.child_processes import die_with_parent
-from prime_rl.inference.serve import ServerContext
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.runtime import heavy_imports
 from prime_rl.utils.secrets import close_handed

@@ -25,7 +25,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.bodies import Room, decoded, json_response
-from prime_rl.inference.checks import StartError
+from prime_rl.inference.checks import ServerContext, StartError
 from prime_rl.inference.embedded.batch import Job
 from prime_rl.inference.embedded.engine import Engine
 from prime_rl.inference.embedded.model import ModelError, Served, load_model
@@ -41,7 +41,7 @@ from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.embedded.text import Text
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.front import build_app
-from prime_rl.inference.serve import EngineFailed, EngineReporter, ServerContext, serve
+from prime_rl.inference.serve import EngineFailed, EngineReporter, serve
 from prime_rl.inference.weight_files import max_model_len
 
 logger = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ import torch
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.bodies import Room
-from prime_rl.inference.checks import StartError
+from prime_rl.inference.checks import ServerContext, StartError
 from prime_rl.inference.child_processes import end_children, private_tmp, signal_children
 from prime_rl.inference.front import build_app
-from prime_rl.inference.serve import POLL_S, EngineFailed, EngineReporter, ServerContext, Snapshot, serve
+from prime_rl.inference.serve import POLL_S, EngineFailed, EngineReporter, Snapshot, serve
 from prime_rl.inference.vllm.adapters import AdapterGate
 from prime_rl.inference.vllm.control import VllmControl
 from prime_rl.inference.weight_files import adapter_bytes, check_adapter_room, max_model_len, model_shapes
