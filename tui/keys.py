@@ -45,7 +45,7 @@ _PLACES = {
         "dialogs.job:JobDialog",
         "dialogs.form:FormDialog",
         "dialogs.add:AddDialog",
-        "dialogs.diff:DiffDialog",
+        "dialogs.steer:DiffDialog",
         "screens.action_log:ActionLogScreen",
     ),
     "Help, command line, choice of runs": (
