@@ -305,7 +305,9 @@ async def test_an_adapter_that_inference_refuses_ends_the_run_with_its_reason(
         return 422
 
     workspace.fake.fault = fault
-    assert await workspace.run_to_the_end(client={"max_concurrent_requests": 2}) == 1
+    # The third batch needs an adapter, however quick the first two are.
+    over = {"max_steps": 4, "max_async_level": 1, "client": {"max_concurrent_requests": 2}}
+    assert await workspace.run_to_the_end(**over) == 1
     assert (workspace.status.state, workspace.status.reason) == ("failed", "injected 422")
     assert len(refused) in num_asked, "one more may be under way"
 
