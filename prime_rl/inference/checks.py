@@ -34,7 +34,7 @@ class ServerContext:
 
 
 class StartError(RuntimeError):
-    """The server cannot start; `exit_code` is 1, or 2 when the config itself is wrong."""
+    """The server cannot start, or its engine failed; `exit_code` is 1, or 2 when the config itself is wrong."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)

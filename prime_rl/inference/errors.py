@@ -48,19 +48,14 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """OpenAI's JSON for this error."""
-        return error_body(self.status, self.message, param=self.param)
+        kind = _TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
 
 def adapter_refused(name: str, error: ValueError | OSError) -> ApiError:
     """The error for an adapter that is not loaded: 422 for what is in its files, 400 when they cannot be read now."""
     status = 422 if isinstance(error, ValueError) else 400
     return ApiError(status, f"adapter {name!r} is refused: {error}", param="lora_path")
-
-
-def error_body(status: int, message: str, *, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's JSON for an error; `param` is the field that is wrong, where there is one."""
-    kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def check_ranges(body: Mapping[str, Any]) -> None:

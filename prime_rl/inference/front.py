@@ -14,7 +14,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -52,8 +52,10 @@ from prime_rl.inference.bodies import (
     json_response,
     replay,
 )
+from prime_rl.inference.checks import ServerContext
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import Guard, confined_adapter, confined_weights
+from prime_rl.inference.serve import Snapshot, serve
 from prime_rl.inference.turns import StillInUse, Turns, Turnstile
 from prime_rl.inference.weight_files import weights_label
 
@@ -83,8 +85,8 @@ class EngineControl(Protocol):
     def adapters(self) -> Collection[str]:
         """Names of the adapters that are loaded."""
 
-    def num_tokens(self) -> int:
-        """Tokens generated since the start."""
+    def stats(self) -> Snapshot:
+        """The figures of this moment."""
 
     async def complete(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of /v1/completions to `body`. Raises ApiError."""
@@ -101,14 +103,12 @@ class EngineControl(Protocol):
     async def generate_one(self) -> None:
         """Generate one token with the base model. Raises when that fails."""
 
-    async def load_weights(self, folder: Path) -> None:
+    async def load_weights(self, folder: Path | None) -> None:
         """Take over the weights of `folder` (confined, complete), and forget what was computed with others.
 
-        Nothing generates meanwhile. Raises ApiError; then the weights of before are in force.
+        None: the weights that the server was started with. Nothing generates meanwhile. Raises ApiError; then the
+        weights of before are in force.
         """
-
-    async def load_base(self) -> None:
-        """The same with the weights that the server was started with."""
 
 
 class _UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -148,12 +148,29 @@ def build_app(
             for path, endpoint in endpoints.items()
         ],
         middleware=[Middleware(_TellsLogprobs, mode=config.logprobs_mode), guard],
-        exception_handlers={ApiError: _refused, HTTPException: _not_routed, Exception: _failed},
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _failed),
         lifespan=engine.lifespan,
     )
     app.router.redirect_slashes = False
     app.state.tick = front.turns.tick
     return app
+
+
+async def serve_engine(
+    engine: EngineControl, context: ServerContext, room: Room, *, abort: Callable[[], None] = lambda: None
+) -> None:
+    """Serve the application of `engine` until a stop is asked for; `abort` is as in `serve`. Raises StartError."""
+    app = build_app(engine, context.config, room=room, api_key=context.api_key)
+    await serve(
+        app,
+        context.sock,
+        stop=context.stop,
+        alive=engine.alive,
+        status=context.status,
+        stats=engine.stats,
+        abort=abort,
+        tick=app.state.tick,
+    )
 
 
 class Front:
@@ -164,7 +181,7 @@ class Front:
         self._config = config
         self._output_dir = config.output_dir
         self._drain_s = drain_s
-        self._health = HealthProbe(engine.generate_one, engine.num_tokens)
+        self._health = HealthProbe(engine.generate_one, lambda: engine.stats().num_tokens)
         self._one_load = asyncio.Lock()
         self.turnstile = Turnstile()
         note = WorkNote(OutputDir(config.output_dir).replica_work(config.replica))
@@ -234,18 +251,24 @@ class Front:
         folder = await asyncio.to_thread(confined_weights, self._output_dir, asked.weight_dir)
         # It goes into a header, where not every character of a file name may stand.
         label = quote(weights_label(self._output_dir.resolve(), folder))
-        async with self.turns.work(Item(_valid(label.partition("/")[0]), f"loaded {label}")), self._alone():
-            await self._engine.load_weights(folder)
-            self.weights = label
-        logger.info("now serving the weights of %s", folder)
-        return json_response({"weights": self.weights})
+        async with self.turns.work(Item(_valid(label.partition("/")[0]), f"loaded {label}")):
+            return await self._change_weights(folder, label)
 
     async def _reload(self, request: Request) -> Response:
-        async with self._alone():
-            await self._engine.load_base()
-            self.weights = BASE_WEIGHTS
-        logger.info("now serving the base model")
-        return json_response({"weights": self.weights})
+        return await self._change_weights(None, BASE_WEIGHTS)
+
+    async def _change_weights(self, folder: Path | None, label: str) -> Response:
+        try:
+            async with self.turnstile.alone(self._drain_s):
+                if loaded := sorted(self._engine.adapters()):
+                    raise ApiError(409, f"Adapters are loaded ({', '.join(loaded[:3])}): unload them first.")
+                await self._engine.load_weights(folder)
+                self.weights = label
+        except StillInUse as error:
+            message = f"{error.num_users} requests still run after {self._drain_s:g} s: the weights stay as they are."
+            raise ApiError(503, message) from error
+        logger.info("now serving %s", f"the weights of {folder}" if folder else "the base model")
+        return json_response({"weights": label})
 
     def item_of(self, headers: Headers, body: bytes) -> Item | None:
         """What a request that generates works on; None for one that is refused, since no such model is served."""
@@ -258,17 +281,6 @@ class Front:
             served = "the base model" if self.weights == BASE_WEIGHTS else self.weights
             return Item(run_id, f"served {served}{f' for {run_id}' if run_id else ''}")
         return Item(_run_of(name), f"served {name}") if name in self._engine.adapters() else None
-
-    @contextlib.asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        try:
-            async with self.turnstile.alone(self._drain_s):
-                if loaded := sorted(self._engine.adapters()):
-                    raise ApiError(409, f"Adapters are loaded ({', '.join(loaded[:3])}): unload them first.")
-                yield
-        except StillInUse as error:
-            message = f"{error.num_users} requests still run after {self._drain_s:g} s: the weights stay as they are."
-            raise ApiError(503, message) from error
 
 
 def _run_of(adapter: str) -> str:
@@ -319,24 +331,18 @@ def _with_header(send: Send, name: str, value: str) -> Send:
     return with_header
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error_response(error)
-
-
-async def _not_routed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _failed(request: Request, error: Exception) -> Response:
+    """The answer for `error`. The framework raises one that is none of ours again: its traceback goes to the log."""
+    if isinstance(error, ApiError):
+        return error_response(error)
+    if not isinstance(error, HTTPException):
+        return error_response(ApiError(500, f"The server failed on this request: {type(error).__name__}."))
     path = request.url.path
     method = "GET" if path in READING else "POST"
     message = f"{path} takes {method}, not {request.method}." if error.status_code == 405 else error.detail
     if error.status_code == 404:
         message = f"Not found: {path[:200]}."
     return error_response(ApiError(error.status_code, message))
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """The framework raises the error again, so its traceback goes to the log, not to the client."""
-    return error_response(ApiError(500, f"The server failed on this request: {type(error).__name__}."))
 
 
 TIMEOUT_S = 10.0
@@ -379,12 +385,7 @@ class HealthProbe:
             raise ApiError(503, problem)
 
     async def _ask(self) -> str | None:
-        try:
-            return await self._proof()
-        finally:
-            self._answered_at = self._clock()
-
-    async def _proof(self) -> str | None:
+        """What is wrong with the engine; None when it generates."""
         before = self._num_tokens()
         ours = asyncio.ensure_future(self._generate_one())
         try:
@@ -394,6 +395,7 @@ class HealthProbe:
         except TimeoutError:
             return f"The engine has generated no token in {self._timeout_s:g} s."
         finally:
+            self._answered_at = self._clock()
             if not ours.done():
                 ours.cancel()
         # Whatever the engine raises: health is the question whether it raises.

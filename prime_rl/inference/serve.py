@@ -19,7 +19,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from prime_rl.contract.status import StatusWriter
-from prime_rl.inference.errors import error_body
+from prime_rl.inference.checks import StartError
+from prime_rl.inference.errors import ApiError
 from prime_rl.utils.clock import TokenRate
 
 # How long requests in flight may still take after a stop was asked for; below the supervisor's grace.
@@ -29,10 +30,6 @@ CUT_S = 2
 POLL_S = 0.1
 REPORT_EVERY_S = 0.5
 BACKLOG = 2048
-
-
-class EngineFailed(RuntimeError):
-    """The engine ended unasked while the server was up."""
 
 
 class _Server(uvicorn.Server):
@@ -46,15 +43,16 @@ async def serve(
     sock: socket.socket,
     *,
     stop: Callable[[], bool],
-    engine_alive: Callable[[], bool],
+    alive: Callable[[], bool],
+    stats: Callable[[], Snapshot],
     status: StatusWriter,
-    reporter: EngineReporter,
     abort: Callable[[], None] = lambda: None,
     tick: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Serve until `stop()`; let requests in flight finish for DRAIN_S, then `abort()` them. Raises EngineFailed.
+    """Serve until `stop()`; let requests in flight finish for DRAIN_S, then `abort()` them.
 
-    `tick` is called every REPORT_EVERY_S and returns what requests that were not begun wait for, in words.
+    `tick` is called every REPORT_EVERY_S and returns what requests that were not begun wait for, in words. Raises
+    StartError when the engine is not `alive` any more.
     """
     config = uvicorn.Config(
         app,
@@ -68,9 +66,9 @@ async def serve(
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))
-    beat = asyncio.create_task(_report(server, status, reporter, tick))
+    beat = asyncio.create_task(_report(server, status, EngineReporter(status, stats), tick))
     try:
-        while not task.done() and not stop() and engine_alive():
+        while not task.done() and not stop() and alive():
             status.turn()
             await asyncio.sleep(POLL_S)
         failed = not task.done() and not stop()
@@ -85,7 +83,7 @@ async def serve(
     finally:
         beat.cancel()
     if failed:
-        raise EngineFailed("the engine has failed; its error is in the log")
+        raise StartError("the engine has failed; its error is in the log")
 
 
 async def _report(
@@ -173,7 +171,7 @@ class Connection(H11Protocol):
         """Answer what is not HTTP in OpenAI's form; what was being answered is broken off."""
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
             message = f"{msg} It must be HTTP/1.1, with a head of at most {MAX_HEAD_BYTES} bytes."
-            body = msgspec.json.encode(error_body(400, message))
+            body = msgspec.json.encode(ApiError(400, message).body())
             head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
         self.transport.close()

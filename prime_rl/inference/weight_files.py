@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.checks import StartError
@@ -18,11 +18,15 @@ from prime_rl.lora.tensor_files import Shapes, misfit, read_shapes, shapes_of
 WEIGHTS_FILE = "model.safetensors"
 
 
+def meta_model(name: str) -> PreTrainedModel:
+    """A model without weights, only for the names and shapes of its layers."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name, trust_remote_code=False))
+
+
 def model_shapes(name: str) -> Shapes:
     """Names and shapes of a model's weights as a model folder has them; a tied weight is there once."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name, trust_remote_code=False))
-    return shapes_of(dict(model.named_parameters()))
+    return shapes_of(dict(meta_model(name).named_parameters()))
 
 
 def weights_label(output_dir: Path, folder: Path) -> str:

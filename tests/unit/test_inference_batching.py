@@ -25,9 +25,10 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.checks import StartError
 from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, Job, _chunks
 from prime_rl.inference.embedded.kv import SPARE_COLUMNS
-from prime_rl.inference.embedded.model import ModelError, Served, load_model
+from prime_rl.inference.embedded.model import Served, load_model
 from prime_rl.inference.embedded.sampling import BatchParams, SamplingParams
 from prime_rl.inference.weight_files import max_model_len
 from prime_rl.lora.adapter_state import load_adapter
@@ -448,7 +449,7 @@ def test_models_with_a_recurrent_state_are_refused(tmp_path: Path) -> None:
     config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0)
     folder = save(config, tmp_path / "mamba")
     assert AutoConfig.from_pretrained(folder).model_type == "mamba"
-    with pytest.raises(ModelError, match=r"recurrent.*vllm"):
+    with pytest.raises(StartError, match=r"recurrent.*vllm"):
         serve(folder, with_lora=False)
 
 

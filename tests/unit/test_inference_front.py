@@ -27,6 +27,7 @@ from prime_rl.inference.checks import StartError
 from prime_rl.inference.child_processes import PREFIX, private_tmp
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.front import FRESH_S, HealthProbe, build_app
+from prime_rl.inference.serve import Snapshot
 from prime_rl.inference.turns import StillInUse, Turnstile
 from prime_rl.inference.weight_files import adapter_bytes, check_adapter_room
 from tests.patience import PATIENCE_S
@@ -72,6 +73,9 @@ class Engine:
     def num_tokens(self) -> int:
         return self.tokens
 
+    def stats(self) -> Snapshot:
+        return Snapshot(num_tokens=self.tokens)
+
     def adapters(self) -> list[str]:
         return self.loaded
 
@@ -82,11 +86,8 @@ class Engine:
         while self.stuck:
             await asyncio.sleep(0.01)
 
-    async def load_weights(self, folder: Path) -> None:
+    async def load_weights(self, folder: Path | None) -> None:
         """It takes what it gets."""
-
-    async def load_base(self) -> None:
-        """It has only one."""
 
 
 class Clock:

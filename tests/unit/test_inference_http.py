@@ -20,7 +20,7 @@ from prime_rl.inference.checks import StartError, base_url, bind, check_model, r
 from prime_rl.inference.embedded.protocol import ChatRequest, CompletionRequest, parsed
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import MAX_BODY_BYTES, Guard, confined_adapter
-from prime_rl.inference.serve import WINDOW_S, EngineFailed, EngineReporter, Snapshot, serve
+from prime_rl.inference.serve import WINDOW_S, EngineReporter, Snapshot, serve
 from prime_rl.inference.vllm.server import command_line, environment, round_rank, server_arguments
 from prime_rl.utils.network import is_loopback
 
@@ -233,9 +233,8 @@ async def test_the_loop_of_an_idle_server_turns(tmp_path: Path) -> None:
         writer.update(state=f"look {writer.status.loop}")
         return (writer.status.loop or 0) >= 3
 
-    reporter = EngineReporter(writer, Snapshot)
     await asyncio.wait_for(
-        serve(echo, bind("127.0.0.1", 0), stop=stop, engine_alive=lambda: True, status=writer, reporter=reporter), 60
+        serve(echo, bind("127.0.0.1", 0), stop=stop, alive=lambda: True, stats=Snapshot, status=writer), 60
     )
     writer.close()
     status = read_status(writer.path, InferenceStatus)
@@ -272,14 +271,14 @@ def test_tokens_per_second_are_those_of_the_last_seconds(tmp_path: Path) -> None
 async def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:
     writer = StatusWriter(OutputDir(tmp_path).inference_status, InferenceStatus())
     alive = [True, True, False]
-    with bind("127.0.0.1", 0) as sock, pytest.raises(EngineFailed):
+    with bind("127.0.0.1", 0) as sock, pytest.raises(StartError, match="engine has failed"):
         await serve(
             Guard(echo, api_key=None),
             sock,
             stop=lambda: False,
-            engine_alive=lambda: alive.pop(0),
+            alive=lambda: alive.pop(0),
+            stats=Snapshot,
             status=writer,
-            reporter=EngineReporter(writer, Snapshot),
         )
     assert alive == []
     writer.close()

@@ -19,7 +19,7 @@ from prime_rl.inference import serve as serving_module
 from prime_rl.inference.bodies import MAX_MESSAGES, Room
 from prime_rl.inference.checks import bind
 from prime_rl.inference.front import build_app
-from prime_rl.inference.serve import MAX_HEAD_BYTES, EngineReporter, Snapshot, serve
+from prime_rl.inference.serve import MAX_HEAD_BYTES, Snapshot, serve
 from tests.patience import PATIENCE_S
 from tests.unit.test_inference_front import Engine
 from tests.unit.test_inference_http import ask
@@ -34,10 +34,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[tuple[str, int]]:
     """The address of a server with an engine that answers at once."""
     writer = StatusWriter(OutputDir(tmp_path).inference_status, InferenceStatus())
     app, sock, over = build_app(Engine(), InferenceConfig(output_dir=tmp_path)), bind("127.0.0.1", 0), asyncio.Event()
-    reporter = EngineReporter(writer, Snapshot)
-    task = asyncio.create_task(
-        serve(app, sock, stop=over.is_set, engine_alive=lambda: True, status=writer, reporter=reporter)
-    )
+    task = asyncio.create_task(serve(app, sock, stop=over.is_set, alive=lambda: True, stats=Snapshot, status=writer))
     try:
         while writer.status.state != "serving":
             await asyncio.sleep(0.01)

@@ -19,8 +19,7 @@ from starlette.requests import Request
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.front import build_app
-from prime_rl.inference.vllm.adapters import AdapterGate
-from prime_rl.inference.vllm.control import VllmControl
+from prime_rl.inference.vllm.control import AdapterGate, VllmControl
 from prime_rl.inference.weight_files import model_shapes
 from tests.inference_support import make_adapter, make_model
 from tests.patience import PATIENCE_S
@@ -44,7 +43,7 @@ async def test_vllm_is_asked_after_a_check_beside_the_event_loop(tmp_path: Path)
         await send({"type": "http.response.body", "body": b'{"error": {"message": "no room", "param": "lora_name"}}'})
 
     requests: dict[str, Any] = {}
-    control = VllmControl(config, vllm, None, requests, SlowGate(config), lambda: 0)
+    control = VllmControl(config, vllm, None, requests, SlowGate(config))
     request = Request({"type": "http", "path": "/v1/load_lora_adapter", "headers": []})
     load = asyncio.create_task(control.load_adapter(request, "run_a@v1", folder))
     while not checking.is_set():
@@ -96,7 +95,7 @@ def loading(config: InferenceConfig, size: tuple[float, float], logprob: float) 
         yield SimpleNamespace(outputs=[choice])
 
     engine: Any = SimpleNamespace(engine_core=Core(size), remove_lora=remove_lora, generate=generate)
-    return VllmControl(config, vllm, engine, requests, AdapterGate(config), lambda: 0), removed
+    return VllmControl(config, vllm, engine, requests, AdapterGate(config)), removed
 
 
 LOAD = {"type": "http", "path": "/v1/load_lora_adapter", "headers": []}
@@ -148,7 +147,7 @@ async def test_vllm_gets_no_request_that_is_out_of_range(tmp_path: Path) -> None
         await send({"type": "http.response.body", "body": b"{}"})
 
     engine: Any = SimpleNamespace(errored=False)
-    control = VllmControl(config, vllm, engine, {}, AdapterGate(config), lambda: 0)
+    control = VllmControl(config, vllm, engine, {}, AdapterGate(config))
     asked = httpx.ASGITransport(build_app(control, config))
     async with httpx.AsyncClient(transport=asked, base_url="http://127.0.0.1") as client:
         for route in ("/v1/completions", "/v1/chat/completions"):
@@ -191,7 +190,7 @@ async def test_weights_are_taken_by_all_engines_or_by_none(tmp_path: Path) -> No
         idle: Any = SimpleNamespace(
             engine_core=core, pause_generation=core.do_nothing, resume_generation=core.do_nothing
         )
-        control = VllmControl(config, None, idle, {}, AdapterGate(config), lambda: 0)
+        control = VllmControl(config, None, idle, {}, AdapterGate(config))
         try:
             await control.load_weights(model)
             assert refusal is None

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.checks import StartError
 from prime_rl.inference.embedded.kv import new_cache, use_grouped_attention
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.weight_files import WEIGHTS_FILE, check_fit, readable, weights_label
@@ -33,10 +34,6 @@ CACHE_SHARE = 0.25
 # Layer kinds whose whole memory is keys and values, masked by column.
 _KV_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _ADAPTERS = (".lora_A.", ".lora_B.")
-
-
-class ModelError(ValueError):
-    """A model that this engine cannot serve; the message has its name and the reason."""
 
 
 class WholeWeights:
@@ -159,7 +156,7 @@ class Served:
 
 
 def load_model(config: InferenceConfig) -> Served:
-    """Load the base model of `config` and put empty adapters into it. Raises ModelError or OSError."""
+    """Load the base model of `config` and put empty adapters into it. Raises StartError or OSError."""
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if config.device == "auto" else config.device)
     model = AutoModelForCausalLM.from_pretrained(
@@ -184,7 +181,7 @@ def load_model(config: InferenceConfig) -> Served:
 def _refuse_stateful(name: str, model: PreTrainedModel) -> None:
     kinds = set(getattr(model.config, "layer_types", None) or ()) - _KV_LAYERS
     if kinds or getattr(model, "_is_stateful", False):
-        raise ModelError(
+        raise StartError(
             f"{name}: the embedded engine cannot serve a model with {', '.join(sorted(kinds)) or 'recurrent'} "
             'layers; use engine = "vllm"'
         )

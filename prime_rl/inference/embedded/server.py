@@ -28,7 +28,7 @@ from prime_rl.inference.bodies import Room, decoded, json_response
 from prime_rl.inference.checks import ServerContext, StartError
 from prime_rl.inference.embedded.batch import Job
 from prime_rl.inference.embedded.engine import Engine
-from prime_rl.inference.embedded.model import ModelError, Served, load_model
+from prime_rl.inference.embedded.model import Served, load_model
 from prime_rl.inference.embedded.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -40,8 +40,8 @@ from prime_rl.inference.embedded.protocol import (
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.embedded.text import Text
 from prime_rl.inference.errors import ApiError
-from prime_rl.inference.front import build_app
-from prime_rl.inference.serve import EngineFailed, EngineReporter, serve
+from prime_rl.inference.front import serve_engine
+from prime_rl.inference.serve import Snapshot
 from prime_rl.inference.weight_files import max_model_len
 
 logger = logging.getLogger(__name__)
@@ -52,11 +52,12 @@ def run(context: ServerContext) -> None:
     config = context.config
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    served, text = _load(context)
     try:
-        asyncio.run(_serve(context, served, text))
-    except EngineFailed as error:
-        raise StartError(str(error)) from error
+        text, served = Text(config.model.name), load_model(config)
+    except (OSError, ValueError) as error:
+        raise StartError(f"model.name: {config.model.name} cannot be loaded: {error}") from error
+    logger.info("loaded %s: capacity for %d adapters", config.model.name, config.max_loras if served.layers else 0)
+    asyncio.run(_serve(context, served, text))
 
 
 async def _serve(context: ServerContext, served: Served, text: Text) -> None:
@@ -69,34 +70,12 @@ async def _serve(context: ServerContext, served: Served, text: Text) -> None:
         max_model_len=room.max_model_len,
         raw_logprobs=config.logprobs_mode == "raw_logprobs",
     )
-    app = build_app(Api(engine, text, config), config, room=room, api_key=context.api_key)
     running = asyncio.create_task(engine.run())
     try:
-        await serve(
-            app,
-            context.sock,
-            stop=context.stop,
-            engine_alive=lambda: engine.alive,
-            status=context.status,
-            reporter=EngineReporter(context.status, engine.stats),
-            abort=engine.stop,
-            tick=app.state.tick,
-        )
+        await serve_engine(Api(engine, text, config), context, room, abort=engine.stop)
     finally:
         engine.stop()
         await running
-
-
-def _load(context: ServerContext) -> tuple[Served, Text]:
-    config = context.config
-    try:
-        text = Text(config.model.name)
-        served = load_model(config)
-    except (OSError, ValueError) as error:
-        hint = "" if isinstance(error, ModelError) else f"model.name: {config.model.name} cannot be loaded: "
-        raise StartError(f"{hint}{error}") from error
-    logger.info("loaded %s: capacity for %d adapters", config.model.name, config.max_loras if served.layers else 0)
-    return served, text
 
 
 # Tokens and logprobs of one answer: it is put together in memory, some 20 bytes each.
@@ -147,9 +126,9 @@ class Api:
         """Names of the adapters that can be used now."""
         return self._engine.adapters()
 
-    def num_tokens(self) -> int:
-        """Tokens generated since the start, by all requests."""
-        return self._engine.stats().num_tokens
+    def stats(self) -> Snapshot:
+        """The figures of this moment."""
+        return self._engine.stats()
 
     async def generate_one(self) -> None:
         """Generate one token with the base model, behind the requests that wait. Raises ApiError."""
@@ -167,19 +146,15 @@ class Api:
         """Forget `name` at once; requests that use it go on to their end. Raises ApiError 404."""
         self._engine.unload_adapter(name)
 
-    async def load_weights(self, folder: Path) -> None:
-        """Put the weights of `folder` in place of those that are served.
+    async def load_weights(self, folder: Path | None) -> None:
+        """Put the weights of `folder`, or those of the start, in place of those that are served.
 
         The front has let every request end, and the engine keeps no keys and values of those: nothing that was computed
         with other weights is left.
         """
         weights = self._engine.served.weights
-        tensors = await asyncio.to_thread(weights.read, folder)
+        tensors = await asyncio.to_thread(weights.read, folder) if folder else None
         await self._engine.change(lambda: weights.apply(tensors))
-
-    async def load_base(self) -> None:
-        """Put back the weights that the server was started with, while no forward runs."""
-        await self._engine.change(lambda: self._engine.served.weights.apply(None))
 
     async def complete(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of /v1/completions to `body`. Raises ApiError, also when the client goes away first."""

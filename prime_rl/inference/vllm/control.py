@@ -7,20 +7,24 @@ import contextlib
 import logging
 import math
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from torch import Tensor
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.bodies import decoded, replay
 from prime_rl.inference.errors import NOT_FINITE, ApiError, adapter_refused, check_ranges
-from prime_rl.inference.vllm.adapters import AdapterGate
-from prime_rl.inference.weight_files import check_weight_file, model_shapes, weights_label
-from prime_rl.lora.tensor_files import misfit
+from prime_rl.inference.serve import Snapshot
+from prime_rl.inference.weight_files import check_weight_file, meta_model, model_shapes, weights_label
+from prime_rl.lora.adapter_state import AdapterConfig, check_finite, check_served_adapter, load_peft
+from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
+from prime_rl.lora.tensor_files import misfit, shapes_of
 
 if TYPE_CHECKING:
     from prime_rl.inference.vllm.worker import Staged
@@ -31,6 +35,8 @@ logger = logging.getLogger(__name__)
 PAUSE_TIMEOUT_S = 30.0
 # More than one token: of a single one an attention that overflows may show nothing.
 PROBE_PROMPT = [0, 1, 2, 3]
+_RUNNING, _WAITING, _TOKENS = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total"
+_KV_USE = "vllm:kv_cache_usage_perc"  # a share, not a percentage
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LOAD = "/v1/load_lora_adapter"
 # What vLLM answers itself.
@@ -53,7 +59,6 @@ class VllmControl:
         engine: Any,
         requests: dict[str, Any],
         gate: AdapterGate,
-        num_tokens: Callable[[], int],
     ) -> None:
         self._app: ASGIApp = app
         self._engine = engine
@@ -63,7 +68,6 @@ class VllmControl:
         self._broadcast = config.broadcast
         self._shapes = model_shapes(config.model.name)
         self.adapters = requests.keys
-        self.num_tokens = num_tokens
         self.failed = False
         self.endpoints = {**dict.fromkeys(ENDPOINTS, app), COMPLETIONS: self._checked, CHATS: self._checked}
         self.lifespan = lambda _: app.router.lifespan_context(app)
@@ -71,6 +75,24 @@ class VllmControl:
     def alive(self) -> bool:
         """Whether vLLM works, with weights in a known state."""
         return not (self._engine.errored or self.failed)
+
+    def stats(self) -> Snapshot:
+        """The figures of this moment, which vLLM measures for its /metrics, in this process's registry."""
+        from prometheus_client import REGISTRY
+
+        # The values of each data-parallel engine.
+        values: dict[str, list[float]] = {name: [] for name in (_RUNNING, _WAITING, _TOKENS, _KV_USE)}
+        for metric in REGISTRY.restricted_registry(values).collect():
+            for sample in metric.samples:
+                if sample.name in values:
+                    values[sample.name].append(sample.value)
+        return Snapshot(
+            adapters=sorted(self._requests),
+            num_running=int(sum(values[_RUNNING])),
+            num_waiting=int(sum(values[_WAITING])),
+            num_tokens=int(sum(values[_TOKENS])),
+            kv_use=min(sum(values[_KV_USE]) / max(len(values[_KV_USE]), 1), 1.0),
+        )
 
     async def complete(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of vLLM's /v1/completions to `body`. Raises ApiError, also when the client goes away."""
@@ -91,10 +113,24 @@ class VllmControl:
         return answer
 
     async def load_adapter(self, request: Request, name: str, folder: Path) -> None:
-        """Have vLLM load the adapter, and unload it again if its layers do not hold it. Raises ApiError."""
+        """Have vLLM load the adapter, and unload it again if its layers do not hold it, or its logits are not finite.
+
+        Raises ApiError.
+        """
         path = await asyncio.to_thread(self._gate, name, folder)
         await self._answer(request, LOAD, {"lora_name": name, "lora_path": path})
-        await self._verify(name)
+        loaded = self._requests[name]
+        found = await self._workers("prl_adapter_size", loaded.lora_int_id)
+        try:
+            self._gate.check_sizes(name, found)
+        except ValueError as error:
+            await self.unload_adapter(name)
+            logger.error("adapter %s has no effect in vLLM: %s", name, error)
+            message = f"vLLM does not serve adapter {name!r} correctly: {error}."
+            raise ApiError(400, message, param="lora_name") from error
+        if not math.isfinite(await self._probe(loaded)):
+            await self.unload_adapter(name)
+            raise adapter_refused(name, ValueError(NOT_FINITE))
 
     async def unload_adapter(self, name: str) -> None:
         """Take `name` out of vLLM's table and free its weights. Raises ApiError 404."""
@@ -135,31 +171,21 @@ class VllmControl:
             (choice,) = answer.outputs
         return float(choice.logprobs[0][choice.token_ids[0]].logprob)
 
-    async def _verify(self, name: str) -> None:
-        """Make sure that its layers hold what the adapter's file holds, and that its logits are finite."""
-        request = self._requests[name]
-        found = await self._workers("prl_adapter_size", request.lora_int_id)
-        try:
-            self._gate.check_sizes(name, found)
-        except ValueError as error:
-            await self.unload_adapter(name)
-            logger.error("adapter %s has no effect in vLLM: %s", name, error)
-            raise ApiError(
-                400, f"vLLM does not serve adapter {name!r} correctly: {error}.", param="lora_name"
-            ) from error
-        if not math.isfinite(await self._probe(request)):
-            await self.unload_adapter(name)
-            raise adapter_refused(name, ValueError(NOT_FINITE))
-
-    async def load_weights(self, folder: Path) -> None:
+    async def load_weights(self, folder: Path | None) -> None:
         """Give all workers the new weights while nothing generates; none takes them over before all have them.
 
-        Raises ApiError. A failure of the takeover itself sets `failed`.
+        None: all workers reload the weights of the start. Raises ApiError. A failure of the takeover itself sets
+        `failed`.
         """
-        source = await self._source(folder)
+        source = await self._source(folder) if folder else None
         async with self._paused():
-            await self._stage(*source)
-            await self._apply()
+            if source:
+                await self._stage(*source)
+            try:
+                await self._workers("prl_apply_weights")
+            except BaseException:
+                self.failed = True
+                raise
 
     async def _source(self, folder: Path) -> tuple[Any, ...]:
         """What the workers get: the folder, or the address of the trainer that published it."""
@@ -172,11 +198,6 @@ class VllmControl:
         num_workers = parallel.world_size * parallel.data_parallel_size
         return (broadcast.host, broadcast.port, label, uuid.uuid4().hex, num_workers, broadcast.timeout_s)
 
-    async def load_base(self) -> None:
-        """Have all workers reload the weights of the start, while nothing generates; a failure sets `failed`."""
-        async with self._paused():
-            await self._apply()
-
     async def _stage(self, *source: Any) -> None:
         answers = await self._workers("prl_stage_weights", *source)
         if problem := next((problem for each in answers for problem in map(self._problem, each) if problem), None):
@@ -187,13 +208,6 @@ class VllmControl:
         if isinstance(staged, str):
             return staged
         return misfit({name: tuple(shape) for name, shape in staged.items()}, self._shapes)
-
-    async def _apply(self) -> None:
-        try:
-            await self._workers("prl_apply_weights")
-        except BaseException:
-            self.failed = True
-            raise
 
     async def _workers(self, method: str, *args: Any) -> list[list[Any]]:
         """What each worker of each data-parallel engine answers.
@@ -208,15 +222,80 @@ class VllmControl:
     async def _paused(self) -> AsyncIterator[None]:
         """Nothing runs inside, and what was computed before is forgotten: vLLM's prefix cache too."""
         try:
-            await self._come_to_rest()
+            try:
+                async with asyncio.timeout(PAUSE_TIMEOUT_S):
+                    await self._engine.pause_generation(mode="wait", clear_cache=True)
+            except TimeoutError as error:
+                message = f"vLLM did not come to rest in {PAUSE_TIMEOUT_S:g} s: the weights stay as they are."
+                raise ApiError(503, message) from error
             yield
         finally:
             await self._engine.resume_generation()
 
-    async def _come_to_rest(self) -> None:
+
+# Sum of squares of all A and of all scaled B.
+AdapterSize = tuple[float, float]
+# Rounding to bfloat16 changes the sum of many squares by far less; a layer that is missing by more.
+SIZE_TOLERANCE = 5e-4
+
+
+def _size(tensors: Mapping[str, Tensor], config: AdapterConfig) -> AdapterSize:
+    def squares(kind: str) -> float:
+        return math.fsum(float(t.double().square().sum()) for key, t in tensors.items() if f".{kind}." in key)
+
+    return squares("lora_A"), squares("lora_B") * (config.alpha / config.rank) ** 2
+
+
+def _is_close(found: float, expected: float) -> bool:
+    return math.isclose(found, expected, rel_tol=SIZE_TOLERANCE)
+
+
+def _is_there(found: float, expected: float) -> bool:
+    return math.isfinite(found) and (found > 0) == (expected > 0)
+
+
+class AdapterGate:
+    """What vLLM does not check of an adapter: that every tensor belongs to the model.
+
+    vLLM serves an adapter whose names match nothing as the base model. That is refused here, before vLLM sees the
+    request, with the words of the embedded engine. And after it has loaded an adapter, what its layers hold is measured
+    against the file: an adapter that it ignored or cut is not served.
+
+    Call it with name and folder of an adapter; it returns the path that vLLM is to load, or raises ApiError.
+    """
+
+    def __init__(self, config: InferenceConfig) -> None:
+        self._base = config.model.name
+        self._num_loads: Counter[str] = Counter()
+        self._sizes: dict[str, AdapterSize] = {}
+        self._layers: dict[str, MultiLoRALinear] = {}
+        if config.model.lora is not None:
+            lora, model = config.model.lora, meta_model(config.model.name)
+            self._layers = apply_lora_to_model(model, lora.rank, 1, lora.target_modules, AdapterRouting(1))
+
+    def __call__(self, name: str, folder: Path) -> str:
+        """Check the adapter's names, shapes and numbers, and keep its size for `check_sizes`."""
         try:
-            async with asyncio.timeout(PAUSE_TIMEOUT_S):
-                await self._engine.pause_generation(mode="wait", clear_cache=True)
-        except TimeoutError as error:
-            message = f"vLLM did not come to rest in {PAUSE_TIMEOUT_S:g} s: the weights stay as they are."
-            raise ApiError(503, message) from error
+            tensors, config = load_peft(folder)
+            check_served_adapter(self._layers, shapes_of(tensors), config, self._base)
+            check_finite(tensors)
+        except (ValueError, OSError) as error:
+            raise adapter_refused(name, error) from error
+        self._sizes[name] = _size(tensors, config)
+        # The same folder, spelled differently every time a name is loaded again: vLLM's prefix cache identifies an
+        # adapter by name and path. A run that was rolled back publishes other weights under a version that was served
+        # before, and must not meet the keys and values of those.
+        spelling = str(folder) + "/." * self._num_loads[name]
+        self._num_loads[name] += 1
+        return spelling
+
+    def check_sizes(self, name: str, found: Sequence[Sequence[AdapterSize | None]]) -> None:
+        """Raises ValueError unless vLLM's layers, on each worker of each engine, hold what the adapter's file holds."""
+        expected = self._sizes.pop(name)
+        for workers in found:
+            # vLLM decides how layers are cut over several workers, so only check that each holds something where it
+            # should.
+            fits = _is_close if len(workers) == 1 else _is_there
+            for size in workers:
+                if size is None or not all(fits(one, other) for one, other in zip(size, expected, strict=True)):
+                    raise ValueError(f"its layers hold {size}, the file holds {expected}")

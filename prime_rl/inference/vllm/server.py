@@ -25,10 +25,9 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.bodies import Room
 from prime_rl.inference.checks import ServerContext, StartError
 from prime_rl.inference.child_processes import end_children, private_tmp, signal_children
-from prime_rl.inference.front import build_app
-from prime_rl.inference.serve import POLL_S, EngineFailed, EngineReporter, Snapshot, serve
-from prime_rl.inference.vllm.adapters import AdapterGate
-from prime_rl.inference.vllm.control import VllmControl
+from prime_rl.inference.front import serve_engine
+from prime_rl.inference.serve import POLL_S
+from prime_rl.inference.vllm.control import AdapterGate, VllmControl
 from prime_rl.inference.weight_files import adapter_bytes, check_adapter_room, max_model_len, model_shapes
 from prime_rl.utils.signals import StopFlag
 
@@ -36,15 +35,12 @@ logger = logging.getLogger(__name__)
 
 # vLLM ends its processes in about two seconds; what is left after this is killed.
 CHILDREN_GRACE_S = 8.0
-_RUNNING, _WAITING, _TOKENS = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total"
-_KV_USE = "vllm:kv_cache_usage_perc"  # a share, not a percentage
 
 
 def run(context: ServerContext) -> None:
     """Start vLLM, serve, end every process it made. Raises StartError."""
-    config = context.config
     with private_tmp() as folder:
-        os.environ.update(environment(config, folder))
+        os.environ.update(environment(context.config, folder))
         _run(context)
 
 
@@ -57,12 +53,10 @@ def _run(context: ServerContext) -> None:
         _check_room(config, on_cpu)
         arguments = server_arguments(config, max_model_len=max_model_len(config), on_cpu=on_cpu)
         asyncio.run(_serve(context, arguments, started))
-    except EngineFailed as error:
-        raise StartError(str(error)) from error
+    except StartError:
+        raise
     except Exception as error:
         # Whatever vLLM raises while it starts: the boundary to a foreign program, so nothing narrower is known.
-        if isinstance(error, StartError):
-            raise
         if not context.stop():
             logger.exception("vLLM has failed")
             raise StartError(f"vLLM has failed: {error}") from error
@@ -103,20 +97,10 @@ async def _serve(context: ServerContext, arguments: dict[str, Any], started: thr
         app = build_vllm(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
         adapters = app.state.openai_serving_models.lora_requests
-        config = context.config
         room = Room.of(engine.model_config.max_model_len, engine.get_tokenizer().get_vocab())
-        control = VllmControl(config, app, engine, adapters, AdapterGate(config), _num_tokens)
-        served = build_app(control, config, room=room, api_key=context.api_key)
+        control = VllmControl(context.config, app, engine, adapters, AdapterGate(context.config))
         started.set()
-        await serve(
-            served,
-            context.sock,
-            stop=context.stop,
-            engine_alive=control.alive,
-            status=context.status,
-            reporter=EngineReporter(context.status, lambda: _snapshot(sorted(adapters))),
-            tick=served.state.tick,
-        )
+        await serve_engine(control, context, room)
 
 
 def _parse(arguments: dict[str, Any]) -> Namespace:
@@ -130,33 +114,6 @@ def _parse(arguments: dict[str, Any]) -> Namespace:
     args: Namespace = parser.parse_args(command_line(arguments))
     validate_parsed_serve_args(args)
     return args
-
-
-def _snapshot(adapters: list[str]) -> Snapshot:
-    running, waiting, tokens, kv_use = _measured(_RUNNING, _WAITING, _TOKENS, _KV_USE)
-    return Snapshot(
-        adapters=adapters,
-        num_running=int(sum(running)),
-        num_waiting=int(sum(waiting)),
-        num_tokens=int(sum(tokens)),
-        kv_use=min(sum(kv_use) / max(len(kv_use), 1), 1.0),
-    )
-
-
-def _num_tokens() -> int:
-    return int(sum(_measured(_TOKENS)[0]))
-
-
-def _measured(*names: str) -> list[list[float]]:
-    """The values of each data-parallel engine. vLLM measures for its /metrics, in this process's registry."""
-    from prometheus_client import REGISTRY
-
-    values: dict[str, list[float]] = {name: [] for name in names}
-    for metric in REGISTRY.restricted_registry(names).collect():
-        for sample in metric.samples:
-            if sample.name in values:
-                values[sample.name].append(sample.value)
-    return list(values.values())
 
 
 # Adapters stay in vLLM's host memory after they were unloaded, until newer ones push them out. Twice the room keeps
