@@ -1,19 +1,20 @@
-"""What fits: whole weights before an engine takes them, the longest sequence, room for adapters. Only for engines."""
+"""What fits: whole weights before an engine takes them, the longest sequence. Only for engines."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.checks import StartError
 from prime_rl.inference.errors import ApiError
 from prime_rl.lora.tensor_files import Shapes, misfit, read_shapes, shapes_of
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -59,11 +60,6 @@ def check_fit(name: str, found: Shapes, shapes: Shapes) -> None:
         raise ApiError(400, f"{name} does not fit the model: {problem}.", param="weight_dir")
 
 
-logger = logging.getLogger(__name__)
-
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
 def max_model_len(config: InferenceConfig) -> int:
     """`model.max_model_len`, or the positions that the model has when those are fewer (vLLM would not start then)."""
     wanted = config.model.max_model_len
@@ -76,27 +72,3 @@ def max_model_len(config: InferenceConfig) -> int:
         return wanted
     logger.warning("model.max_model_len: %d reduced to the %d positions of the model", wanted, positions)
     return int(positions)
-
-
-def adapter_bytes(config: InferenceConfig, shapes: Mapping[str, tuple[int, ...]], device_type: str) -> int:
-    """Memory of one adapter of the largest rank on all its target modules, on a device of type "cuda" or "cpu"."""
-    lora = config.model.lora
-    if lora is None:
-        return 0
-    targets = [
-        shape for name, shape in shapes.items() if name.split(".")[-2:-1] and name.split(".")[-2] in lora.target_modules
-    ]
-    each = BYTES[config.model.dtype_on(device_type)]
-    return sum(lora.rank * sum(shape) for shape in targets if len(shape) == 2) * each
-
-
-def check_adapter_room(config: InferenceConfig, each: int, num_copies: int, available: int) -> None:
-    """Raises StartError when `num_copies` of all adapters, of `each` bytes, do not fit into the `available` memory."""
-    needed = num_copies * config.max_loras * each
-    if needed > available:
-        raise StartError(
-            f"max_concurrent_runs: {config.max_concurrent_runs} runs of {config.max_versions_per_run} versions need "
-            f"{needed / 2**30:.2f} GiB for adapters of rank {config.model.lora.rank if config.model.lora else 0}, "
-            f"{available / 2**30:.2f} GiB free: lower max_concurrent_runs, max_versions_per_run or model.lora.rank",
-            exit_code=2,
-        )

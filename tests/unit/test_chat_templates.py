@@ -11,7 +11,7 @@ import pytest
 
 from daemons.adding import add_run, check_file
 from daemons.errors import ActionError
-from prime_rl.inference.embedded.text import Text
+from prime_rl.inference.embedded.protocol import Text
 from prime_rl.inference.errors import ApiError
 from prime_rl.orchestrator.envs.base import Message
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError

@@ -29,7 +29,7 @@ from prime_rl.inference.errors import ApiError
 from prime_rl.inference.front import FRESH_S, HealthProbe, build_app
 from prime_rl.inference.serve import Snapshot
 from prime_rl.inference.turns import StillInUse, Turnstile
-from prime_rl.inference.weight_files import adapter_bytes, check_adapter_room
+from prime_rl.inference.vllm.server import check_adapter_room
 from tests.patience import PATIENCE_S
 from tests.unit.test_inference_http import adapter, ask
 
@@ -359,10 +359,13 @@ def test_adapters_that_cannot_fit_are_refused_with_what_to_lower() -> None:
     data = {"max_concurrent_runs": 1024, "max_versions_per_run": 4, "model": {"lora": {"rank": 512}}}
     config = InferenceConfig.model_validate(data)
     shapes = {"layers.0.q_proj.weight": (64, 32), "layers.0.norm.weight": (64,), "layers.0.other.weight": (9, 9)}
-    assert adapter_bytes(config, shapes, "cpu") == 2 * adapter_bytes(config, shapes, "cuda") == 512 * (64 + 32) * 4
-    check_adapter_room(config, 2**20, 3, 12 * 2**30 + 3 * 2**20)  # one adapter more is that of a chat
-    with pytest.raises(StartError, match=r"need 12\.00 GiB .*rank 512, 11\.00 GiB free: lower max_conc") as caught:
-        check_adapter_room(config, 2**20, 3, 11 * 2**30)
+    needed = {True: 3 * 4097 * 512 * (64 + 32) * 4, False: 2 * 4097 * 512 * (64 + 32) * 2}  # one adapter is of a chat
+    for on_cpu, size in needed.items():
+        check_adapter_room(config, shapes, size, on_cpu=on_cpu)
+        with pytest.raises(StartError, match="adapters of rank 512"):
+            check_adapter_room(config, shapes, size - 1, on_cpu=on_cpu)
+    with pytest.raises(StartError, match=r"need 2\.25 GiB .*rank 512, 1\.00 GiB free: lower max_conc") as caught:
+        check_adapter_room(config, shapes, 2**30, on_cpu=True)
     assert caught.value.exit_code == 2
 
 

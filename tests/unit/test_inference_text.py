@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.batch import Job
-from prime_rl.inference.embedded.protocol import ChatMessage, ChatRequest, chat_events
+from prime_rl.inference.embedded.protocol import ChatMessage, ChatRequest, Text, chat_events
 from prime_rl.inference.embedded.server import Api
-from prime_rl.inference.embedded.text import Text
 from prime_rl.inference.errors import ApiError
 from tests.patience import PATIENCE_S
 from tests.request_fuzz import WORDS

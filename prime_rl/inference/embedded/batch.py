@@ -1,6 +1,6 @@
 """Jobs, their rows, and the rows that are decoded together: one token for all of them a step.
 
-Collaborators: `Served` does the forwards, `sampling` draws, `kv.compose` copies rows together when the batch
+Collaborators: `Served` does the forwards, `sampling` draws, `compose` copies rows together when the batch
 changes. Rows are sorted by adapter. A row that ends is a hole, computed along until enough holes are worth a copy. No
 threads, no clients: the engine calls it from its one thread.
 
@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from prime_rl.inference.embedded.kv import SPARE_COLUMNS, compose, new_cache
-from prime_rl.inference.embedded.model import Served
+from prime_rl.inference.embedded.model import SPARE_COLUMNS, Served, compose, new_cache
 from prime_rl.inference.embedded.sampling import BatchParams, SamplingParams, find_stop, sample
 from prime_rl.inference.errors import NOT_FINITE, ApiError
 from prime_rl.utils.runtime import is_out_of_memory

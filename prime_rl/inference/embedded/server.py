@@ -33,12 +33,12 @@ from prime_rl.inference.embedded.protocol import (
     ChatRequest,
     CompletionRequest,
     Generation,
+    Text,
     chat_events,
     parsed,
     response,
 )
 from prime_rl.inference.embedded.sampling import SamplingParams
-from prime_rl.inference.embedded.text import Text
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.front import serve_engine
 from prime_rl.inference.serve import Snapshot

@@ -28,7 +28,8 @@ from prime_rl.inference.child_processes import end_children, private_tmp, signal
 from prime_rl.inference.front import serve_engine
 from prime_rl.inference.serve import POLL_S
 from prime_rl.inference.vllm.control import AdapterGate, VllmControl
-from prime_rl.inference.weight_files import adapter_bytes, check_adapter_room, max_model_len, model_shapes
+from prime_rl.inference.weight_files import max_model_len, model_shapes
+from prime_rl.lora.tensor_files import Shapes
 from prime_rl.utils.signals import StopFlag
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ def _run(context: ServerContext) -> None:
     started = threading.Event()
     threading.Thread(target=_break_off, args=(context.stop, started), name="break off", daemon=True).start()
     try:
-        _check_room(config, on_cpu)
+        available = psutil.virtual_memory().available
+        check_adapter_room(config, model_shapes(config.model.name), available, on_cpu=on_cpu)
         arguments = server_arguments(config, max_model_len=max_model_len(config), on_cpu=on_cpu)
         asyncio.run(_serve(context, arguments, started))
     except StartError:
@@ -68,10 +70,27 @@ def _run(context: ServerContext) -> None:
         gc.collect()
 
 
-def _check_room(config: InferenceConfig, on_cpu: bool) -> None:
-    """vLLM keeps adapters in its host's memory, and another copy in its layers, which on a CPU lie there too."""
-    each = adapter_bytes(config, model_shapes(config.model.name), "cpu" if on_cpu else "cuda")
-    check_adapter_room(config, each, CPU_LORAS_PER_LORA + on_cpu, psutil.virtual_memory().available)
+def check_adapter_room(config: InferenceConfig, shapes: Shapes, available: int, *, on_cpu: bool) -> None:
+    """Raises StartError when all adapters, of the largest rank on all target modules, exceed the `available` memory.
+
+    vLLM keeps adapters in its host's memory, and another copy in its layers, which on a CPU lie there too. `shapes` are
+    those of the model's weights.
+    """
+    if (lora := config.model.lora) is None:
+        return
+    targets = [
+        shape for name, shape in shapes.items() if name.split(".")[-2:-1] and name.split(".")[-2] in lora.target_modules
+    ]
+    dtype: torch.dtype = getattr(torch, config.model.dtype_on("cpu" if on_cpu else "cuda"))
+    each = sum(lora.rank * sum(shape) for shape in targets if len(shape) == 2) * dtype.itemsize
+    needed = (CPU_LORAS_PER_LORA + on_cpu) * config.max_loras * each
+    if needed > available:
+        raise StartError(
+            f"max_concurrent_runs: {config.max_concurrent_runs} runs of {config.max_versions_per_run} versions need "
+            f"{needed / 2**30:.2f} GiB for adapters of rank {lora.rank}, {available / 2**30:.2f} GiB free: lower "
+            "max_concurrent_runs, max_versions_per_run or model.lora.rank",
+            exit_code=2,
+        )
 
 
 def _break_off(stop: StopFlag, started: threading.Event) -> None:

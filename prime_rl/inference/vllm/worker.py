@@ -2,13 +2,17 @@
 
 In two steps, so that several workers change together or not at all: each gets the new weights beside those in force
 (`prl_stage_weights`), then each takes them over. That is vLLM's own reload, which handles its weight layout.
-vLLM imports this file because `server` names one of its classes to it; on a CPU that fixes another bug.
+vLLM imports this file because `server` names one of its classes to it; on a CPU that fixes another bug: vLLM takes the
+adapter of each row out of the stack of all slots by its index. A row of the base model has the index -1, which in
+Python is the last slot: next to rows with adapters it would be computed with whatever adapter lies or once lay there,
+that is, with another tenant's weights. Here such rows are zero before they reach B.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +24,30 @@ from prime_rl.inference.weight_files import WEIGHTS_FILE
 from prime_rl.lora.tensor_files import load_tensors
 from prime_rl.transfer import TransferError, WeightReceiver
 
-if current_platform.is_cpu():
-    import prime_rl.inference.vllm.cpu_rows  # noqa: F401
-
+# Position 3 of both is the slot of each row. The operations for prompts call these.
+_OPERATIONS = ("bgmv_expand", "bgmv_expand_slice")
 # What went wrong, else names and shapes of what was staged.
 Staged = str | dict[str, list[int]]
+
+
+def without_base_rows(expand: Callable[..., None]) -> Callable[..., None]:
+    """`expand` that adds nothing to rows of slot -1."""
+
+    @wraps(expand)
+    def mended(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, *args: Any, **kwargs: Any) -> None:
+        expand(inputs * (slots >= 0).unsqueeze(-1), weights, output, slots, *args, **kwargs)
+
+    return mended
+
+
+if current_platform.is_cpu():
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for _name in _OPERATIONS:
+        _mended = without_base_rows(getattr(lora_ops, _name))
+        for _module in (lora_ops, punica_cpu):
+            setattr(_module, _name, _mended)
 
 
 class _WeightUpdateWorker:
