@@ -12,9 +12,9 @@ from hypothesis.strategies import SearchStrategy
 from msgspec import inspect
 
 from prime_rl.inference import front
-from prime_rl.inference.bodies import GenerateRequest
 from prime_rl.inference.embedded import server as api
 from prime_rl.inference.embedded.protocol import ChatRequest, CompletionRequest
+from prime_rl.inference.guard import GenerateRequest
 
 # Each POST route and the type of its body; no field stands in the body of the last.
 TYPES: dict[str, type[msgspec.Struct] | None] = {

@@ -82,15 +82,10 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return bound_socket(host, port)
     except OSError as error:
-        raise _address_error(host, port, error) from error
-
-
-def _address_error(host: str, port: int, error: OSError) -> StartError:
-    if error.errno == errno.EADDRINUSE:
-        return StartError(
-            f"port {port} on {host} is in use: stop the other server or set another `port` (0: a free one)"
-        )
-    return StartError(f"cannot listen on {host} port {port}: {error.strerror or error}")
+        problem = f"cannot listen on {host} port {port}: {error.strerror or error}"
+        if error.errno == errno.EADDRINUSE:
+            problem = f"port {port} on {host} is in use: stop the other server or set another `port` (0: a free one)"
+        raise StartError(problem) from error
 
 
 def base_url(host: str, port: int) -> str:

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -41,20 +41,20 @@ from prime_rl.contract.served import (
     parse_adapter_name,
 )
 from prime_rl.contract.work import Item, WorkNote
-from prime_rl.inference.bodies import (
-    GenerateRequest,
-    Lengths,
-    Room,
-    completion_request,
-    decoded,
-    error_response,
-    generate_response,
-    json_response,
-    replay,
-)
 from prime_rl.inference.checks import ServerContext
 from prime_rl.inference.errors import ApiError
-from prime_rl.inference.guard import Guard, confined_adapter, confined_weights
+from prime_rl.inference.guard import (
+    GenerateRequest,
+    Guard,
+    Room,
+    confined_adapter,
+    confined_weights,
+    decoded,
+    error_response,
+    json_response,
+    replay,
+    with_lengths,
+)
 from prime_rl.inference.serve import Snapshot, serve
 from prime_rl.inference.turns import StillInUse, Turns, Turnstile
 from prime_rl.inference.weight_files import weights_label
@@ -135,7 +135,7 @@ def build_app(
     """The application that a server serves; `api_key` None: no key is required; `room` None: texts of any length."""
     front = Front(engine, config, drain_s)
     endpoints = {**engine.endpoints, **front.endpoints}
-    generating = [*([Middleware(Lengths, room=room)] if room else []), Middleware(_InTurn, front=front)]
+    generating = [*([Middleware(with_lengths, room=room)] if room else []), Middleware(_in_turn, front=front)]
     guard = Middleware(Guard, api_key=api_key, hosts=config.allowed_hosts)
     app = Starlette(
         routes=[
@@ -147,7 +147,7 @@ def build_app(
             )
             for path, endpoint in endpoints.items()
         ],
-        middleware=[Middleware(_TellsLogprobs, mode=config.logprobs_mode), guard],
+        middleware=[Middleware(_tells_logprobs, mode=config.logprobs_mode), guard],
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _failed),
         lifespan=engine.lifespan,
     )
@@ -181,7 +181,7 @@ class Front:
         self._config = config
         self._output_dir = config.output_dir
         self._drain_s = drain_s
-        self._health = HealthProbe(engine.generate_one, lambda: engine.stats().num_tokens)
+        self._health = HealthProbe(engine)
         self._one_load = asyncio.Lock()
         self.turnstile = Turnstile()
         note = WorkNote(OutputDir(config.output_dir).replica_work(config.replica))
@@ -201,7 +201,7 @@ class Front:
 
     async def _generate(self, request: Request) -> Response:
         asked = await decoded(request, GenerateRequest)
-        return json_response(generate_response(asked, await self._engine.complete(request, completion_request(asked))))
+        return json_response(asked.answer(await self._engine.complete(request, asked.completion())))
 
     async def _load(self, request: Request) -> Response:
         asked = await decoded(request, _LoadRequest)
@@ -295,31 +295,26 @@ def _valid(run_id: str) -> str:
         return ""
 
 
-class _InTurn:
+def _in_turn(app: ASGIApp, front: Front) -> ASGIApp:
     """Middleware of what generates: it waits for its turn and while weights change; its answer names the weights."""
 
-    def __init__(self, app: ASGIApp, front: Front) -> None:
-        self._app = app
-        self._front = front
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         body: bytes = (await receive()).get("body", b"")  # `Guard` has read the whole
-        item = self._front.item_of(Headers(scope=scope), body)
-        async with self._front.turns.work(item) if item else contextlib.nullcontext():
-            with await self._front.turnstile.enter():
-                send = _with_header(send, WEIGHTS_HEADER, self._front.weights)
-                await self._app(scope, replay(body, receive), send)
+        item = front.item_of(Headers(scope=scope), body)
+        async with front.turns.work(item) if item else contextlib.nullcontext():
+            with await front.turnstile.enter():
+                await app(scope, replay(body, receive), _with_header(send, WEIGHTS_HEADER, front.weights))
+
+    return answer
 
 
-class _TellsLogprobs:
+def _tells_logprobs(app: ASGIApp, mode: str) -> ASGIApp:
     """Middleware: every answer has the kind of its log-probabilities in a header."""
 
-    def __init__(self, app: ASGIApp, mode: str) -> None:
-        self._app = app
-        self._mode = mode
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope, receive, _with_header(send, LOGPROBS_HEADER, mode))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, _with_header(send, LOGPROBS_HEADER, self._mode))
+    return answer
 
 
 def _with_header(send: Send, name: str, value: str) -> Send:
@@ -353,23 +348,12 @@ LOOK_EVERY_S = 0.05
 
 
 class HealthProbe:
-    """See the module.
-
-    Args:
-        generate_one: generates one token; raises when the engine cannot.
-        num_tokens: how many tokens the engine has generated since its start.
-    """
+    """Whether `engine` generates: a token of its own, or of others that it works on, proves it."""
 
     def __init__(
-        self,
-        generate_one: Callable[[], Awaitable[None]],
-        num_tokens: Callable[[], int],
-        *,
-        timeout_s: float = TIMEOUT_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, engine: EngineControl, *, timeout_s: float = TIMEOUT_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._generate_one = generate_one
-        self._num_tokens = num_tokens
+        self._engine = engine
         self._timeout_s = timeout_s
         self._clock = clock
         self._asked: asyncio.Task[str | None] | None = None
@@ -386,11 +370,11 @@ class HealthProbe:
 
     async def _ask(self) -> str | None:
         """What is wrong with the engine; None when it generates."""
-        before = self._num_tokens()
-        ours = asyncio.ensure_future(self._generate_one())
+        before = self._engine.stats().num_tokens
+        ours = asyncio.ensure_future(self._engine.generate_one())
         try:
             async with asyncio.timeout(self._timeout_s):
-                while not ours.done() and self._num_tokens() == before:
+                while not ours.done() and self._engine.stats().num_tokens == before:
                     await asyncio.wait({ours}, timeout=LOOK_EVERY_S)
         except TimeoutError:
             return f"The engine has generated no token in {self._timeout_s:g} s."

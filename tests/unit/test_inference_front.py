@@ -22,11 +22,11 @@ from prime_rl.configs.system import SPARE_VERSIONS, SystemConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.served import LOGPROBS_HEADER
 from prime_rl.contract.work import read_work
-from prime_rl.inference.bodies import decoded, json_response
 from prime_rl.inference.checks import StartError
 from prime_rl.inference.child_processes import PREFIX, private_tmp
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.front import FRESH_S, HealthProbe, build_app
+from prime_rl.inference.guard import decoded, json_response
 from prime_rl.inference.serve import Snapshot
 from prime_rl.inference.turns import StillInUse, Turnstile
 from prime_rl.inference.vllm.server import check_adapter_room
@@ -70,9 +70,6 @@ class Engine:
     def alive(self) -> bool:
         return self.works
 
-    def num_tokens(self) -> int:
-        return self.tokens
-
     def stats(self) -> Snapshot:
         return Snapshot(num_tokens=self.tokens)
 
@@ -100,7 +97,7 @@ class Clock:
 
 async def test_health_asks_once_a_second_however_many_ask() -> None:
     engine, clock = Engine(), Clock()
-    probe = HealthProbe(engine.generate_one, engine.num_tokens, clock=clock)
+    probe = HealthProbe(engine, clock=clock)
     await asyncio.gather(*(probe.check() for _ in range(20)))
     await probe.check()
     assert engine.num_asked == 1
@@ -111,7 +108,7 @@ async def test_health_asks_once_a_second_however_many_ask() -> None:
 
 async def test_an_engine_that_does_not_generate_is_ill() -> None:
     engine, clock = Engine(), Clock()
-    probe = HealthProbe(engine.generate_one, engine.num_tokens, timeout_s=0.1, clock=clock)
+    probe = HealthProbe(engine, timeout_s=0.1, clock=clock)
     engine.stuck = True
     with pytest.raises(ApiError, match=r"no token in 0\.1 s") as caught:
         await probe.check()
@@ -129,7 +126,7 @@ async def test_an_engine_that_does_not_generate_is_ill() -> None:
 async def test_a_full_engine_is_healthy_by_the_tokens_of_others() -> None:
     engine = Engine()
     engine.stuck = True
-    probe = HealthProbe(engine.generate_one, engine.num_tokens, timeout_s=PATIENCE_S)
+    probe = HealthProbe(engine, timeout_s=PATIENCE_S)
     check = asyncio.create_task(probe.check())
     while not engine.num_asked:
         await asyncio.sleep(0)

@@ -16,9 +16,9 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.inference import guard
 from prime_rl.inference import serve as serving_module
-from prime_rl.inference.bodies import MAX_MESSAGES, Room
 from prime_rl.inference.checks import bind
 from prime_rl.inference.front import build_app
+from prime_rl.inference.guard import MAX_MESSAGES, Room
 from prime_rl.inference.serve import MAX_HEAD_BYTES, Snapshot, serve
 from tests.patience import PATIENCE_S
 from tests.unit.test_inference_front import Engine

@@ -19,10 +19,10 @@ import msgspec
 from msgspec import Meta, Struct, field
 from transformers import AutoTokenizer
 
-from prime_rl.inference.bodies import checked
 from prime_rl.inference.embedded.batch import Job, Row
 from prime_rl.inference.embedded.sampling import MAX_TOP_LOGPROBS, SamplingParams, TokenId
 from prime_rl.inference.errors import ApiError, check_ranges
+from prime_rl.inference.guard import checked
 from prime_rl.utils.chat_template import RESERVED, ChatTemplate, TokenizerError
 
 MAX_PROMPTS = 1024

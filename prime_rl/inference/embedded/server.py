@@ -24,7 +24,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.bodies import Room, decoded, json_response
 from prime_rl.inference.checks import ServerContext, StartError
 from prime_rl.inference.embedded.batch import Job
 from prime_rl.inference.embedded.engine import Engine
@@ -41,6 +40,7 @@ from prime_rl.inference.embedded.protocol import (
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.front import serve_engine
+from prime_rl.inference.guard import Room, decoded, json_response
 from prime_rl.inference.serve import Snapshot
 from prime_rl.inference.weight_files import max_model_len
 

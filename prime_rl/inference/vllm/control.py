@@ -10,7 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -18,16 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.bodies import decoded, replay
 from prime_rl.inference.errors import NOT_FINITE, ApiError, adapter_refused, check_ranges
+from prime_rl.inference.guard import decoded, replay
 from prime_rl.inference.serve import Snapshot
 from prime_rl.inference.weight_files import check_weight_file, meta_model, model_shapes, weights_label
 from prime_rl.lora.adapter_state import AdapterConfig, check_finite, check_served_adapter, load_peft
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
 from prime_rl.lora.tensor_files import misfit, shapes_of
-
-if TYPE_CHECKING:
-    from prime_rl.inference.vllm.worker import Staged
 
 logger = logging.getLogger(__name__)
 
@@ -199,15 +196,12 @@ class VllmControl:
         return (broadcast.host, broadcast.port, label, uuid.uuid4().hex, num_workers, broadcast.timeout_s)
 
     async def _stage(self, *source: Any) -> None:
-        answers = await self._workers("prl_stage_weights", *source)
-        if problem := next((problem for each in answers for problem in map(self._problem, each) if problem), None):
+        staged = [each for workers in await self._workers("prl_stage_weights", *source) for each in workers]
+        shapes = [each if isinstance(each, str) else {name: tuple(each[name]) for name in each} for each in staged]
+        problems = (each if isinstance(each, str) else misfit(each, self._shapes) for each in shapes)
+        if problem := next(filter(None, problems), None):
             await self._workers("prl_drop_weights")
             raise ApiError(400, f"The weights were not changed: {problem}", param="weight_dir")
-
-    def _problem(self, staged: Staged) -> str | None:
-        if isinstance(staged, str):
-            return staged
-        return misfit({name: tuple(shape) for name, shape in staged.items()}, self._shapes)
 
     async def _workers(self, method: str, *args: Any) -> list[list[Any]]:
         """What each worker of each data-parallel engine answers.

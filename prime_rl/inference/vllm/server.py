@@ -22,10 +22,10 @@ import psutil
 import torch
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.bodies import Room
 from prime_rl.inference.checks import ServerContext, StartError
 from prime_rl.inference.child_processes import end_children, private_tmp, signal_children
 from prime_rl.inference.front import serve_engine
+from prime_rl.inference.guard import Room
 from prime_rl.inference.serve import POLL_S
 from prime_rl.inference.vllm.control import AdapterGate, VllmControl
 from prime_rl.inference.weight_files import max_model_len, model_shapes
