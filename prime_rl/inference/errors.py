@@ -1,6 +1,7 @@
 """Errors that a client of the server sees: OpenAI's error shape, one clear line, never a traceback.
 
-Used by the guard of both engines and by the embedded engine. Independent of a web framework.
+Used by the guard of both engines and by the embedded engine. Independent of a web framework. And the error that ends
+the server itself.
 """
 
 from __future__ import annotations
@@ -50,6 +51,14 @@ class ApiError(Exception):
         """OpenAI's JSON for this error."""
         kind = _TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+class StartError(RuntimeError):
+    """The server cannot start, or its engine failed; `exit_code` is 1, or 2 when the config itself is wrong."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def adapter_refused(name: str, error: ValueError | OSError) -> ApiError:

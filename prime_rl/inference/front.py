@@ -41,7 +41,6 @@ from prime_rl.contract.served import (
     parse_adapter_name,
 )
 from prime_rl.contract.work import Item, WorkNote
-from prime_rl.inference.checks import ServerContext
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import (
     GenerateRequest,
@@ -55,7 +54,7 @@ from prime_rl.inference.guard import (
     replay,
     with_lengths,
 )
-from prime_rl.inference.serve import Snapshot, serve
+from prime_rl.inference.serve import ServerContext, Snapshot, serve
 from prime_rl.inference.turns import StillInUse, Turns, Turnstile
 from prime_rl.inference.weight_files import weights_label
 
@@ -100,7 +99,7 @@ class EngineControl(Protocol):
     async def unload_adapter(self, name: str) -> None:
         """Forget `name`; requests that use it may end. Raises ApiError 404."""
 
-    async def generate_one(self) -> None:
+    async def generate_one(self) -> object:
         """Generate one token with the base model. Raises when that fails."""
 
     async def load_weights(self, folder: Path | None) -> None:
@@ -161,16 +160,7 @@ async def serve_engine(
 ) -> None:
     """Serve the application of `engine` until a stop is asked for; `abort` is as in `serve`. Raises StartError."""
     app = build_app(engine, context.config, room=room, api_key=context.api_key)
-    await serve(
-        app,
-        context.sock,
-        stop=context.stop,
-        alive=engine.alive,
-        status=context.status,
-        stats=engine.stats,
-        abort=abort,
-        tick=app.state.tick,
-    )
+    await serve(app, context, alive=engine.alive, stats=engine.stats, abort=abort, tick=app.state.tick)
 
 
 class Front:

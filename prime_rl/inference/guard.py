@@ -47,14 +47,6 @@ async def decoded(request: Request, kind: type[T]) -> T:
         raise refused(error) from error
 
 
-def checked(data: Any, kind: type[T]) -> T:
-    """Decoded JSON as `kind`. Raises ApiError (400)."""
-    try:
-        return msgspec.convert(data, kind)
-    except msgspec.MsgspecError as error:
-        raise refused(error) from error
-
-
 def refused(error: Exception) -> ApiError:
     """The error that a client sees for one of msgspec's, with the field that is wrong."""
     problem, _, place = str(error).partition(" - at `$")

@@ -18,9 +18,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.status import StatusWriter
-from prime_rl.inference.checks import StartError
-from prime_rl.inference.errors import ApiError
+from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.utils.clock import TokenRate
 
 # How long requests in flight may still take after a stop was asked for; below the supervisor's grace.
@@ -32,6 +32,17 @@ REPORT_EVERY_S = 0.5
 BACKLOG = 2048
 
 
+@dataclass(frozen=True)
+class ServerContext:
+    """`sock` is bound and does not listen yet; `api_key` is None when no key is required."""
+
+    config: InferenceConfig
+    sock: socket.socket
+    api_key: str | None
+    stop: Callable[[], bool]
+    status: StatusWriter
+
+
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -40,16 +51,14 @@ class _Server(uvicorn.Server):
 
 async def serve(
     app: ASGIApp,
-    sock: socket.socket,
+    context: ServerContext,
     *,
-    stop: Callable[[], bool],
     alive: Callable[[], bool],
     stats: Callable[[], Snapshot],
-    status: StatusWriter,
     abort: Callable[[], None] = lambda: None,
     tick: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Serve until `stop()`; let requests in flight finish for DRAIN_S, then `abort()` them.
+    """Serve until a stop is asked for; let requests in flight finish for DRAIN_S, then `abort()` them.
 
     `tick` is called every REPORT_EVERY_S and returns what requests that were not begun wait for, in words. Raises
     StartError when the engine is not `alive` any more.
@@ -64,8 +73,8 @@ async def serve(
         backlog=BACKLOG,
         ws="none",
     )
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[sock]))
+    server, stop, status = _Server(config), context.stop, context.status
+    task = asyncio.create_task(server.serve(sockets=[context.sock]))
     beat = asyncio.create_task(_report(server, status, EngineReporter(status, stats), tick))
     try:
         while not task.done() and not stop() and alive():

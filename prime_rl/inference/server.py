@@ -1,25 +1,34 @@
 """The inference server: `python -m prime_rl.inference.server @ inference.toml`. Reads top to bottom.
 
-Checks what can be checked, takes the port, writes "starting" to `inference/<n>/status.json`, and hands over to the
-chosen engine; only that engine is imported. Exit codes: 0 stopped, 1 failed, 2 wrong config.
+Checks what can be checked before anything heavy is loaded (key, model folder, address and port; each failure is one
+line), takes the port, writes "starting" to `inference/<n>/status.json`, and hands over to the chosen engine; only that
+engine is imported. Exit codes: 0 stopped, 1 failed, 2 wrong config.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from prime_rl.configs.base import ConfigError, parse_argv
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
-from prime_rl.inference.checks import ServerContext, StartError, base_url, bind, check_model, read_api_key
 from prime_rl.inference.child_processes import die_with_parent
+from prime_rl.inference.errors import StartError
 from prime_rl.utils.logger import complain, setup_logger
+from prime_rl.utils.network import bound_socket, is_loopback
 from prime_rl.utils.runtime import heavy_imports
-from prime_rl.utils.secrets import close_handed
+from prime_rl.utils.secrets import SecretError, close_handed, read_secret
 from prime_rl.utils.signals import StopFlag
+
+# `owner/name`, as on the Hugging Face hub.
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     logger.info("starting the %s engine for %s at %s", config.engine, config.model.name, url)
     status = _open_status(config, url)
     try:
-        _run_engine(ServerContext(config, sock, api_key, stop, status))
+        _run_engine(config, sock, api_key, stop, status)
         OutputDir(config.output_dir).replica_work(config.replica).unlink(missing_ok=True)
     except StartError as error:
         return _fail(str(error), error.exit_code)
@@ -51,17 +60,21 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _run_engine(context: ServerContext) -> None:
+def _run_engine(
+    config: InferenceConfig, sock: socket.socket, api_key: str | None, stop: StopFlag, status: StatusWriter
+) -> None:
     """Serve until the stop flag is set. The imports take seconds, so they come after every check."""
     # Threads of OpenMP that wait must not spin: beside a trainer on the same cores a step takes up to 50 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with heavy_imports():
-        if context.config.engine == "vllm":
+        from prime_rl.inference.serve import ServerContext
+
+        if config.engine == "vllm":
             from prime_rl.inference.vllm.server import run
         else:
             from prime_rl.inference.embedded.server import run
-    if not context.stop():
-        run(context)
+    if not stop():
+        run(ServerContext(config, sock, api_key, stop, status))
 
 
 def _open_status(config: InferenceConfig, url: str) -> StatusWriter:
@@ -80,6 +93,59 @@ def _open_status(config: InferenceConfig, url: str) -> StatusWriter:
 def _fail(message: str, exit_code: int) -> int:
     complain("inference", " ".join(message.split()))
     return exit_code
+
+
+def read_api_key(config: InferenceConfig, environ: dict[str, str]) -> str | None:
+    """The API key, or None. Raises StartError when the server would listen beyond this machine without one."""
+    try:
+        key = read_secret(config.api_key_var, environ)
+    except SecretError as error:
+        raise StartError(str(error), exit_code=2) from error
+    if key is None and not is_loopback(config.host):
+        raise StartError(
+            f"host: {config.host} can be reached from other machines and no API key is set: set the environment "
+            f"variable {config.api_key_var}, or {config.api_key_var}_FILE for a file with it, or listen on 127.0.0.1",
+            exit_code=2,
+        )
+    return key
+
+
+def check_model(name: str) -> None:
+    """Raises StartError when `name` is neither a model folder nor a name on the hub."""
+    folder = Path(name)
+    if (folder / "config.json").is_file():
+        return
+    if folder.exists():
+        raise StartError(f"model.name: {name} is not a model folder: it has no config.json")
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+    if not _HUB_NAME.fullmatch(name) or (offline and not _in_hub_cache(name)):
+        raise StartError(
+            f"model.name: folder {name} not found: give the path of a Hugging Face model folder, or build a small "
+            f"model with `prl make-base --out {name}`"
+        )
+
+
+def _in_hub_cache(name: str) -> bool:
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    return (cache / f"models--{name.replace('/', '--')}").is_dir()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet. Raises StartError when the port is taken or the address is not ours."""
+    try:
+        return bound_socket(host, port)
+    except OSError as error:
+        problem = f"cannot listen on {host} port {port}: {error.strerror or error}"
+        if error.errno == errno.EADDRINUSE:
+            problem = f"port {port} on {host} is in use: stop the other server or set another `port` (0: a free one)"
+        raise StartError(problem) from error
+
+
+def base_url(host: str, port: int) -> str:
+    """The URL under which clients on this machine reach a server that listens on `host`."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}/v1" if ":" in reachable else f"http://{reachable}:{port}/v1"
 
 
 if __name__ == "__mp_main__":

@@ -22,9 +22,8 @@ from prime_rl.configs.system import SPARE_VERSIONS, SystemConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.served import LOGPROBS_HEADER
 from prime_rl.contract.work import read_work
-from prime_rl.inference.checks import StartError
 from prime_rl.inference.child_processes import PREFIX, private_tmp
-from prime_rl.inference.errors import ApiError
+from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.front import FRESH_S, HealthProbe, build_app
 from prime_rl.inference.guard import decoded, json_response
 from prime_rl.inference.serve import Snapshot

@@ -16,11 +16,11 @@ from starlette.types import ASGIApp
 from prime_rl.configs.inference import InferenceConfig, VllmConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter, read_status
-from prime_rl.inference.checks import StartError, base_url, bind, check_model, read_api_key
 from prime_rl.inference.embedded.protocol import ChatRequest, CompletionRequest, parsed
-from prime_rl.inference.errors import ApiError
+from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.guard import MAX_BODY_BYTES, Guard, confined_adapter
-from prime_rl.inference.serve import WINDOW_S, EngineReporter, Snapshot, serve
+from prime_rl.inference.serve import WINDOW_S, EngineReporter, ServerContext, Snapshot, serve
+from prime_rl.inference.server import base_url, bind, check_model, read_api_key
 from prime_rl.inference.vllm.server import command_line, environment, round_rank, server_arguments
 from prime_rl.utils.network import is_loopback
 
@@ -233,9 +233,8 @@ async def test_the_loop_of_an_idle_server_turns(tmp_path: Path) -> None:
         writer.update(state=f"look {writer.status.loop}")
         return (writer.status.loop or 0) >= 3
 
-    await asyncio.wait_for(
-        serve(echo, bind("127.0.0.1", 0), stop=stop, alive=lambda: True, stats=Snapshot, status=writer), 60
-    )
+    context = ServerContext(InferenceConfig(), bind("127.0.0.1", 0), None, stop, writer)
+    await asyncio.wait_for(serve(echo, context, alive=lambda: True, stats=Snapshot), 60)
     writer.close()
     status = read_status(writer.path, InferenceStatus)
     assert status is not None and (status.loop or 0) >= 3
@@ -271,15 +270,9 @@ def test_tokens_per_second_are_those_of_the_last_seconds(tmp_path: Path) -> None
 async def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:
     writer = StatusWriter(OutputDir(tmp_path).inference_status, InferenceStatus())
     alive = [True, True, False]
-    with bind("127.0.0.1", 0) as sock, pytest.raises(StartError, match="engine has failed"):
-        await serve(
-            Guard(echo, api_key=None),
-            sock,
-            stop=lambda: False,
-            alive=lambda: alive.pop(0),
-            stats=Snapshot,
-            status=writer,
-        )
+    context = ServerContext(InferenceConfig(), bind("127.0.0.1", 0), None, lambda: False, writer)
+    with context.sock, pytest.raises(StartError, match="engine has failed"):
+        await serve(Guard(echo, api_key=None), context, alive=lambda: alive.pop(0), stats=Snapshot)
     assert alive == []
     writer.close()
 

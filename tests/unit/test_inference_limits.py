@@ -16,10 +16,10 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.inference import guard
 from prime_rl.inference import serve as serving_module
-from prime_rl.inference.checks import bind
 from prime_rl.inference.front import build_app
 from prime_rl.inference.guard import MAX_MESSAGES, Room
-from prime_rl.inference.serve import MAX_HEAD_BYTES, Snapshot, serve
+from prime_rl.inference.serve import MAX_HEAD_BYTES, ServerContext, Snapshot, serve
+from prime_rl.inference.server import bind
 from tests.patience import PATIENCE_S
 from tests.unit.test_inference_front import Engine
 from tests.unit.test_inference_http import ask
@@ -34,7 +34,8 @@ async def serving(tmp_path: Path) -> AsyncIterator[tuple[str, int]]:
     """The address of a server with an engine that answers at once."""
     writer = StatusWriter(OutputDir(tmp_path).inference_status, InferenceStatus())
     app, sock, over = build_app(Engine(), InferenceConfig(output_dir=tmp_path)), bind("127.0.0.1", 0), asyncio.Event()
-    task = asyncio.create_task(serve(app, sock, stop=over.is_set, alive=lambda: True, stats=Snapshot, status=writer))
+    context = ServerContext(InferenceConfig(), sock, None, over.is_set, writer)
+    task = asyncio.create_task(serve(app, context, alive=lambda: True, stats=Snapshot))
     try:
         while writer.status.state != "serving":
             await asyncio.sleep(0.01)

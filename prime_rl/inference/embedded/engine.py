@@ -108,8 +108,7 @@ class Engine:
         if adapter is not None and adapter not in self._adapters:
             raise ApiError(404, f"The model {adapter!r} does not exist.", param="model")
         slot = None if adapter is None else self._adapters[adapter][0]
-        named = {} if adapter is None else {"model": adapter}
-        job = Job(prompts, params, slot=slot, max_length=self.max_model_len, **named)
+        job = Job(prompts, params, slot=slot, max_length=self.max_model_len, model=adapter or "the base model")
         self._open_jobs.add(job)
         self._waiting.extend(job.rows)
         self._num_prompt_tokens += sum(map(len, job.prompts))

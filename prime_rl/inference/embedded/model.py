@@ -37,8 +37,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.checks import StartError
-from prime_rl.inference.errors import ApiError
+from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.weight_files import WEIGHTS_FILE, check_fit, readable, weights_label
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
 from prime_rl.lora.tensor_files import load_tensors, shapes_of
@@ -118,15 +117,6 @@ def compose(rows: Sequence[tuple[Cache, int]], num_columns: int) -> Cache:
         keys, values = moved([old.keys for old in olds], used), moved([old.values for old in olds], used)
         new.layers.append(ColumnLayer(keys, values, num_columns))
     return new
-
-
-def use_grouped_attention(model: PreTrainedModel) -> None:
-    """Switch `model` to `grouped_attention` when it uses transformers' sdpa; other kinds are left as they are."""
-    if model.config._attn_implementation != "sdpa":
-        return
-    AttentionInterface.register(ATTENTION, grouped_attention)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-    model.set_attn_implementation(ATTENTION)
 
 
 def grouped_attention(
@@ -279,7 +269,10 @@ def load_model(config: InferenceConfig) -> Served:
         config.model.name, dtype=getattr(torch, config.model.dtype_on(device.type)), trust_remote_code=False
     )
     _refuse_stateful(config.model.name, model)
-    use_grouped_attention(model)
+    if model.config._attn_implementation == "sdpa":  # other kinds are left as they are
+        AttentionInterface.register(ATTENTION, grouped_attention)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+        model.set_attn_implementation(ATTENTION)
     model.to(device).eval()
     routing = AdapterRouting(config.max_loras)
     layers: dict[str, MultiLoRALinear] = {}

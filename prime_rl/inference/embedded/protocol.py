@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from prime_rl.inference.embedded.batch import Job, Row
 from prime_rl.inference.embedded.sampling import MAX_TOP_LOGPROBS, SamplingParams, TokenId
 from prime_rl.inference.errors import ApiError, check_ranges
-from prime_rl.inference.guard import checked
+from prime_rl.inference.guard import refused
 from prime_rl.utils.chat_template import RESERVED, ChatTemplate, TokenizerError
 
 MAX_PROMPTS = 1024
@@ -219,7 +219,10 @@ def parsed(body: dict[str, Any], kind: type[R]) -> R:
             message = f"{name!r} is not supported by the embedded engine: remove it or use vLLM"
             raise ApiError(400, message, param=name)
     check_ranges(given)
-    return checked(given, kind)
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.MsgspecError as error:
+        raise refused(error) from error
 
 
 def response(asked: CompletionRequest | ChatRequest, job: Job, text: Text, model: str) -> dict[str, Any]:
@@ -277,7 +280,7 @@ async def chat_events(
             if is_done := job.ended.is_set():
                 await job.result()  # raises what ended the engine
             started = time.monotonic()
-            texts = await asyncio.to_thread(_all_shown, text, job, asked, is_whole=is_done)
+            texts = await asyncio.to_thread(_shown, text, job, asked, is_whole=is_done)
             for index, (row, shown) in enumerate(zip(job.rows, texts, strict=True)):
                 if len(shown) > sent[index]:
                     yield event(index, {"content": shown[sent[index] :]})
@@ -299,16 +302,16 @@ def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def _all_shown(text: Text, job: Job, asked: ChatRequest, *, is_whole: bool) -> list[str]:
-    return [_shown(text, row, asked, is_whole=is_whole) for row in job.rows]
-
-
-def _shown(text: Text, row: Row, asked: ChatRequest, *, is_whole: bool) -> str:
-    """What may be sent of a row now."""
+def _shown(text: Text, job: Job, asked: ChatRequest, *, is_whole: bool) -> list[str]:
+    """What may be sent of each row now."""
     if is_whole:
-        return asked.text_of(row, text)
-    decoded = text.decode(list(row.token_ids), skip_special_tokens=asked.skip_special_tokens)
-    # A stop string is not part of the answer, neither when the engine is about to end the row nor the beginning of one.
-    found = [at for stop in asked.stops if (at := decoded.find(stop)) >= 0]
-    end = min(found, default=len(decoded) - max(map(len, asked.stops), default=1) + 1)
-    return decoded[: max(end, 0)].rstrip(_UNFINISHED)
+        return [asked.text_of(row, text) for row in job.rows]
+    shown = []
+    for row in job.rows:
+        decoded = text.decode(list(row.token_ids), skip_special_tokens=asked.skip_special_tokens)
+        # A stop string is not part of the answer, neither when the engine is about to end the row nor the beginning of
+        # one.
+        found = [at for stop in asked.stops if (at := decoded.find(stop)) >= 0]
+        end = min(found, default=len(decoded) - max(map(len, asked.stops), default=1) + 1)
+        shown.append(decoded[: max(end, 0)].rstrip(_UNFINISHED))
+    return shown

@@ -24,7 +24,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.checks import ServerContext, StartError
 from prime_rl.inference.embedded.batch import Job
 from prime_rl.inference.embedded.engine import Engine
 from prime_rl.inference.embedded.model import Served, load_model
@@ -38,10 +37,10 @@ from prime_rl.inference.embedded.protocol import (
     response,
 )
 from prime_rl.inference.embedded.sampling import SamplingParams
-from prime_rl.inference.errors import ApiError
+from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.front import serve_engine
 from prime_rl.inference.guard import Room, decoded, json_response
-from prime_rl.inference.serve import Snapshot
+from prime_rl.inference.serve import ServerContext, Snapshot
 from prime_rl.inference.weight_files import max_model_len
 
 logger = logging.getLogger(__name__)
@@ -227,7 +226,12 @@ class Api:
         self._check_ids(asked.stop_token_ids, "stop_token_ids")
         for prompt in prompts:
             self._check_ids(prompt, "prompt")
-            self._check_length(len(prompt))
+            if not prompt:
+                raise ApiError(400, "The prompt is empty.", param="prompt")
+            # At least one token must have room after the prompt; as in vLLM, a larger max_tokens is cut to the rest.
+            if len(prompt) >= (most := self._engine.max_model_len):
+                message = f"The prompt has {len(prompt)} tokens: with one more it would exceed the {most} tokens of "
+                raise ApiError(400, f"{message}max_model_len.", param="prompt")
         self._check_size(asked.n * len(prompts), asked)
         adapter = None if asked.model in (None, self._model) else asked.model
         return self._engine.submit(prompts, asked, adapter=adapter)
@@ -256,18 +260,6 @@ class Api:
                 f"try again in {RETRY_AFTER_S} s."
             )
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S)
-
-    def _check_length(self, num_prompt: int) -> None:
-        """At least one token must have room after the prompt; as in vLLM, a larger max_tokens is cut to the rest."""
-        if num_prompt == 0:
-            raise ApiError(400, "The prompt is empty.", param="prompt")
-        if num_prompt >= self._engine.max_model_len:
-            raise ApiError(
-                400,
-                f"The prompt has {num_prompt} tokens: with one more it would exceed the {self._engine.max_model_len} "
-                "tokens of max_model_len.",
-                param="prompt",
-            )
 
 
 class _Metrics(Collector):

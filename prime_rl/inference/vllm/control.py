@@ -9,6 +9,7 @@ import math
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ class VllmControl:
             logger.error("adapter %s has no effect in vLLM: %s", name, error)
             message = f"vLLM does not serve adapter {name!r} correctly: {error}."
             raise ApiError(400, message, param="lora_name") from error
-        if not math.isfinite(await self._probe(loaded)):
+        if not math.isfinite(await self.generate_one(loaded)):
             await self.unload_adapter(name)
             raise adapter_refused(name, ValueError(NOT_FINITE))
 
@@ -154,11 +155,7 @@ class VllmControl:
         error = msgspec.json.decode(answered)["error"]
         raise ApiError(status, error["message"], param=error.get("param"))
 
-    async def generate_one(self) -> None:
-        """Generate one token with the base model."""
-        await self._probe(None)
-
-    async def _probe(self, adapter: Any) -> float:
+    async def generate_one(self, adapter: Any = None) -> float:
         """Generate one token with `adapter` (of vLLM's table; None: the base model), and return its logprob."""
         from vllm import SamplingParams
 
@@ -197,8 +194,10 @@ class VllmControl:
 
     async def _stage(self, *source: Any) -> None:
         staged = [each for workers in await self._workers("prl_stage_weights", *source) for each in workers]
-        shapes = [each if isinstance(each, str) else {name: tuple(each[name]) for name in each} for each in staged]
-        problems = (each if isinstance(each, str) else misfit(each, self._shapes) for each in shapes)
+        problems = (
+            each if isinstance(each, str) else misfit({name: tuple(each[name]) for name in each}, self._shapes)
+            for each in staged
+        )
         if problem := next(filter(None, problems), None):
             await self._workers("prl_drop_weights")
             raise ApiError(400, f"The weights were not changed: {problem}", param="weight_dir")
@@ -240,11 +239,10 @@ def _size(tensors: Mapping[str, Tensor], config: AdapterConfig) -> AdapterSize:
     return squares("lora_A"), squares("lora_B") * (config.alpha / config.rank) ** 2
 
 
-def _is_close(found: float, expected: float) -> bool:
-    return math.isclose(found, expected, rel_tol=SIZE_TOLERANCE)
-
-
-def _is_there(found: float, expected: float) -> bool:
+def _fits(found: float, expected: float, *, is_whole: bool) -> bool:
+    if is_whole:
+        return math.isclose(found, expected, rel_tol=SIZE_TOLERANCE)
+    # vLLM decides how layers are cut over several workers, so only check that each holds something where it should.
     return math.isfinite(found) and (found > 0) == (expected > 0)
 
 
@@ -287,9 +285,6 @@ class AdapterGate:
         """Raises ValueError unless vLLM's layers, on each worker of each engine, hold what the adapter's file holds."""
         expected = self._sizes.pop(name)
         for workers in found:
-            # vLLM decides how layers are cut over several workers, so only check that each holds something where it
-            # should.
-            fits = _is_close if len(workers) == 1 else _is_there
             for size in workers:
-                if size is None or not all(fits(one, other) for one, other in zip(size, expected, strict=True)):
+                if size is None or not all(map(partial(_fits, is_whole=len(workers) == 1), size, expected)):
                     raise ValueError(f"its layers hold {size}, the file holds {expected}")

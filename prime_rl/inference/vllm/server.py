@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,14 @@ import psutil
 import torch
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.checks import ServerContext, StartError
 from prime_rl.inference.child_processes import end_children, private_tmp, signal_children
+from prime_rl.inference.errors import StartError
 from prime_rl.inference.front import serve_engine
 from prime_rl.inference.guard import Room
-from prime_rl.inference.serve import POLL_S
+from prime_rl.inference.serve import POLL_S, ServerContext
 from prime_rl.inference.vllm.control import AdapterGate, VllmControl
 from prime_rl.inference.weight_files import max_model_len, model_shapes
 from prime_rl.lora.tensor_files import Shapes
-from prime_rl.utils.signals import StopFlag
 
 logger = logging.getLogger(__name__)
 
@@ -40,34 +39,29 @@ CHILDREN_GRACE_S = 8.0
 
 def run(context: ServerContext) -> None:
     """Start vLLM, serve, end every process it made. Raises StartError."""
+    config, started = context.config, threading.Event()
     with private_tmp() as folder:
-        os.environ.update(environment(context.config, folder))
-        _run(context)
-
-
-def _run(context: ServerContext) -> None:
-    config = context.config
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
-    started = threading.Event()
-    threading.Thread(target=_break_off, args=(context.stop, started), name="break off", daemon=True).start()
-    try:
-        available = psutil.virtual_memory().available
-        check_adapter_room(config, model_shapes(config.model.name), available, on_cpu=on_cpu)
-        arguments = server_arguments(config, max_model_len=max_model_len(config), on_cpu=on_cpu)
-        asyncio.run(_serve(context, arguments, started))
-    except StartError:
-        raise
-    except Exception as error:
-        # Whatever vLLM raises while it starts: the boundary to a foreign program, so nothing narrower is known.
-        if not context.stop():
-            logger.exception("vLLM has failed")
-            raise StartError(f"vLLM has failed: {error}") from error
-    finally:
-        started.set()
-        end_children(CHILDREN_GRACE_S)
-        # vLLM's objects clean up when they are dropped, which must not be left to the end of the interpreter.
-        gc.unfreeze()
-        gc.collect()
+        os.environ.update(environment(config, folder))
+        on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+        threading.Thread(target=_break_off, args=(context.stop, started), name="break off", daemon=True).start()
+        try:
+            available = psutil.virtual_memory().available
+            check_adapter_room(config, model_shapes(config.model.name), available, on_cpu=on_cpu)
+            arguments = server_arguments(config, max_model_len=max_model_len(config), on_cpu=on_cpu)
+            asyncio.run(_serve(context, arguments, started))
+        except StartError:
+            raise
+        except Exception as error:
+            # Whatever vLLM raises while it starts: the boundary to a foreign program, so nothing narrower is known.
+            if not context.stop():
+                logger.exception("vLLM has failed")
+                raise StartError(f"vLLM has failed: {error}") from error
+        finally:
+            started.set()
+            end_children(CHILDREN_GRACE_S)
+            # vLLM's objects clean up when they are dropped, which must not be left to the end of the interpreter.
+            gc.unfreeze()
+            gc.collect()
 
 
 def check_adapter_room(config: InferenceConfig, shapes: Shapes, available: int, *, on_cpu: bool) -> None:
@@ -93,7 +87,7 @@ def check_adapter_room(config: InferenceConfig, shapes: Shapes, available: int, 
         )
 
 
-def _break_off(stop: StopFlag, started: threading.Event) -> None:
+def _break_off(stop: Callable[[], bool], started: threading.Event) -> None:
     """When a stop is asked for before `started`, end vLLM's processes: its start then fails at once.
 
     vLLM starts them in one call of half a minute, which looks at no flag.
@@ -199,21 +193,17 @@ def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: boo
             "max_cpu_loras": CPU_LORAS_PER_LORA * config.max_loras,
             "max_lora_rank": round_rank(config.model.lora.rank),
         }
-    return arguments | _extra(config, arguments)
-
-
-def round_rank(rank: int) -> int:
-    """The smallest `max_lora_rank` of vLLM's that holds `rank`."""
-    return next(size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank)
-
-
-def _extra(config: InferenceConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
     taken = sorted(config.vllm.extra_args.keys() & {*arguments, "host", "port", "api_key", "uds", "middleware"})
     if taken:
         raise StartError(
             f"vllm.extra_args: {', '.join(taken)} must not be set here: the server's own config sets it", exit_code=2
         )
-    return config.vllm.extra_args
+    return arguments | config.vllm.extra_args
+
+
+def round_rank(rank: int) -> int:
+    """The smallest `max_lora_rank` of vLLM's that holds `rank`."""
+    return next(size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank)
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
