@@ -43,6 +43,7 @@ from prime_rl.contract.served import (
 from prime_rl.contract.work import Item, WorkNote
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import (
+    Asked,
     GenerateRequest,
     Guard,
     Room,
@@ -52,7 +53,6 @@ from prime_rl.inference.guard import (
     error_response,
     json_response,
     replay,
-    with_lengths,
 )
 from prime_rl.inference.serve import ServerContext, Snapshot, serve
 from prime_rl.inference.turns import StillInUse, Turns, Turnstile
@@ -114,10 +114,6 @@ class _UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
     weight_dir: str
 
 
-class _Named(msgspec.Struct):
-    model: str | None = None
-
-
 class _LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
     lora_name: str
     lora_path: str
@@ -134,7 +130,7 @@ def build_app(
     """The application that a server serves; `api_key` None: no key is required; `room` None: texts of any length."""
     front = Front(engine, config, drain_s)
     endpoints = {**engine.endpoints, **front.endpoints}
-    generating = [*([Middleware(with_lengths, room=room)] if room else []), Middleware(_in_turn, front=front)]
+    generating = [Middleware(_in_turn, front=front, room=room)]
     guard = Middleware(Guard, api_key=api_key, hosts=config.allowed_hosts)
     app = Starlette(
         routes=[
@@ -260,12 +256,9 @@ class Front:
         logger.info("now serving %s", f"the weights of {folder}" if folder else "the base model")
         return json_response({"weights": label})
 
-    def item_of(self, headers: Headers, body: bytes) -> Item | None:
+    def item_of(self, headers: Headers, model: Any) -> Item | None:
         """What a request that generates works on; None for one that is refused, since no such model is served."""
-        try:
-            name = msgspec.json.decode(body, type=_Named).model
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            name = None
+        name = model if isinstance(model, str) else None
         if name in (None, self._config.model.name):
             run_id = _valid(headers.get(RUN_HEADER, ""))
             served = "the base model" if self.weights == BASE_WEIGHTS else self.weights
@@ -285,12 +278,18 @@ def _valid(run_id: str) -> str:
         return ""
 
 
-def _in_turn(app: ASGIApp, front: Front) -> ASGIApp:
-    """Middleware of what generates: it waits for its turn and while weights change; its answer names the weights."""
+def _in_turn(app: ASGIApp, front: Front, room: Room | None) -> ASGIApp:
+    """Middleware of what generates: it waits for its turn and while weights change; its answer names the weights.
+
+    What cannot fit into `room` is refused at once.
+    """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        body: bytes = (await receive()).get("body", b"")  # `Guard` has read the whole
-        item = front.item_of(Headers(scope=scope), body)
+        request = Request(scope, receive)
+        body, asked = await request.body(), await decoded(request, Asked)
+        if room:
+            room.check(asked)
+        item = front.item_of(request.headers, asked.model)
         async with front.turns.work(item) if item else contextlib.nullcontext():
             with await front.turnstile.enter():
                 await app(scope, replay(body, receive), _with_header(send, WEIGHTS_HEADER, front.weights))

@@ -225,6 +225,17 @@ MAX_MESSAGES = 1024
 _MEDIA = frozenset({"image_url", "input_audio", "audio_url", "video_url", "file"})
 
 
+class Asked(msgspec.Struct):
+    """What a request that generates gives a model to read, and which; other fields are the engine's to check."""
+
+    model: Any = None
+    prompt: Any = None
+    messages: Any = None
+    tools: Any = None
+    documents: Any = None
+    chat_template_kwargs: Any = None
+
+
 class Room(NamedTuple):
     """What the model takes: `max_model_len` tokens, in `max_chars` characters at most."""
 
@@ -236,42 +247,23 @@ class Room(NamedTuple):
         """Return the room of a model with the tokens `vocabulary`: no text has more characters than so many longest."""
         return cls(max_model_len, max_model_len * max(map(len, vocabulary)))
 
-    def check(self, what: str, num_chars: int) -> None:
-        """Raise ApiError (400) when a text of `num_chars` characters cannot fit."""
+    def check(self, asked: Asked) -> None:
+        """Raise ApiError (400) when a text of the request cannot fit."""
+        for prompt in asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]:
+            self._check("prompt", len(prompt) if isinstance(prompt, str) else 0)
+        if isinstance(asked.messages, list) and len(asked.messages) > MAX_MESSAGES:
+            message = f"messages: found {len(asked.messages)}: must be at most {MAX_MESSAGES}"
+            raise ApiError(400, message, param="messages")
+        beside = num_chars([asked.tools, asked.documents, asked.chat_template_kwargs])
+        self._check("messages", num_chars(asked.messages, _MEDIA) + beside)
+
+    def _check(self, what: str, num_chars: int) -> None:
         if num_chars > self.max_chars:
             message = (
                 f"{what}: found {num_chars} characters: must be at most {self.max_chars} to fit into the "
                 f"{self.max_model_len} tokens of max_model_len"
             )
             raise ApiError(400, message, param=what)
-
-
-class _Texts(msgspec.Struct):
-    """What a model is given to read; other fields are the engine's to check."""
-
-    prompt: Any = None
-    messages: Any = None
-    tools: Any = None
-    documents: Any = None
-    chat_template_kwargs: Any = None
-
-
-def with_lengths(app: ASGIApp, room: Room) -> ASGIApp:
-    """Middleware of what generates: `app` gets requests whose texts may fit; ApiError (400) is raised for others."""
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        texts = await decoded(request, _Texts)
-        for prompt in texts.prompt if isinstance(texts.prompt, list) else [texts.prompt]:
-            room.check("prompt", len(prompt) if isinstance(prompt, str) else 0)
-        if isinstance(texts.messages, list) and len(texts.messages) > MAX_MESSAGES:
-            message = f"messages: found {len(texts.messages)}: must be at most {MAX_MESSAGES}"
-            raise ApiError(400, message, param="messages")
-        beside = num_chars([texts.tools, texts.documents, texts.chat_template_kwargs])
-        room.check("messages", num_chars(texts.messages, _MEDIA) + beside)
-        await app(scope, replay(await request.body(), receive), send)
-
-    return checked
 
 
 def num_chars(value: Any, without: Collection[str] = ()) -> int:
