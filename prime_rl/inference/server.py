@@ -49,7 +49,18 @@ def main(argv: Sequence[str]) -> int:
     logger.info("starting the %s engine for %s at %s", config.engine, config.model.name, url)
     status = _open_status(config, url)
     try:
-        _run_engine(config, sock, api_key, stop, status)
+        # Threads of OpenMP that wait must not spin: beside a trainer on the same cores a step takes up to 50 times as
+        # long.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        with heavy_imports():  # they take seconds, so they come after every check
+            from prime_rl.inference.serve import ServerContext
+
+            if config.engine == "vllm":
+                from prime_rl.inference.vllm.server import run
+            else:
+                from prime_rl.inference.embedded.server import run
+        if not stop():
+            run(ServerContext(config, sock, api_key, stop, status))
         OutputDir(config.output_dir).replica_work(config.replica).unlink(missing_ok=True)
     except StartError as error:
         return _fail(str(error), error.exit_code)
@@ -58,23 +69,6 @@ def main(argv: Sequence[str]) -> int:
         status.close(state="stopped", waiting_on=None, num_running=0, num_waiting=0, tokens_per_s=0.0, adapters=[])
     logger.info("stopped%s", f" by {stop.signal_name}" if stop.signal_name else "")
     return 0
-
-
-def _run_engine(
-    config: InferenceConfig, sock: socket.socket, api_key: str | None, stop: StopFlag, status: StatusWriter
-) -> None:
-    """Serve until the stop flag is set. The imports take seconds, so they come after every check."""
-    # Threads of OpenMP that wait must not spin: beside a trainer on the same cores a step takes up to 50 times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with heavy_imports():
-        from prime_rl.inference.serve import ServerContext
-
-        if config.engine == "vllm":
-            from prime_rl.inference.vllm.server import run
-        else:
-            from prime_rl.inference.embedded.server import run
-    if not stop():
-        run(ServerContext(config, sock, api_key, stop, status))
 
 
 def _open_status(config: InferenceConfig, url: str) -> StatusWriter:

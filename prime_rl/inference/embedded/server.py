@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.front import serve_engine
 from prime_rl.inference.guard import Room, decoded, json_response
-from prime_rl.inference.serve import ServerContext, Snapshot
+from prime_rl.inference.serve import ServerContext
 from prime_rl.inference.weight_files import max_model_len
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,9 @@ class Api:
         self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, "text")
         self._registry = CollectorRegistry()
         self._registry.register(_Metrics(engine))
+        self.alive = lambda: engine.alive
+        self.adapters = lambda: engine.adapters()
+        self.stats = lambda: engine.stats()
         self.endpoints = {
             "/v1/completions": self._completions,
             "/v1/chat/completions": self._chat,
@@ -116,18 +119,6 @@ class Api:
             "/v1/unload_lora_adapter": self._unload,
             "/metrics": self._metrics,
         }
-
-    def alive(self) -> bool:
-        """Whether the engine takes requests."""
-        return self._engine.alive
-
-    def adapters(self) -> Collection[str]:
-        """Names of the adapters that can be used now."""
-        return self._engine.adapters()
-
-    def stats(self) -> Snapshot:
-        """The figures of this moment."""
-        return self._engine.stats()
 
     async def generate_one(self) -> None:
         """Generate one token with the base model, behind the requests that wait. Raises ApiError."""
