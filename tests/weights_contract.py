@@ -153,11 +153,14 @@ def test_weights_that_cannot_be_taken_are_refused_in_one_line(
     half.mkdir()
     (half / "STABLE").touch()
     (half / "model.safetensors").symlink_to(outside / "model.safetensors")
-    wide, odd, cut, early = (publish(unladen, f"step_{step}", seed=step) for step in (11, 12, 13, 14))
+    wide, odd, cut, early, endless = (publish(unladen, f"step_{step}", seed=step) for step in (11, 12, 13, 14, 16))
     shutil.rmtree(wide)
     wide = publish(unladen, "step_11", seed=11, hidden=32)
     tensors = load_file(odd / "model.safetensors")
     save_file({k.replace("q_proj", "query"): v for k, v in tensors.items()}, odd / "model.safetensors")
+    last = sorted(tensors)[-1]
+    tensors[last].view(-1)[-1] = float("inf")
+    save_file(tensors, endless / "model.safetensors")
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-100])
     (early / "STABLE").unlink()
     empty = unladen.output_dir / "run_w" / "broadcast" / "step_15"
@@ -173,6 +176,7 @@ def test_weights_that_cannot_be_taken_are_refused_in_one_line(
         (cut, 400, "cannot be read"),
         (odd, 400, "query.weight is not in the model"),
         (wide, 400, "has shape"),
+        (endless, 422, f"were not changed: {last} is not finite"),
     ):
         response = unladen.post("/update_weights", weight_dir=str(folder))
         message = error_of(response)

@@ -28,12 +28,17 @@ class Item(msgspec.Struct, frozen=True, order=True):
 
 
 class Work(msgspec.Struct, kw_only=True):
-    """The content of a note. `suspects`: how many deaths in a row each was in work at, without a proof since."""
+    """The content of a note.
+
+    `suspects`: at how many deaths in a row each was in work, without a proof since; `cleared`: the same of those that
+    have proven harmless, for what ends a process later than its proof.
+    """
 
     version: int = 1
     writer: ProcessId = ProcessId(0)
     items: list[Item] = []
     suspects: dict[str, int] = {}
+    cleared: dict[str, int] = {}
 
     @property
     def suspected(self) -> list[Item]:
@@ -57,11 +62,13 @@ class WorkNote:
         self._writer = ProcessId.of(os.getpid())
         left = read_work(path) or Work()
         in_work = left.suspected or left.items
-        self.suspects = {item.run_id: left.suspects.get(item.run_id, 0) + 1 for item in in_work}
+        deaths = left.cleared | left.suspects
+        self.suspects = {item.run_id: deaths.get(item.run_id, 0) + 1 for item in in_work}
+        self.cleared: dict[str, int] = {}
 
     def write(self, items: Iterable[Item]) -> None:
         """Replace the note. Work goes on when that fails, without a note: an older one would name the wrong run."""
-        work = Work(writer=self._writer, items=sorted(items), suspects=self.suspects)
+        work = Work(writer=self._writer, items=sorted(items), suspects=self.suspects, cleared=self.cleared)
         try:
             write_atomic(self._path, msgspec.json.encode(work), durable=False)
         except OSError:

@@ -55,7 +55,7 @@ from prime_rl.inference.guard import (
     replay,
 )
 from prime_rl.inference.serve import ServerContext, Snapshot, serve
-from prime_rl.inference.turns import StillInUse, Turns, Turnstile
+from prime_rl.inference.turns import Outcome, StillInUse, Turns, Turnstile
 from prime_rl.inference.weight_files import weights_label
 
 logger = logging.getLogger(__name__)
@@ -290,9 +290,15 @@ def _in_turn(app: ASGIApp, front: Front, room: Room | None) -> ASGIApp:
         if room:
             room.check(asked)
         item = front.item_of(request.headers, asked.model)
-        async with front.turns.work(item) if item else contextlib.nullcontext():
+        async with front.turns.work(item) if item else contextlib.nullcontext(Outcome()) as outcome:
+
+            async def tell(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    outcome.is_refused = message["status"] >= 400
+                await send(message)
+
             with await front.turnstile.enter():
-                await app(scope, replay(body, receive), _with_header(send, WEIGHTS_HEADER, front.weights))
+                await app(scope, replay(body, receive), _with_header(tell, WEIGHTS_HEADER, front.weights))
 
     return answer
 

@@ -1,7 +1,8 @@
 """What is in work, noted before it begins, and after a death the runs that were in work then, each apart. For one loop.
 
-Such a suspect shares the engine with nothing until its first PROOFS requests have ended, and all others wait, so a note
-with a suspect in it names the one that ended the engine. Turns are short, and go to who waited for its own longest.
+Such a suspect shares the engine with nothing until its first PROOFS requests were answered, four times as many after
+each further death, and all others wait, so a note with a suspect in it names the one that ended the engine. A request
+that was refused proves nothing. Turns are short, and go to who waited for its own longest.
 `Turnstile`: requests that generate go through together, a change of the weights alone.
 """
 
@@ -12,12 +13,17 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 
 from prime_rl.contract.work import Item, WorkNote
 from prime_rl.inference.errors import ApiError
 
 # A batch of a small run: what ends an engine does so with one of its first requests, or with the sum of many.
 PROOFS = 16
+PROOFS_FACTOR = 4
+MOST_PROOFS = 4096
+# A server that lives so long has forgiven those that were cleared.
+FORGIVES_S = 3600.0
 # Long enough to decode requests together, short enough for all to be served within a client's patience.
 TURN_S = 10.0
 WAIT_S = 30.0
@@ -46,6 +52,7 @@ class Turns:
         self._check = check
         self._is_checked = False
         self._clock = clock
+        self._forgives_at = clock() + FORGIVES_S
         self._suspects = note.suspects
         self._open: Counter[Item] = Counter()
         self._used_at: dict[Item, float] = {}
@@ -60,7 +67,9 @@ class Turns:
 
     def tick(self) -> str | None:
         """Take out of the note what ended long ago. Returns what requests wait for, in words; None while none waits."""
-        self._write_note()
+        if forgiven := bool(self._note.cleared) and self._clock() >= self._forgives_at:
+            self._note.cleared.clear()
+        self._write_note(forgiven)
         return self._waits_for()
 
     def _waits_for(self) -> str | None:
@@ -71,23 +80,27 @@ class Turns:
         return f"{served} to be answered: {suspects} get turns, since inference ended while it served them"
 
     @contextlib.asynccontextmanager
-    async def work(self, item: Item) -> AsyncIterator[None]:
+    async def work(self, item: Item) -> AsyncIterator[Outcome]:
         """Wait for the turn of the item's run, and note it. Raises ApiError (503) when the turn does not come soon."""
-        run_id = item.run_id
+        run_id, outcome, is_answered = item.run_id, Outcome(), False
         if self._suspects:
             await self._wait_for_turn(run_id)
-        if is_proof := run_id in self._suspects and self._begun[run_id] < PROOFS:
+        needed = min(PROOFS * PROOFS_FACTOR ** (self._suspects.get(run_id, 1) - 1), MOST_PROOFS)
+        if is_early := run_id in self._suspects and self._begun[run_id] < needed:
             self._begun[run_id] += 1
         self._open[item] += 1
         self._write_note()
         try:
-            yield
+            yield outcome
+            is_answered = not outcome.is_refused
         finally:
             self._open[item] -= 1
-            if is_proof and self._alive():
+            if is_early and not is_answered:
+                self._begun[run_id] -= 1
+            elif is_early and self._alive():
                 self._proofs[run_id] += 1
-            if is_harmless := is_proof and self._proofs[run_id] == PROOFS:
-                del self._suspects[run_id]
+            if is_harmless := is_early and self._proofs[run_id] == needed:
+                self._note.cleared[run_id] = self._suspects.pop(run_id)
             self._write_note(is_harmless)
             self._changed.set()
 
@@ -139,6 +152,13 @@ class Turns:
     def _whose(self, run_id: str) -> str | None:
         """Whose turn is that of a run."""
         return run_id if run_id in self._suspects else None
+
+
+@dataclass
+class Outcome:
+    """Of one request, set by who answers it."""
+
+    is_refused: bool = False
 
 
 class StillInUse(RuntimeError):

@@ -136,11 +136,14 @@ def served_parts(
             yield ServedPart(part, tensors, config)
 
 
+DIVERGED = "the training of this version has diverged"
+
+
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raises ValueError for a tensor with a value that is not a finite number."""
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise ValueError(f"{name} is not finite: the training of this version has diverged")
+            raise ValueError(f"{name} is not finite: {DIVERGED}")
 
 
 @torch.no_grad()

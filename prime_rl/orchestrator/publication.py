@@ -25,6 +25,7 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.served import parse_adapter_name, parse_weights_name, weights_name
 from prime_rl.orchestrator.adapters import AdapterPublication
 from prime_rl.orchestrator.client import (
+    AdapterRefused,
     Endpoint,
     InferenceError,
     RequestRefused,
@@ -125,7 +126,10 @@ class WholeWeights:
         """Load the wanted version on a server that comes back, whatever it reports; a refusal is logged."""
         try:
             await self._give(server, anyway=True)  # whatever it had, it may have lost
-        except RequestRefused as error:  # its answers will not be taken, and the next version is given to it again
+        except (
+            RequestRefused,
+            AdapterRefused,
+        ) as error:  # its answers will not be taken, and the next version is given to it again
             logger.warning("a restarted server refuses %s: %s", self.label(self._wanted), error)
 
     async def begin(self, client: InferenceClient) -> None:

@@ -185,6 +185,61 @@ async def test_a_suspect_is_no_proof_while_one_of_its_first_requests_runs(tmp_pa
     assert left is not None and left.suspects == {}
 
 
+async def test_a_request_that_was_refused_or_left_alone_proves_nothing(tmp_path: Path) -> None:
+    leave(tmp_path / "work.json", "run_a")
+    server = Server(tmp_path / "work.json")
+    for _ in range(PROOFS):
+        with pytest.raises(ValueError, match="refused"):
+            async with server.turns.work(served("run_a")):
+                raise ValueError("refused")
+        async with server.turns.work(served("run_a")) as outcome:
+            outcome.is_refused = True
+        gone = asyncio.create_task(server.answer("run_a", asyncio.Event()))
+        await passed()
+        gone.cancel()
+    left = read_work(server.path)
+    assert left is not None and left.suspects == {"run_a": 1}
+    for _ in range(PROOFS):
+        await server.answer("run_a")
+    left = read_work(server.path)
+    assert left is not None and (left.suspects, left.cleared) == ({}, {"run_a": 1})
+
+
+class HarmsLate(Server):
+    """Hostile runs end the engine with the first request after their first PROOFS."""
+
+    async def answer(self, run_id: str, until: asyncio.Event | None = None) -> None:
+        for _ in range(PROOFS):
+            async with self.turns.work(served(run_id)):
+                await asyncio.sleep(0)
+        await super().answer(run_id)
+
+
+async def test_a_run_that_harms_later_than_its_proofs_is_named_by_the_third_death(tmp_path: Path) -> None:
+    path, history = tmp_path / "work.json", running(INFERENCE)
+    evicted: list[tuple[str, str]] = []
+    for number in range(3):
+        assert evicted == [], number
+        server = HarmsLate(path, {"run_bad"})
+        await asyncio.gather(*map(server.answer, ("run_a", "run_bad", "run_b")))
+        assert not server.lives
+        evicted = dies(history, read_work(path))
+    assert [run_id for run_id, _ in evicted] == ["run_bad"]
+    assert evicted[0][1].startswith("inference ended 3 times in a row while it served run_bad@v3")
+
+
+async def test_a_server_that_lives_for_long_forgives_who_was_cleared(tmp_path: Path) -> None:
+    leave(tmp_path / "work.json", "run_a")
+    server = Server(tmp_path / "work.json")
+    for _ in range(PROOFS):
+        await server.answer("run_a")
+    server.turns.tick()
+    assert (read_work(server.path) or Work()).cleared == {"run_a": 1}
+    server.clock.now += module.FORGIVES_S
+    server.turns.tick()
+    assert (read_work(server.path) or Work()).cleared == {}
+
+
 async def test_an_engine_that_fails_by_itself_is_no_suspects_fault(tmp_path: Path) -> None:
     leave(tmp_path / "work.json", "run_a", "run_b")
     server = Server(tmp_path / "work.json", broken=True)

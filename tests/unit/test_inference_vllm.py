@@ -19,7 +19,7 @@ from starlette.requests import Request
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.front import build_app
-from prime_rl.inference.vllm.control import AdapterGate, VllmControl
+from prime_rl.inference.vllm.control import AdapterGate, VllmControl, _told_as_ours
 from prime_rl.inference.weight_files import model_shapes
 from tests.inference_support import make_adapter, make_model
 from tests.patience import PATIENCE_S
@@ -53,6 +53,46 @@ async def test_vllm_is_asked_after_a_check_beside_the_event_loop(tmp_path: Path)
         await load
     assert caught.value.status == 400
     assert loaded == [{"path": "/v1/load_lora_adapter", "lora_name": "run_a@v1", "lora_path": str(folder)}]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error": {"message": "two\\nlines of \\u001b[31m", "param": "prompt"}}', "two lines of"),
+        (b'{"detail": "Not Found"}', '{"detail": "Not Found"}'),
+        (b'{"error": null}', '{"error": null}'),
+        (b"plain \xff", "plain"),
+        (b"", "vLLM refuses this request without a reason."),
+    ],
+)
+async def test_what_vllm_refuses_is_told_in_one_line_and_what_it_answers_comes_as_it_is(
+    body: bytes, message: str
+) -> None:
+    """A refusal may come in parts; an answer is sent on part by part."""
+
+    def vllm(status: int) -> Any:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": status, "headers": [(b"x-own", b"1")]})
+            await send({"type": "http.response.body", "body": body[:3], "more_body": True})
+            await send({"type": "http.response.body", "body": body[3:]})
+
+        return _told_as_ours(app)
+
+    async def answered(status: int) -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await vllm(status)({"type": "http"}, None, send)  # type: ignore[arg-type]
+        return sent
+
+    start, *parts = await answered(200)
+    assert start["headers"] == [(b"x-own", b"1")] and [part["body"] for part in parts] == [body[:3], body[3:]]
+    start, part = await answered(418)
+    error = json.loads(part["body"])["error"]
+    assert start["status"] == error["code"] == 418 and error["message"].startswith(message)
+    assert error["message"].isprintable()
 
 
 def test_an_adapter_that_vllm_ignored_or_cut_is_seen(tmp_path: Path) -> None:

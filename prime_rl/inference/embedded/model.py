@@ -39,6 +39,7 @@ from transformers.modeling_utils import AttentionInterface
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.weight_files import WEIGHTS_FILE, check_fit, readable, weights_label
+from prime_rl.lora.adapter_state import check_finite
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
 from prime_rl.lora.tensor_files import load_tensors, shapes_of
 from prime_rl.transfer import TransferError, WeightReceiver
@@ -176,6 +177,10 @@ class WholeWeights:
             with readable(folder / WEIGHTS_FILE):
                 tensors = load_tensors(folder / WEIGHTS_FILE, mapped=True)
         check_fit(name, shapes_of(tensors), self.shapes)
+        try:
+            check_finite(tensors)
+        except ValueError as error:
+            raise ApiError(422, f"The weights were not changed: {error}", param="weight_dir") from error
         return tensors
 
     def _received(self, label: str) -> dict[str, Tensor]:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import NOT_FINITE, ApiError, adapter_refused, check_ranges
-from prime_rl.inference.guard import decoded, replay
+from prime_rl.inference.guard import decoded, error_response, replay
 from prime_rl.inference.serve import Snapshot
 from prime_rl.inference.weight_files import check_weight_file, meta_model, model_shapes, weights_label
-from prime_rl.lora.adapter_state import AdapterConfig, check_finite, check_served_adapter, load_peft
+from prime_rl.lora.adapter_state import DIVERGED, AdapterConfig, check_finite, check_served_adapter, load_peft
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
 from prime_rl.lora.tensor_files import misfit, shapes_of
 
@@ -58,7 +58,7 @@ class VllmControl:
         requests: dict[str, Any],
         gate: AdapterGate,
     ) -> None:
-        self._app: ASGIApp = app
+        self._app = _told_as_ours(app)
         self._engine = engine
         self._requests = requests
         self._gate = gate
@@ -67,7 +67,7 @@ class VllmControl:
         self._shapes = model_shapes(config.model.name)
         self.adapters = requests.keys
         self.failed = False
-        self.endpoints = {**dict.fromkeys(ENDPOINTS, app), COMPLETIONS: self._checked, CHATS: self._checked}
+        self.endpoints = {**dict.fromkeys(ENDPOINTS, self._app), COMPLETIONS: self._checked, CHATS: self._checked}
         self.lifespan = lambda _: app.router.lifespan_context(app)
 
     def alive(self) -> bool:
@@ -152,8 +152,7 @@ class VllmControl:
         answered = b"".join(message.get("body", b"") for message in sent[1:])
         if (status := sent[0]["status"]) == 200:
             return answered
-        error = msgspec.json.decode(answered)["error"]
-        raise ApiError(status, error["message"], param=error.get("param"))
+        raise _error_of(status, answered)
 
     async def generate_one(self, adapter: Any = None) -> float:
         """Generate one token with `adapter` (of vLLM's table; None: the base model), and return its logprob."""
@@ -200,7 +199,8 @@ class VllmControl:
         )
         if problem := next(filter(None, problems), None):
             await self._workers("prl_drop_weights")
-            raise ApiError(400, f"The weights were not changed: {problem}", param="weight_dir")
+            status = 422 if problem.endswith(DIVERGED) else 400
+            raise ApiError(status, f"The weights were not changed: {problem}", param="weight_dir")
 
     async def _workers(self, method: str, *args: Any) -> list[list[Any]]:
         """What each worker of each data-parallel engine answers.
@@ -224,6 +224,35 @@ class VllmControl:
             yield
         finally:
             await self._engine.resume_generation()
+
+
+def _error_of(status: int, body: bytes) -> ApiError:
+    """The error for a refusal of vLLM's, which has many lines at times, and not always the form of its own."""
+    try:
+        error = msgspec.json.decode(body, type=dict[str, Any])["error"]
+        return ApiError(status, str(error["message"]), param=error.get("param"))
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return ApiError(status, body.decode(errors="replace") or "vLLM refuses this request without a reason.")
+
+
+def _told_as_ours(app: ASGIApp) -> ASGIApp:
+    """`app`, whose refusals have the form of ours. What it does not refuse is sent as it comes."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        refusal: list[Message] = []
+
+        async def tell(message: Message) -> None:
+            if not refusal and message.get("status", 0) < 400:
+                await send(message)
+                return
+            refusal.append(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                body = b"".join(each.get("body", b"") for each in refusal)
+                await error_response(_error_of(refusal[0]["status"], body))(scope, receive, send)
+
+        await app(scope, receive, tell)
+
+    return answer
 
 
 # Sum of squares of all A and of all scaled B.

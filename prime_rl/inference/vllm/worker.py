@@ -21,6 +21,7 @@ from torch import Tensor
 from vllm.platforms import current_platform
 
 from prime_rl.inference.weight_files import WEIGHTS_FILE
+from prime_rl.lora.adapter_state import check_finite
 from prime_rl.lora.tensor_files import load_tensors
 from prime_rl.transfer import TransferError, WeightReceiver
 
@@ -85,6 +86,10 @@ class _WeightUpdateWorker:
         return squares("lora_a_stacked"), squares("lora_b_stacked")
 
     def _prl_keep(self, tensors: dict[str, Tensor]) -> Staged:
+        try:
+            check_finite(tensors)
+        except ValueError as error:
+            return str(error)
         self._prl_staged = tensors
         return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
