@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from tests.budgets import FUZZ_REQUESTS, IS_FULL
 from tests.inference_support import RunningServer, adapter_dir, make_adapter, start
+from tests.integration.conftest import VLLM
 from tests.patience import PATIENCE_S
 from tests.request_fuzz import Asked, requests
 
@@ -31,9 +32,11 @@ WHOLE = ("The body ", "The request ", "Not found", "Invalid HTTP", "stream: ")
 ORDINARY = b'{"prompt": [9, 6, 13], "max_tokens": 8, "n": 4, "temperature": 1, "logprobs": 1}'
 
 
-@pytest.fixture(scope="module")
-def server(served_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    running = start("embedded", served_model, tmp_path_factory.mktemp("fuzzed"))
+@pytest.fixture(scope="module", params=["embedded", VLLM])
+def server(
+    request: pytest.FixtureRequest, served_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    running = start(request.param, served_model, tmp_path_factory.mktemp(request.param))
     running.load("run_a@v1", make_adapter(adapter_dir(running, "run_a@v1"), served_model, seed=1))
     try:
         yield running
@@ -56,7 +59,7 @@ def send(server: RunningServer, asked: Asked) -> tuple[int, bytes]:
         connection.close()
 
 
-def check(asked: Asked, status: int, body: bytes) -> None:
+def check(asked: Asked, status: int, body: bytes, *, names_fields: bool) -> None:
     """Raise AssertionError unless the answer is one that a client can work with."""
     told = f"{asked.method} {asked.path} {asked.body[:300]!r}: {status} {body[:300]!r}"
     assert status in STATUSES, told
@@ -66,7 +69,7 @@ def check(asked: Asked, status: int, body: bytes) -> None:
     assert error.keys() == {"message", "type", "param", "code"} and error["code"] == status, told
     message, param = error["message"], error["param"]
     assert message.isprintable() and len(message) <= 1000 and "Traceback" not in message, told
-    if status == 400:
+    if status == 400 and names_fields:
         assert param.partition(".")[0].partition("[")[0] in message if param else message.startswith(WHOLE), told
 
 
@@ -98,10 +101,11 @@ def neighbour(server: RunningServer) -> Iterator[list[float]]:
 
 
 def attack(server: RunningServer) -> None:
-    """Send FUZZ_REQUESTS drawn requests, some at a time."""
+    """Send FUZZ_REQUESTS drawn requests, some at a time; an eighth to vLLM, whose own refusals name no field."""
+    is_vllm = server.output_dir.name.startswith("vllm")
 
     @settings(
-        max_examples=FUZZ_REQUESTS // BATCH,
+        max_examples=FUZZ_REQUESTS // BATCH // (8 if is_vllm else 1),
         deadline=None,
         derandomize=not IS_FULL,
         database=None,
@@ -111,7 +115,7 @@ def attack(server: RunningServer) -> None:
     @given(st.lists(requests(), min_size=BATCH, max_size=BATCH))
     def several(batch: list[Asked]) -> None:
         for asked, answer in zip(batch, pool.map(lambda each: send(server, each), batch), strict=True):
-            check(asked, *answer)
+            check(asked, *answer, names_fields=not is_vllm)
         assert server.process.poll() is None, server.log.read_text()[-3000:]
 
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
@@ -122,11 +126,12 @@ def test_no_request_that_can_be_drawn_harms_the_server(server: RunningServer) ->
     with neighbour(server) as seconds:
         attack(server)
     assert seconds, "the neighbour was answered meanwhile"
-    assert "Traceback" not in server.log.read_text()
+    assert server.output_dir.name.startswith("vllm") or "Traceback" not in server.log.read_text()
     assert [each["id"] for each in server.get("/v1/models").json()["data"]][:1] == [server.model]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("server", ["embedded"], indirect=True)
 def test_a_neighbour_waits_no_longer_than_beside_ordinary_requests(server: RunningServer) -> None:
     with neighbour(server) as seconds, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         ordinary = Asked("POST", "/v1/completions", ORDINARY)

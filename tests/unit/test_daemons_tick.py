@@ -274,6 +274,20 @@ def test_a_run_that_ended_inference_twice_is_evicted_and_its_neighbours_are_not(
     assert (line["who"], line["action"], line["run_id"], line["reason"]) == ("supervisor", "evict", "run_bad", told)
 
 
+def test_a_death_on_a_full_disk_leaves_no_suspects(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = workspace.output.replica_work(0)
+    path.parent.mkdir(parents=True)
+    workspace.look_until("both to run", workspace.all_run)
+    child = workspace.tell("inference").child
+    assert child is not None
+    path.write_bytes(msgspec.json.encode(Work(writer=child, items=[Item("run_a", "served run_a@v3")])))
+    for module in ("daemons.supervisor", "daemons.observe"):
+        monkeypatch.setattr(f"{module}.find_trouble", lambda workspace: "no space left", raising=False)
+    os.kill(child.pid, signal.SIGKILL)
+    workspace.look_until("its end", lambda: not path.exists())
+    assert workspace.tell("inference").state != "failed"
+
+
 def test_the_note_is_that_of_the_process_which_has_ended_and_its_suspects_can_be_evicted(tmp_path: Path) -> None:
     output = OutputDir(tmp_path)
     for run_id in ("run_a", "run_out"):

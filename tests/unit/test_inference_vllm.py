@@ -19,7 +19,7 @@ from starlette.requests import Request
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.front import build_app
-from prime_rl.inference.vllm.control import AdapterGate, VllmControl, _told_as_ours
+from prime_rl.inference.vllm.control import AdapterGate, ToldAsOurs, VllmControl
 from prime_rl.inference.weight_files import model_shapes
 from tests.inference_support import make_adapter, make_model
 from tests.patience import PATIENCE_S
@@ -76,7 +76,7 @@ async def test_what_vllm_refuses_is_told_in_one_line_and_what_it_answers_comes_a
             await send({"type": "http.response.body", "body": body[:3], "more_body": True})
             await send({"type": "http.response.body", "body": body[3:]})
 
-        return _told_as_ours(app)
+        return ToldAsOurs(app)
 
     async def answered(status: int) -> list[Any]:
         sent: list[Any] = []

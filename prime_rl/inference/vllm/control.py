@@ -8,7 +8,7 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class VllmControl:
         requests: dict[str, Any],
         gate: AdapterGate,
     ) -> None:
-        self._app = _told_as_ours(app)
+        self._app = ToldAsOurs(app)
         self._engine = engine
         self._requests = requests
         self._gate = gate
@@ -67,7 +67,11 @@ class VllmControl:
         self._shapes = model_shapes(config.model.name)
         self.adapters = requests.keys
         self.failed = False
-        self.endpoints = {**dict.fromkeys(ENDPOINTS, self._app), COMPLETIONS: self._checked, CHATS: self._checked}
+        self.endpoints: dict[str, Callable[..., Any]] = {
+            **dict.fromkeys(ENDPOINTS, self._app),
+            COMPLETIONS: self._checked,
+            CHATS: self._checked,
+        }
         self.lifespan = lambda _: app.router.lifespan_context(app)
 
     def alive(self) -> bool:
@@ -235,10 +239,14 @@ def _error_of(status: int, body: bytes) -> ApiError:
         return ApiError(status, body.decode(errors="replace") or "vLLM refuses this request without a reason.")
 
 
-def _told_as_ours(app: ASGIApp) -> ASGIApp:
-    """`app`, whose refusals have the form of ours. What it does not refuse is sent as it comes."""
+class ToldAsOurs:
+    """An application whose refusals have the form of ours. What it does not refuse is sent as it comes."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
         refusal: list[Message] = []
 
         async def tell(message: Message) -> None:
@@ -250,9 +258,7 @@ def _told_as_ours(app: ASGIApp) -> ASGIApp:
                 body = b"".join(each.get("body", b"") for each in refusal)
                 await error_response(_error_of(refusal[0]["status"], body))(scope, receive, send)
 
-        await app(scope, receive, tell)
-
-    return answer
+        await self._app(scope, receive, tell)
 
 
 # Sum of squares of all A and of all scaled B.
