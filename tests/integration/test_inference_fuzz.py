@@ -23,6 +23,7 @@ from tests.inference_support import RunningServer, adapter_dir, make_adapter, st
 from tests.integration.conftest import VLLM
 from tests.patience import PATIENCE_S
 from tests.request_fuzz import Asked, requests
+from tests.text_attacks import check_clean
 
 BATCH = 16
 NUM_CLIENTS = 4
@@ -68,7 +69,8 @@ def check(asked: Asked, status: int, body: bytes, *, names_fields: bool) -> None
     error = msgspec.json.decode(body)["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["code"] == status, told
     message, param = error["message"], error["param"]
-    assert message.isprintable() and len(message) <= 1000 and "Traceback" not in message, told
+    assert check_clean(told, iter((message,))) == message and "\n" not in message, told
+    assert len(message) <= 1000 and "Traceback" not in message, told
     if status == 400 and names_fields:
         assert param.partition(".")[0].partition("[")[0] in message if param else message.startswith(WHOLE), told
 
