@@ -21,14 +21,13 @@ from prime_rl.contract.status import StatusWriter, TrainerStatus
 from prime_rl.contract.types import MicroBatch
 from prime_rl.contract.usage import UsageLog
 from prime_rl.contract.work import WorkNote
-from prime_rl.trainer.batch_files import BatchReader, noting
+from prime_rl.trainer.batches import BatchReader, Packer, noting
 from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager, Snapshots, is_due
 from prime_rl.trainer.fit.capacity import with_a_budget
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter, TrainerUsage
 from prime_rl.trainer.model import PolicyModel, dtype_on, load_model
 from prime_rl.trainer.optim import FlatWeights, RunOptimizer, RunWeights
-from prime_rl.trainer.packer import Packer
-from prime_rl.trainer.publish import Publisher, open_broadcast
+from prime_rl.trainer.publish import BackgroundWriter, Publisher, open_broadcast
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun, setup_multi_run_manager
 from prime_rl.trainer.runs.sync import (
     Channel,
@@ -39,9 +38,8 @@ from prime_rl.trainer.runs.sync import (
     StopMessage,
 )
 from prime_rl.trainer.step import PassTooLarge, TrainStep, remember, remembered
-from prime_rl.trainer.whole_run import ModelFiles, ModelSnapshots, ShardedWeights, WholeModel
+from prime_rl.trainer.whole_model import ModelFiles, ModelSnapshots, ShardedWeights, WholeModel
 from prime_rl.trainer.world import World
-from prime_rl.trainer.writer import BackgroundWriter
 from prime_rl.utils.watch import Watcher
 
 # How often an idle trainer looks for the next batch of its runs: unnoticed by people, microseconds of work.

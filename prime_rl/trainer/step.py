@@ -39,7 +39,7 @@ from prime_rl.trainer.loss import LossInputs, LossSums, RowLosses, compute_losse
 from prime_rl.trainer.model import PolicyModel, Targets
 from prime_rl.trainer.optim import NO_MEMORY
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
-from prime_rl.trainer.runs.control import Evictions
+from prime_rl.trainer.runs.discovery import Evictions
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.world import World
 from prime_rl.utils.runtime import give_back_holes, is_out_of_memory

@@ -27,8 +27,7 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus, RunStatus, TrainerRunStatus, TrainerStatus
 from prime_rl.trainer import publish
-from prime_rl.trainer.publish import Publisher
-from prime_rl.trainer.writer import BackgroundWriter
+from prime_rl.trainer.publish import BackgroundWriter, Publisher
 from prime_rl.utils import logger as logger_module
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.process import ProcessId

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.trainer.runs.control import QUIET_S
-from prime_rl.trainer.runs.discovery import CLOSE_LOOKS, Discovery, Findings
+from prime_rl.trainer.runs.discovery import CLOSE_LOOKS, QUIET_S, Discovery, Findings
 from tests.discovery_support import SETTLE_S, Look, place, run_of, text_of
 
 

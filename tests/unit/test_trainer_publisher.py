@@ -14,15 +14,13 @@ import pytest
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import list_steps
 from prime_rl.trainer import publish as publish_module
-from prime_rl.trainer.checkpoint import RunSnapshot
+from prime_rl.trainer.checkpoint import RunSnapshot, trainer_steps
 from prime_rl.trainer.loss import LossSums
 from prime_rl.trainer.metrics import PhaseTimer
-from prime_rl.trainer.publish import FileSystemWeightBroadcast, Publisher, write_version
-from prime_rl.trainer.retention import trainer_steps
+from prime_rl.trainer.publish import BackgroundWriter, FileSystemWeightBroadcast, Publisher, write_version
 from prime_rl.trainer.runs.run import FINISHED
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
-from prime_rl.trainer.writer import BackgroundWriter
 from tests.patience import PATIENCE_S
 from tests.runs_support import add
 from tests.unit.test_trainer_snapshot import Trainer

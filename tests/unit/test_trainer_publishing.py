@@ -14,11 +14,16 @@ from prime_rl.trainer.checkpoint import RunSnapshot
 from prime_rl.trainer.loss import LossSums
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
 from prime_rl.trainer.model import PolicyModel
-from prime_rl.trainer.publish import FileSystemWeightBroadcast, NCCLWeightBroadcast, Publisher, label_of
+from prime_rl.trainer.publish import (
+    BackgroundWriter,
+    FileSystemWeightBroadcast,
+    NCCLWeightBroadcast,
+    Publisher,
+    label_of,
+)
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import TrainStep, UpdateReport
-from prime_rl.trainer.whole_run import ModelFiles, ModelSnapshot
-from prime_rl.trainer.writer import BackgroundWriter
+from prime_rl.trainer.whole_model import ModelFiles, ModelSnapshot
 from prime_rl.transfer import WeightSender
 from tests.patience import PATIENCE_S
 from tests.ports import free_port

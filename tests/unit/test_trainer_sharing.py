@@ -12,7 +12,7 @@ import pytest
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.resume import pending_request
 from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.runs.leaving import Claim, leave_reason, preempted
+from prime_rl.trainer.runs.discovery import Claim, leave_reason, preempted
 from prime_rl.trainer.runs.sync import ReadyRun
 from tests.runs_support import BASE, add, look, manager_of
 from tests.trainer_support import write_config

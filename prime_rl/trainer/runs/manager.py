@@ -32,8 +32,7 @@ from prime_rl.contract.files import remove
 from prime_rl.contract.layout import RunDir
 from prime_rl.lora.linear import MultiLoRALinear
 from prime_rl.trainer.runs.adapters import SlotAdapters, SlotWeights, dtype_of, rank_of
-from prime_rl.trainer.runs.control import Evictions
-from prime_rl.trainer.runs.discovery import Candidate, Discovery, Findings
+from prime_rl.trainer.runs.discovery import Candidate, Discovery, Evictions, Findings, preempted
 from prime_rl.trainer.runs.hooks import (
     ConfigValidationHook,
     DiscoveredHook,
@@ -44,7 +43,6 @@ from prime_rl.trainer.runs.hooks import (
     call_leaving,
     calls_of,
 )
-from prime_rl.trainer.runs.leaving import preempted
 from prime_rl.trainer.runs.run import FINISHED, Progress, Slots, TrainerRun
 from prime_rl.trainer.runs.sync import Channel, SlotState, StateMessage, slot_changes
 from prime_rl.utils.text import error_text

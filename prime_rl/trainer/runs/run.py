@@ -22,7 +22,7 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.contract.resume import note_done
 from prime_rl.trainer.loss import LossSums
 from prime_rl.trainer.optim import RunOptimizer
-from prime_rl.trainer.runs.leaving import Claim
+from prime_rl.trainer.runs.discovery import Claim
 from prime_rl.trainer.runs.sync import ReadyRun, SlotState
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 `WholeModel` has the weights of the manager's one slot, in the place of adapters; `ModelSnapshot` is what is published
 and saved: a folder that `AutoModelForCausalLM.from_pretrained` loads. How parameters are cut over ranks is in
-`sharding`.
+`model`.
 
 Putting them together is a collective, which must not stand under a handler that belongs to one run. So all ranks do it
 in `ModelSnapshots.collect`, right after an update; what rank 0 publishes and saves later, it takes from there.
@@ -26,9 +26,9 @@ from transformers.utils.hub import cached_file
 from prime_rl.configs.orchestrator import RunLoRAConfig
 from prime_rl.lora.tensor_files import load_tensors, misfit, shapes_of
 from prime_rl.trainer.checkpoint import Snapshots
+from prime_rl.trainer.model import cut, join, part_here
 from prime_rl.trainer.optim import Moments
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
-from prime_rl.trainer.sharding import cut, join, part_here
 from prime_rl.trainer.world import World
 
 WEIGHTS_FILE = "model.safetensors"
