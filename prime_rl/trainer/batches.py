@@ -42,7 +42,6 @@ from prime_rl.contract.types import (
 )
 from prime_rl.contract.work import Item, WorkNote
 from prime_rl.trainer.fair_queue import RowQueue, blank_micro_batch, rows_of, to_micro_batch
-from prime_rl.trainer.kept import keeping_of
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.utils.text import error_text
@@ -140,7 +139,7 @@ class Packer:
         if isinstance(found, str):
             raise BadBatchError(found)
         config, num_tokens = run.config, sum(len(sample.loss_mask) for sample in found.samples)
-        kept = keeping_of(config).places([sample.reward for sample in found.samples])
+        kept = run.keeping.places([sample.reward for sample in found.samples])
         rows = rows_of(run.run_idx, found.samples, config.loss.mean, config.loss_length, kept)
         self._queue.add(run.run_idx, rows, config.weight)
         run.in_work = ReadyRun(run.run_idx, num_tokens, len(found.samples), kept)
@@ -150,7 +149,7 @@ class Packer:
         """Take in what came, but not of the runs in `held`; the next pass of each rank, or None when no rows wait."""
         self.get_batch(held)
         for run in self._manager.used:
-            if run.leaving is not None:
+            if run.is_leaving:
                 self._queue.drop(run.run_idx)
         if not self._queue:
             return None

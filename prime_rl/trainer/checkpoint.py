@@ -170,7 +170,7 @@ class Snapshots(ABC):
 
     def _put(self, run: TrainerRun, weights: dict[str, Tensor]) -> None:
         """Into the run's slot. ValueError when they do not fit, or are not finite where they are served."""
-        limit = largest_in(self._manager.dtype_of(run.run_idx), self.served)
+        limit = largest_in(run.dtype, self.served)
         for name, tensor in weights.items():
             most = float(torch.linalg.vector_norm(tensor.float(), math.inf))
             if not most <= limit:
@@ -195,7 +195,7 @@ class AdapterSnapshots(Snapshots):
         """A copy of the adapter in the run's slot, at its own rank."""
         return AdapterSnapshot(
             self._manager.get_state_dict_for_run(run.run_idx),
-            self._manager.rank_of(run.run_idx),
+            run.rank,
             self._manager.alpha_of(run.run_idx),
             self._lora.target_modules,
             self._base_model,
@@ -207,10 +207,9 @@ class AdapterSnapshots(Snapshots):
             t.numel() * t.element_size() for t in self._manager.get_state_dict_for_run(run.run_idx).values()
         )
         tensors, config = load_peft(folder, limit=own_bytes + ADAPTER_HEAD_BYTES)
-        rank = self._manager.rank_of(run.run_idx)
-        if config.rank != rank:
+        if config.rank != run.rank:
             raise ValueError(
-                f"{folder} has rank {config.rank}, the config asks for model.lora.rank = {rank}; "
+                f"{folder} has rank {config.rank}, the config asks for model.lora.rank = {run.rank}; "
                 "change it back, or start over with ckpt.resume_step = 0"
             )
         return tensors
@@ -223,8 +222,8 @@ class AdapterSnapshots(Snapshots):
         fresh, idx = self._manager.get_state_dict_for_run(run.run_idx), run.run_idx
         limit = 4 * sum(tensor.numel() for tensor in fresh.values()) + ADAPTER_HEAD_BYTES
         tensors, config = load_peft(run.dir.init, limit=limit)
-        rank, scale = self._manager.rank_of(idx), self._manager.scaling_factors[idx]
-        self._put(run, begun_from(fresh, tensors, config, rank=rank, scale=scale))
+        scale = self._manager.scaling_factors[idx]
+        self._put(run, begun_from(fresh, tensors, config, rank=run.rank, scale=scale))
 
 
 def copy_to_cpu(value: Any) -> Any:

@@ -37,7 +37,7 @@ from prime_rl.trainer.checkpoint import (
 )
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
-from prime_rl.trainer.runs.run import FINISHED
+from prime_rl.trainer.runs.run import Leaving
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
 from prime_rl.trainer.whole_model import ModelSnapshot
@@ -118,7 +118,7 @@ class Publisher:
     def full(self) -> dict[str, str]:
         """Takes in what the writer did; returns the runs that wait for the disk, each with what for, in words."""
         self.collect()
-        leaving = {run.run_id: self._writer.waits_for(run.run_id) for run in self._manager.used if run.leaving}
+        leaving = {run.run_id: self._writer.waits_for(run.run_id) for run in self._manager.used if run.is_leaving}
         return self._writer.full() | {run_id: what for run_id, what in leaving.items() if what}
 
     def wait(self, timeout_s: float) -> None:
@@ -131,7 +131,7 @@ class Publisher:
             run = self._manager.run_of(result.job.run_id)
             if result.problem is None:
                 result.job.then()
-            elif result.problem and run is not None and (run.leaving in (None, FINISHED) or run.saves):
+            elif result.problem and run is not None and run.leaving is not Leaving.AT_ONCE:
                 self._manager.evict_run(run.run_idx, result.problem)
 
     def admitted(self, run: TrainerRun) -> None:

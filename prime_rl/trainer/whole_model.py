@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
-from prime_rl.configs.orchestrator import RunLoRAConfig
 from prime_rl.lora.tensor_files import load_tensors, misfit, shapes_of
 from prime_rl.trainer.checkpoint import Snapshots
 from prime_rl.trainer.model import cut, join, part_here
@@ -68,7 +67,7 @@ class WholeModel:
         """What this rank trains on."""
         return self._named[0][1].device
 
-    def export(self, run_idx: int, lora: RunLoRAConfig) -> dict[str, Tensor]:
+    def export(self, run: TrainerRun) -> dict[str, Tensor]:
         """The whole weights on rank 0 (`keeps`), {} on the others. A collective."""
         return self.gather(torch.float32, torch.device("cpu"))
 
@@ -88,7 +87,7 @@ class WholeModel:
         return tensors
 
     @torch.no_grad()
-    def load(self, run_idx: int, tensors: dict[str, Tensor], lora: RunLoRAConfig) -> None:
+    def load(self, run: TrainerRun, tensors: dict[str, Tensor]) -> None:
         """Take over whole weights, which every rank has. ValueError, and nothing changed, when they do not fit."""
         if problem := misfit(shapes_of(tensors), shapes_of(dict(self._named))):
             raise ValueError(f"the weights do not fit the model: {problem}")
@@ -97,13 +96,13 @@ class WholeModel:
             parameter.grad = None
 
     @torch.no_grad()
-    def reset(self, run_idx: int, generator: torch.Generator, lora: RunLoRAConfig) -> None:
-        """Put the base model's weights back; gradients are dropped. Nothing is drawn from `generator`."""
+    def reset(self, run: TrainerRun) -> None:
+        """Put the base model's weights back; gradients are dropped. Nothing is drawn from the run's random numbers."""
         for (_, parameter), base in zip(self._named, self._base, strict=True):
             part_here(parameter).copy_(base)
             parameter.grad = None
 
-    def scale_of(self, lora: RunLoRAConfig) -> float:
+    def scale_of(self, run: TrainerRun) -> float:
         """1.0: no adapter scales the weights."""
         return 1.0
 

@@ -21,6 +21,7 @@ from prime_rl.trainer.publish import (
     Publisher,
     label_of,
 )
+from prime_rl.trainer.runs.run import Leaving
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import TrainStep, UpdateReport
 from prime_rl.trainer.whole_model import ModelFiles, ModelSnapshot
@@ -67,7 +68,7 @@ class Noted:
         self.publisher.after_update(run, ReadyRun(0, 10, 1), report, PhaseTimer())
         self.writer.finish()
         self.publisher.collect()
-        assert not run.dir.evicted.exists() and run.leaving in (None, "it reached max_steps"), run.leaving
+        assert not run.dir.evicted.exists() and run.leaving in (Leaving.NO, Leaving.FINISHED), run.reason
 
 
 def test_the_last_version_is_published_after_its_checkpoint_and_all_others_before(

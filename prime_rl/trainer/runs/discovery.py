@@ -243,8 +243,7 @@ class Findings:
     """What one look found.
 
     Attributes:
-        gone: active runs that must leave their slot, with the reason.
-        saved: those of them that leave after a checkpoint.
+        gone: active runs that must leave their slot.
         candidates: runs that may have a slot, in admission order; active ones are not among them.
         refused: `run_*` entries that may not be used, with the reason.
         changed: the configs of active runs that changed, by run id.
@@ -254,8 +253,7 @@ class Findings:
         folders: what to watch.
     """
 
-    gone: dict[str, str] = field(default_factory=dict)
-    saved: set[str] = field(default_factory=set)
+    gone: dict[str, Leave] = field(default_factory=dict)
     candidates: list[Candidate] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     invalid: list[str] = field(default_factory=list)
@@ -408,10 +406,9 @@ class Discovery:
                 found.folders.append(entry.folder)
             if run_id in active and entry.verdict != _STAYS:
                 if leave := entry.must_leave(active[run_id]):
-                    found.gone[run_id] = leave.reason
-                    found.saved.update({run_id} if leave.saves else ())
+                    found.gone[run_id] = leave
                 entry.verdict = None if leave else _STAYS
-        found.gone |= dict.fromkeys(active.keys() - self._entries.keys(), "its folder is gone")
+        found.gone |= dict.fromkeys(active.keys() - self._entries.keys(), Leave("its folder is gone", "refused"))
         return found
 
     def judge(self, found: Findings) -> None:
