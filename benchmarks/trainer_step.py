@@ -19,7 +19,7 @@ from prime_rl.contract.types import SampleColumns, TrainingSample
 from prime_rl.trainer.fair_queue import RowQueue, rows_of, to_micro_batch
 from prime_rl.trainer.model import adapt_model
 from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.runs.older import MultiLoRAOptimizer
+from prime_rl.trainer.runs.compat import MultiLoRAOptimizer
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import TrainStep
 from prime_rl.trainer.world import World, setup_world

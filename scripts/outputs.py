@@ -150,7 +150,7 @@ What commands print with `--json`: one object with `version` (1) and the keys be
 added, never changed. Times are Unix seconds. Text is clean of everything that a terminal obeys; configs and rollouts
 are as they are. Where an object stands in a table, null may stand too when there is none.
 
-What the figures of `prl fit` mean is in [training.md](training.md). `python -m prime_rl.trainer.selfcheck --json` has
+What the figures of `prl fit` mean is in [training.md](training.md). `python -m benchmarks.selfcheck --json` has
 keys of its own ([durability.md](durability.md#checking-it-on-your-own-runs)). `prl config schema KIND` prints a JSON
 schema.
 """

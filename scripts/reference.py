@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from benchmarks.selfcheck import make_parser as selfcheck_parser
 from daemons.cli import app
 from prime_rl.base_model.__main__ import MakeBaseConfig
 from prime_rl.configs.base import BaseConfig, models_in, tag_of
@@ -27,7 +28,6 @@ from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.daemon_paths import DaemonPaths
 from prime_rl.contract.iterations import IterationDir
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.trainer.selfcheck.__main__ import make_parser as selfcheck_parser
 from scripts.outputs import outputs_page
 from tui.cli import make_parser as tui_parser
 

@@ -20,11 +20,10 @@ from prime_rl.configs.orchestrator import OptimConfig, RunLoRAConfig
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.trainer.checkpoint import copy_to_cpu
 from prime_rl.trainer.fit.predict import MOMENTS, Setting, micro_batch, model_config
-from prime_rl.trainer.model import PolicyModel, adapt_model, train_whole
+from prime_rl.trainer.model import PolicyModel, adapt_model, mesh_of, train_whole
 from prime_rl.trainer.optim import make_optimizer
-from prime_rl.trainer.sharding import mesh_of
 from prime_rl.trainer.step import forward_backward
-from prime_rl.trainer.whole_run import ShardedWeights, WholeModel
+from prime_rl.trainer.whole_model import ShardedWeights, WholeModel
 from prime_rl.trainer.world import setup_world
 from prime_rl.utils.runtime import set_up_memory
 from tests.patience import PATIENCE_S

@@ -32,8 +32,8 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.trainer import loop as loop  # here and not in each rank: they have ten seconds to join
 from prime_rl.trainer import train as trainer
+from prime_rl.trainer.model import part_here
 from prime_rl.trainer.runs import get_multi_run_manager
-from prime_rl.trainer.sharding import part_here
 from prime_rl.trainer.world import World, setup_world
 from tests.patience import PATIENCE_S
 from tests.trainer_support import (

@@ -197,7 +197,7 @@ class SeveralNodes:
         versions = self.published()
         for run_id, step in versions.items():
             assert list_rollout_steps(self.workspace.run_dir(run_id)) == list(range(1, step + 1)), run_id
-        command = [sys.executable, "-m", "prime_rl.trainer.selfcheck", str(self.workspace.output_dir), "--json"]
+        command = [sys.executable, "-m", "benchmarks.selfcheck", str(self.workspace.output_dir), "--json"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         found = {each["run_id"]: each["reached"] for each in json.loads(done.stdout)["runs"]}

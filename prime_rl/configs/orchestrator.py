@@ -151,7 +151,7 @@ class CkptConfig(BaseConfig):
     """Checkpoints at multiples of this step are kept forever."""
 
     keep_rollouts: bool = False
-    """Keep all rollout files for replay (`python -m prime_rl.trainer.selfcheck`). Otherwise those that a checkpoint
+    """Keep all rollout files for replay (`python -m benchmarks.selfcheck`). Otherwise those that a checkpoint
     covers are removed."""
 
     resume_step: int = Field(-1, ge=-1)

@@ -3,7 +3,7 @@
 A `TrainingBatch` is what one orchestrator hands over for one optimizer update of its run. `BatchColumns` is the same
 with the tokens of each sample as the bytes of arrays, so that the trainer needs no loop over tokens; a batch file has
 one or the other. A `MicroBatch` is what rank 0 of the trainer hands to a rank for one forward/backward pass. Nothing
-here checks a sample against a model; `trainer.batch_files` does.
+here checks a sample against a model; `trainer.batches` does.
 """
 
 from __future__ import annotations

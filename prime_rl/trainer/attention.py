@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from prime_rl.trainer.remade import recipe_of, remember
+from prime_rl.trainer.fused import recipe_of, remember
 
 logger = logging.getLogger(__name__)
 

@@ -1,23 +1,31 @@
 """A run at one moment, as copies on the CPU; saved as a checkpoint, and resumed from one.
 
 Nothing in a snapshot changes or refers to the slot, so training goes on while another thread writes it. What has been
-trained (the weights: an adapter, or the whole model of `whole_run`) is in each one; what else is needed to go on from
+trained (the weights: an adapter, or the whole model of `whole_model`) is in each one; what else is needed to go on from
 there (`state`) only where a checkpoint is due.
 
 `checkpoints/step_N/trainer/` holds the weights (an adapter in PEFT format, or the whole model), the rest of the state
 (optimizer, scheduler, random numbers) and the progress; the orchestrator's part is beside it; `STABLE` comes last.
 Optimizers and schedulers describe themselves as dicts of dicts: tensors go into one file under the path of their keys,
 and each leaves a reference in its place. Nothing depends on the number of ranks, and nothing here executes what it
-reads: safetensors and JSON. What may be removed is decided in `retention`.
+reads: safetensors and JSON.
+
+A run may start from an adapter (`[init]`), which `prl` has put into its `init/`; `begun_from` makes version 0 of it.
+Old checkpoints are removed, and rollout files once a complete checkpoint of both trainer and orchestrator covers them
+(never with `ckpt.keep_rollouts`). The marker goes first, so that half a folder never counts as complete; what a killed
+process left half removed is removed at the next occasion.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
 import os
+import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,18 +35,33 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.orchestrator import CkptConfig, OrchestratorConfig
 from prime_rl.configs.shared import LoRAConfig
-from prime_rl.contract.files import make_folder, mark_stable, read_file, staged_dir, write_atomic
-from prime_rl.contract.layout import RunDir
+from prime_rl.contract.files import make_folder, mark_stable, read_file, remove, staged_dir, write_atomic
+from prime_rl.contract.layout import RunDir, list_steps, stable_marker, step_name
+from prime_rl.contract.peft import has_adapter
 from prime_rl.contract.resume import pending_request
 from prime_rl.contract.run_state import NOT_FINITE
-from prime_rl.lora.adapter_state import load_peft, save_peft
-from prime_rl.lora.tensor_files import load_tensors
+from prime_rl.lora.adapter_state import AdapterConfig, load_peft, save_peft
+from prime_rl.lora.tensor_files import load_tensors, misfit, shapes_of
 from prime_rl.trainer.optim import largest_in
-from prime_rl.trainer.retention import PROGRESS_FILE, drop_after, sweep, trainer_steps
 from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
-from prime_rl.trainer.warm_start import begun_from, check_init
+
+logger = logging.getLogger(__name__)
+
+# The names of the tensors, which the file of an adapter has beside the tensors themselves.
+ADAPTER_HEAD_BYTES = 16 << 20
+# No optimizer keeps more numbers of four bytes for a weight.
+MOST_MOMENTS = 4
+CHECKPOINT_VERSION = 2
+STATE_FILE = "state.safetensors"
+# Hundreds of times what a run's progress takes; its tensors are in another file.
+MAX_PROGRESS_BYTES = 16 << 20
+# The one key of a reference, and the mark of a key that was a number: optimizers count their parameters.
+_TENSOR = "$tensor"
+_NUMBER = "#"
+# Present when the trainer's part of a checkpoint is complete.
+PROGRESS_FILE = "progress.json"
 
 
 class WeightsSnapshot(Protocol):
@@ -101,12 +124,6 @@ class RunSnapshot:
             return error.errno == errno.EIO  # a disk that fails has not lost the folder
 
 
-# The names of the tensors, which the file of an adapter has beside the tensors themselves.
-ADAPTER_HEAD_BYTES = 16 << 20
-# No optimizer keeps more numbers of four bytes for a weight.
-MOST_MOMENTS = 4
-
-
 class Snapshots(ABC):
     """Takes them. For the thread that trains. `maps_files`: whether the files of a checkpoint may be mapped.
 
@@ -153,7 +170,7 @@ class Snapshots(ABC):
 
     def _put(self, run: TrainerRun, weights: dict[str, Tensor]) -> None:
         """Into the run's slot. ValueError when they do not fit, or are not finite where they are served."""
-        limit = largest_in(self._manager.dtype_of(run.run_idx), self.served)
+        limit = largest_in(run.dtype, self.served)
         for name, tensor in weights.items():
             most = float(torch.linalg.vector_norm(tensor.float(), math.inf))
             if not most <= limit:
@@ -178,7 +195,7 @@ class AdapterSnapshots(Snapshots):
         """A copy of the adapter in the run's slot, at its own rank."""
         return AdapterSnapshot(
             self._manager.get_state_dict_for_run(run.run_idx),
-            self._manager.rank_of(run.run_idx),
+            run.rank,
             self._manager.alpha_of(run.run_idx),
             self._lora.target_modules,
             self._base_model,
@@ -190,10 +207,9 @@ class AdapterSnapshots(Snapshots):
             t.numel() * t.element_size() for t in self._manager.get_state_dict_for_run(run.run_idx).values()
         )
         tensors, config = load_peft(folder, limit=own_bytes + ADAPTER_HEAD_BYTES)
-        rank = self._manager.rank_of(run.run_idx)
-        if config.rank != rank:
+        if config.rank != run.rank:
             raise ValueError(
-                f"{folder} has rank {config.rank}, the config asks for model.lora.rank = {rank}; "
+                f"{folder} has rank {config.rank}, the config asks for model.lora.rank = {run.rank}; "
                 "change it back, or start over with ckpt.resume_step = 0"
             )
         return tensors
@@ -206,8 +222,8 @@ class AdapterSnapshots(Snapshots):
         fresh, idx = self._manager.get_state_dict_for_run(run.run_idx), run.run_idx
         limit = 4 * sum(tensor.numel() for tensor in fresh.values()) + ADAPTER_HEAD_BYTES
         tensors, config = load_peft(run.dir.init, limit=limit)
-        rank, scale = self._manager.rank_of(idx), self._manager.scaling_factors[idx]
-        self._put(run, begun_from(fresh, tensors, config, rank=rank, scale=scale))
+        scale = self._manager.scaling_factors[idx]
+        self._put(run, begun_from(fresh, tensors, config, rank=run.rank, scale=scale))
 
 
 def copy_to_cpu(value: Any) -> Any:
@@ -217,17 +233,6 @@ def copy_to_cpu(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: copy_to_cpu(inner) for key, inner in value.items()}
     return [copy_to_cpu(inner) for inner in value] if isinstance(value, list) else value
-
-
-logger = logging.getLogger(__name__)
-
-CHECKPOINT_VERSION = 2
-STATE_FILE = "state.safetensors"
-# Hundreds of times what a run's progress takes; its tensors are in another file.
-MAX_PROGRESS_BYTES = 16 << 20
-# The one key of a reference, and the mark of a key that was a number: optimizers count their parameters.
-_TENSOR = "$tensor"
-_NUMBER = "#"
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -392,3 +397,124 @@ def join_tensors(plain: Any, tensors: dict[str, Tensor]) -> Any:
 
 def _key(name: str) -> str | int:
     return int(name[len(_NUMBER) :]) if name.startswith(_NUMBER) else name
+
+
+def check_init(run: RunDir, wanted: str) -> None:
+    """Raises ValueError when the run asks to start from the adapter `wanted` and `prl` has not put it there."""
+    if not has_adapter(run.init):
+        raise ValueError(
+            f"init.from = {wanted!r}, but {run.init} has no adapter: add the run with prl runs add, which puts it there"
+        )
+
+
+@torch.no_grad()
+def begun_from(
+    fresh: Mapping[str, Tensor], source: Mapping[str, Tensor], config: AdapterConfig, *, rank: int, scale: float
+) -> dict[str, Tensor]:
+    """`fresh` (the run's start values under PEFT names, of `rank`) with the adapter `source` put into it.
+
+    `scale` is the run's alpha / rank: B takes up the difference to the source's. ValueError when it does not fit.
+    """
+    if config.rank > rank:
+        raise ValueError(f"the adapter has rank {config.rank}, the run model.lora.rank = {rank}: must be at most that")
+    if problem := _problem(fresh, source, config.rank):
+        raise ValueError(f"the adapter does not fit the model: {problem}")
+    factor = config.scaling / scale
+    begun = dict(fresh)
+    for name, tensor in source.items():
+        whole = begun[name].float().clone()
+        if _is_a(name):
+            whole[: config.rank] = tensor.float()
+        else:
+            whole.zero_()[:, : config.rank] = tensor.float() * factor
+        begun[name] = whole
+    return begun
+
+
+def _problem(fresh: Mapping[str, Tensor], source: Mapping[str, Tensor], rank: int) -> str | None:
+    """What is wrong with `source`; None when each of its modules is in the model and whole."""
+    adapted = {_module(name) for name in source}
+    wanted = {
+        name: (rank, whole.shape[1]) if _is_a(name) else (whole.shape[0], rank)
+        for name, whole in fresh.items()
+        if _module(name) in adapted
+    }
+    return misfit(shapes_of(source), wanted) if source else "it has no tensors"
+
+
+def _module(name: str) -> str:
+    return name.replace(".lora_A.", ".lora_B.")
+
+
+def _is_a(name: str) -> bool:
+    return name.endswith(".lora_A.weight")
+
+
+def remove_step(folder: Path) -> None:
+    """Remove a step folder; its marker goes first. Of a link only the link itself."""
+    with contextlib.suppress(OSError):
+        if not folder.is_symlink():
+            remove(stable_marker(folder))
+        remove(folder)
+
+
+def trainer_steps(run: RunDir) -> list[int]:
+    """Steps of the complete checkpoints from which the trainer can resume, ascending."""
+    steps = list_steps(run.checkpoints, stable_only=True)
+    return [step for step in steps if (run.trainer_checkpoint(step) / PROGRESS_FILE).exists()]
+
+
+def steps_to_remove(config: CkptConfig, complete: Sequence[int], with_orchestrator: Sequence[int]) -> list[int]:
+    """Complete checkpoints that may go.
+
+    Not among the newest `keep_last`, no multiple of `keep_interval`, and not the newest one from which the orchestrator
+    can go on too.
+    """
+    keep = set(sorted(complete)[-config.keep_last :])
+    if config.keep_interval is not None:
+        keep |= {step for step in complete if step % config.keep_interval == 0}
+    if with_orchestrator:
+        keep.add(max(with_orchestrator))
+    return sorted(set(complete) - keep)
+
+
+def prune(run: RunDir, config: CkptConfig) -> None:
+    """Remove old checkpoints, and the rollout files that a checkpoint of both parts covers."""
+    complete = trainer_steps(run)
+    of_both = [step for step in complete if _has_files(run.orchestrator_checkpoint(step))]
+    for step in [*steps_to_remove(config, complete, of_both), *_fragments(run, complete)]:
+        remove_step(run.checkpoint_dir(step))
+    if of_both and not config.keep_rollouts:
+        for step in list_steps(run.rollouts):
+            if step <= of_both[-1]:
+                shutil.rmtree(run.rollout_dir(step), ignore_errors=True)
+
+
+def drop_after(run: RunDir, step: int) -> None:
+    """Remove what was made after `step`: versions first, so that no reader picks up one that is about to be removed."""
+    for parent in (run.broadcast, run.checkpoints, run.rollouts):
+        for later in [later for later in list_steps(parent) if later > step]:
+            remove_step(parent / step_name(later))
+
+
+def sweep(run: RunDir) -> None:
+    """Remove what a killed trainer left half written."""
+    saved = [run.checkpoint_dir(step) for step in list_steps(run.checkpoints)]
+    for folder, pattern in [(run.broadcast, ".step_*.tmp"), *((each, ".trainer.*.tmp") for each in saved)]:
+        for leftover in [] if folder.is_symlink() else folder.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _fragments(run: RunDir, complete: Sequence[int]) -> list[int]:
+    """Checkpoints without a marker that are older than a complete one: they will never be completed."""
+    stable = set(list_steps(run.checkpoints, stable_only=True))
+    return [step for step in list_steps(run.checkpoints) if complete and step < complete[-1] and step not in stable]
+
+
+def _has_files(folder: Path) -> bool:
+    """Whether something is in `folder` under its final name."""
+    return (
+        folder.is_dir()
+        and not folder.is_symlink()
+        and any(not entry.name.startswith(".") for entry in folder.iterdir())
+    )

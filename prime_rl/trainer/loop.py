@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -21,15 +20,16 @@ from prime_rl.contract.status import StatusWriter, TrainerStatus
 from prime_rl.contract.types import MicroBatch
 from prime_rl.contract.usage import UsageLog
 from prime_rl.contract.work import WorkNote
-from prime_rl.trainer.batch_files import BatchReader, noting
+from prime_rl.trainer.batches import BatchReader, Packer, noting
 from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager, Snapshots, is_due
 from prime_rl.trainer.fit.capacity import with_a_budget
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter, TrainerUsage
 from prime_rl.trainer.model import PolicyModel, dtype_on, load_model
 from prime_rl.trainer.optim import FlatWeights, RunOptimizer, RunWeights
-from prime_rl.trainer.packer import Packer
-from prime_rl.trainer.publish import Publisher, open_broadcast
+from prime_rl.trainer.publish import BackgroundWriter, Publisher, open_broadcast
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun, setup_multi_run_manager
+from prime_rl.trainer.runs.hooks import RunLife
+from prime_rl.trainer.runs.run import Leaving
 from prime_rl.trainer.runs.sync import (
     Channel,
     PackMessage,
@@ -39,9 +39,8 @@ from prime_rl.trainer.runs.sync import (
     StopMessage,
 )
 from prime_rl.trainer.step import PassTooLarge, TrainStep, remember, remembered
-from prime_rl.trainer.whole_run import ModelFiles, ModelSnapshots, ShardedWeights, WholeModel
+from prime_rl.trainer.whole_model import ModelFiles, ModelSnapshots, ShardedWeights, WholeModel
 from prime_rl.trainer.world import World
-from prime_rl.trainer.writer import BackgroundWriter
 from prime_rl.utils.watch import Watcher
 
 # How often an idle trainer looks for the next batch of its runs: unnoticed by people, microseconds of work.
@@ -54,7 +53,7 @@ MAX_REST_S = 0.25
 SETTLE_S = 0.5
 
 
-class Trainer:
+class Trainer(RunLife):
     """The base model, the runs that share it (or, without adapters, the one that changes it), and the loop.
 
     Args:
@@ -80,8 +79,8 @@ class Trainer:
         self._step = TrainStep(model, self._manager, world)
         self._lead: Lead | None = None
         if status is not None:
-            self._lead = _lead(config, model, self._manager, self._snapshots, self._checkpoints, status, world)
-        self._source = self._make_source(stop)
+            self._lead = Lead(config, model, self._manager, self._snapshots, self._checkpoints, status, world, stop)
+        self._source = self._lead or Follower(self._manager, self._collect)
         self._timer = PhaseTimer()
 
     def train(self) -> None:
@@ -143,8 +142,8 @@ class Trainer:
 
     def created(self, run: TrainerRun) -> None:
         """All ranks: its optimizer, at the step where it starts, and what its checkpoint has."""
-        weights, dtype, served = self._weights_of(run), self._manager.dtype_of(run.run_idx), self._snapshots.served
-        run.optimizer = RunOptimizer(run.config, weights, dtype, self._world, run.progress.step, served=served)
+        weights, served = self._weights_of(run), self._snapshots.served
+        run.optimizer = RunOptimizer(run.config, weights, run.dtype, self._world, run.progress.step, served=served)
         self._checkpoints.load(run)
         if self._lead:
             self._lead.publisher.resume(run)
@@ -152,7 +151,7 @@ class Trainer:
     def may_leave(self, run: TrainerRun) -> bool:
         """Rank 0: when what the run made is written, and the run saved if it is to be."""
         assert self._lead, "rank 0 decides"
-        if run.saves and run.waits_since is None and run.optimizer is not None:  # once
+        if run.leaving is Leaving.SAVED and run.waits_since is None and run.optimizer is not None:  # once
             self._manager.channel.send_all(SaveMessage(run.run_idx))
             self._collect(run.run_idx)
             self._lead.publisher.save(run)
@@ -172,65 +171,76 @@ class Trainer:
         named = self._manager.get_named_parameters_for_run(run.run_idx)
         if self._config.model.lora is None:
             return ShardedWeights(named)
-        return FlatWeights(named, self._manager.rank_of(run.run_idx))
-
-    # Rank 0
-
-    def _make_source(self, stop: Callable[[], bool]) -> PackingSource | ReceivingSource:
-        lead = self._lead
-        if lead is None:
-            return ReceivingSource(self._manager, self._collect)
-
-        def ends() -> bool:
-            last = self._config.stop_after_step
-            steps = [run.progress.step for run in self._manager.used]
-            return stop() or (last is not None and min(steps, default=0) >= last)
-
-        scout = Scout(self._manager, lead.watcher)
-        return PackingSource(self._manager, lead.packer, scout, lead.reporter, lead.publisher, ends)
+        return FlatWeights(named, run.rank)
 
 
-class PackingSource:
-    """Rank 0: look, pack, inform the others. It decides for all when the trainer ends.
+class Lead:
+    """Rank 0 beside what every rank has: it looks, packs, and sends the others their passes.
 
-    A run of which the disk has yet to take too much trains nothing until it has; the others go on.
+    It decides for all when the trainer ends. A run of which the disk has yet to take too much trains nothing until it
+    has; the others go on.
+
+    Args:
+        stop: whether the trainer is to end.
     """
 
     def __init__(
         self,
+        config: TrainerConfig,
+        model: PolicyModel,
         manager: MultiRunManager,
-        packer: Packer,
-        scout: Scout,
-        status: StatusReporter,
-        publisher: Publisher,
+        snapshots: Snapshots,
+        checkpoints: CheckpointManager,
+        status: StatusWriter,
+        world: World,
         stop: Callable[[], bool],
     ) -> None:
+        paths = OutputDir(config.output_dir)
         self._manager = manager
-        self._packer = packer
-        self._scout = scout
-        self._status = status
-        self._publisher = publisher
         self._stop = stop
+        self._stop_after_step = config.stop_after_step
+        self._watcher = Watcher(rescan_s=config.watch.rescan_s, kind=config.watch.kind)
+        self._scout = Scout(manager, self._watcher)
+        broadcast = open_broadcast(config.broadcast)
+        self.metrics = MetricsWriter()
+        self.reporter = StatusReporter(status, manager)
+        self.usage = TrainerUsage(manager, UsageLog(paths.run_usage("trainer")))
+        reader = BatchReader(noting(WorkNote(paths.trainer_work)))
+        self.packer = Packer(manager, reader, model.vocab_size, config.micro_batch_tokens, world.size, model.packs)
+        self.packer.limit(remembered(config, world))
+        writer = BackgroundWriter()
+        self.publisher = Publisher(manager, snapshots, broadcast, checkpoints, self.metrics, self.reporter, writer)
 
     def next(self) -> PackMessage | None:
         """The next pass of rank 0, after the other ranks got theirs; None once it ends, which they are sent too."""
         self._scout.wait(0)
-        while not self._stop():
+        while not self._ends():
             self._scout.look()
-            full = self._publisher.full()
-            pack = self._packer.pack(full)
+            full = self.publisher.full()
+            pack = self.packer.pack(full)
             if pack is not None:
-                self._status.training()
+                self.reporter.training()
                 messages = [PackMessage(micro_batch, pack.ready) for micro_batch in pack.micro_batches]
                 self._manager.channel.send(messages)
                 return messages[0]
             self._manager.channel.beat()
-            self._status.waiting(next(iter(full.values()), None) or self._packer.waits_for())
+            self.reporter.waiting(next(iter(full.values()), None) or self.packer.waits_for())
             if full:
-                self._publisher.wait(POLL_S)
+                self.publisher.wait(POLL_S)
             self._scout.wait(0 if full else POLL_S)
         self._manager.channel.send_all(StopMessage())
         return None
+
+    def _ends(self) -> bool:
+        steps = [run.progress.step for run in self._manager.used]
+        last = self._stop_after_step
+        return self._stop() or (last is not None and min(steps, default=0) >= last)
+
+    def close(self) -> None:
+        """After the last update: what is still to be written is written."""
+        self.publisher.before_exit()
+        self.packer.close()
+        self._watcher.close()
 
 
 class Scout:
@@ -278,7 +288,7 @@ class Scout:
             self._earliest = done + min(rest_s, MAX_REST_S)
 
 
-class ReceivingSource:
+class Follower:
     """The other ranks: follow rank 0's messages, in order. `collect` a run that is to be saved, by its slot."""
 
     def __init__(self, manager: MultiRunManager, collect: Callable[[int], None]) -> None:
@@ -295,44 +305,6 @@ class ReceivingSource:
             if not isinstance(message, SaveMessage):
                 return message if isinstance(message, PackMessage) else None
             self._collect(message.run_idx)
-
-
-@dataclass(frozen=True)
-class Lead:
-    """What rank 0 has beside what every rank has."""
-
-    packer: Packer
-    publisher: Publisher
-    metrics: MetricsWriter
-    usage: TrainerUsage
-    reporter: StatusReporter
-    watcher: Watcher
-
-    def close(self) -> None:
-        """After the last update: what is still to be written is written."""
-        self.publisher.before_exit()
-        self.packer.close()
-        self.watcher.close()
-
-
-def _lead(
-    config: TrainerConfig,
-    model: PolicyModel,
-    manager: MultiRunManager,
-    snapshots: Snapshots,
-    checkpoints: CheckpointManager,
-    status: StatusWriter,
-    world: World,
-) -> Lead:
-    watcher = Watcher(rescan_s=config.watch.rescan_s, kind=config.watch.kind)
-    broadcast = open_broadcast(config.broadcast)
-    metrics, reporter = MetricsWriter(), StatusReporter(status, manager)
-    reader = BatchReader(noting(WorkNote(OutputDir(config.output_dir).trainer_work)))
-    packer = Packer(manager, reader, model.vocab_size, config.micro_batch_tokens, world.size, model.packs)
-    packer.limit(remembered(config, world))
-    publisher = Publisher(manager, snapshots, broadcast, checkpoints, metrics, reporter, BackgroundWriter())
-    usage = TrainerUsage(manager, UsageLog(OutputDir(config.output_dir).run_usage("trainer")))
-    return Lead(packer, publisher, metrics, usage, reporter, watcher)
 
 
 def _set_up_weights(config: TrainerConfig, model: PolicyModel, manager: MultiRunManager, world: World) -> Snapshots:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.lora.adapter_state import load_peft, peft_names
-from prime_rl.trainer.whole_run import COMPANIONS, CONFIG_FILE, WEIGHTS_FILE, file_of
+from prime_rl.trainer.whole_model import COMPANIONS, CONFIG_FILE, WEIGHTS_FILE, file_of
 from prime_rl.utils.logger import complain
 
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"

@@ -6,6 +6,7 @@ All are written by rank 0 alone. A replayed update (after a restart) writes no s
 from __future__ import annotations
 
 import contextlib
+import logging
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,20 +17,24 @@ import torch
 
 from prime_rl.contract.files import append_line, read_end
 from prime_rl.contract.layout import RunDir, list_steps
+from prime_rl.contract.samples import BatchRatios, RatioFile
 from prime_rl.contract.status import StatusWriter, TrainerRunStatus
 from prime_rl.contract.usage import UsageLog
-from prime_rl.trainer.kept import RatioWriter
 from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
 from prime_rl.utils.clock import TokenRate
 from prime_rl.utils.text import printable
 
+logger = logging.getLogger(__name__)
+
 PHASES = ("wait", "forward_backward", "optim", "broadcast", "checkpoint")
 # A line of metrics is far shorter than this.
 TAIL_BYTES = 16_384
 # Updates come in bursts, one a run; a rate over less than this would jump.
 RATE_WINDOW_S = 30.0
+# Of a log-ratio.
+RATIO_DIGITS = 4
 
 
 @dataclass
@@ -61,7 +66,8 @@ class MetricsWriter:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._ratios = RatioWriter()
+        # By run, of those that have any.
+        self._ratios: dict[str, RatioFile] = {}
 
     def admitted(self, run: TrainerRun) -> None:
         """Find up to which step the run was reported, when it is decided where it resumes.
@@ -70,7 +76,8 @@ class MetricsWriter:
         """
         published = max(list_steps(run.dir.broadcast, stable_only=True), default=0)
         run.reported_step = min(last_metrics_step(run.dir), published)
-        self._ratios.admitted(run)
+        # It may be another folder than the one of that name before.
+        self._ratios.pop(run.run_id, None)
 
     def write(self, run: TrainerRun, ready: ReadyRun, report: UpdateReport, seconds: dict[str, float]) -> None:
         """One line, from any thread. `seconds` has what the phases after the update took. Raises OSError."""
@@ -97,8 +104,20 @@ class MetricsWriter:
             **{f"time/{phase}": value for phase, value in seconds.items()},
         }
         append_line(run.dir.trainer_metrics, msgspec.json.encode(line).decode())
-        self._ratios.write(run, report.step, report.ratios)
+        if report.ratios:
+            self._write_ratios(run, report)
         run.reported_step = report.step
+
+    def _write_ratios(self, run: TrainerRun, report: UpdateReport) -> None:
+        """A disk that does not take them is logged and costs nothing else."""
+        rounded: dict[int, list[float | None]] = {
+            place: [round(value, RATIO_DIGITS) for value in values] for place, values in report.ratios.items()
+        }
+        new = RatioFile(run.dir.ratios, keep=run.config.samples.keep_steps)
+        try:
+            self._ratios.setdefault(run.run_id, new).append(BatchRatios(report.step, rounded))
+        except OSError as error:
+            logger.warning("%s: log-ratios of step %d are not kept: %s", run.run_id, report.step, error)
 
 
 def peak_gib() -> float:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from torch.optim import SGD, Adagrad, Adamax, AdamW, NAdam, Optimizer, RAdam, RM
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from prime_rl.configs.orchestrator import OptimConfig, OrchestratorConfig, SchedulerConfig
-from prime_rl.trainer.muon import Muon
 from prime_rl.trainer.world import World
 from prime_rl.utils.runtime import is_out_of_memory
 
@@ -49,6 +48,11 @@ _MAKERS: dict[str, Callable[[Params, OptimConfig], Optimizer]] = {
     "sgd": lambda params, config: SGD(params, config.lr, config.betas[0]),
     "muon": lambda params, config: Muon(params, lr=config.lr, momentum=config.betas[0]),
 }
+
+# Five steps of X <- aX + b(XX')X + c(XX')^2 X bring every singular value near one; the factors are the published ones.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_NUM_STEPS = 5
+_EPS = 1e-7
 
 
 class RunWeights(Protocol):
@@ -379,3 +383,51 @@ class FlatWeights:
 
 def _own(name: str, tensor: Tensor, rank: int) -> Tensor:
     return tensor[:rank] if name.endswith(".lora_A") else tensor[:, :rank]
+
+
+class Muon(Optimizer):
+    """Momentum, then the nearest orthogonal matrix instead of the gradient (K. Jordan, 2024). Takes matrices.
+
+    Nesterov momentum; the rate grows with sqrt(rows / columns) of a tall matrix. torch's own Muon rounds to bfloat16 on
+    the way. Gradients that differ in their last bit, as they do when a batch was split otherwise, then lead to updates
+    that differ by a thousandth, so neighbours would change a run's result. Here all is in float32, which adapters of a
+    few rows can afford.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], *, lr: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every matrix that has a gradient. Takes no `closure`."""
+        assert closure is None, "a run's loss is not evaluated again"
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, group)
+        return None
+
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state, momentum, lr = self.state[param], group["momentum"], group["lr"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        running = state["momentum_buffer"].lerp_(grad, 1 - momentum)
+        direction = orthogonalized(grad.lerp(running, momentum))
+        param.sub_(direction, alpha=lr * math.sqrt(max(1.0, param.shape[0] / param.shape[1])))
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Nearly the orthogonal matrix that is nearest to `matrix`; zero stays zero."""
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x: Tensor = matrix.T if is_tall else matrix
+    x = x / (torch.linalg.matrix_norm(x) + _EPS)
+    for _ in range(_NUM_STEPS):
+        gram = x @ x.T
+        x = _A * x + (_B * gram + _C * gram @ gram) @ x
+    return x.T if is_tall else x

@@ -1,9 +1,9 @@
 """What follows an update of a run: publish, checkpoint, metrics, prune, always in this order, off the critical path.
 
-The main thread takes a snapshot and hands it to the background writer; it goes on training while the disk works.
-Whatever fails there on behalf of one run (its folder is gone) evicts that run and no other; trouble of the whole file
-system evicts none, and is waited for. A run keeps its slot until what it made is written, and nothing else waits for
-that: so a run that comes back finds all of it.
+The main thread takes a snapshot and hands it to the background writer, which has a thread for each run; training goes
+on while the disk works, and a disk that is slow or hangs for one run's folder holds up that run alone. Whatever fails
+there on behalf of one run (its folder is gone) evicts that run and no other; trouble of the whole file system evicts
+none, and is waited for. A run keeps its slot until what it made is written, so a run that comes back finds all of it.
 Rank 0 only; holds no collective, so it may catch.
 
 A policy version is a folder that appears complete at once: PEFT for an adapter, or a whole model. Versions that no
@@ -14,25 +14,33 @@ name that identifies exactly these weights.
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from prime_rl.configs.shared import BroadcastConfig
 from prime_rl.contract.disk import NotWritten, held, holding
-from prime_rl.contract.files import make_folder, mark_stable, staged_dir
+from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, make_folder, mark_stable, staged_dir, wait_for
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
-from prime_rl.trainer.checkpoint import CheckpointManager, RunSnapshot, Snapshots, WeightsSnapshot, is_due
+from prime_rl.trainer.checkpoint import (
+    CheckpointManager,
+    RunSnapshot,
+    Snapshots,
+    WeightsSnapshot,
+    is_due,
+    prune,
+    remove_step,
+)
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
-from prime_rl.trainer.retention import prune, remove_step
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
-from prime_rl.trainer.runs.run import FINISHED
+from prime_rl.trainer.runs.run import Leaving
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
-from prime_rl.trainer.whole_run import ModelSnapshot
-from prime_rl.trainer.writer import DISK_TIMEOUT_S, BackgroundWriter, FolderGone, WriteError, WriteJob
+from prime_rl.trainer.whole_model import ModelSnapshot
 from prime_rl.transfer import WeightSender
 from prime_rl.utils.text import error_text
 
@@ -40,6 +48,10 @@ logger = logging.getLogger(__name__)
 
 # Beside the versions that rollouts may still lag behind by: the newest, the one that is being loaded, and one to spare.
 NUM_SPARE_VERSIONS = 3
+# Jobs of one run that may wait: one is being written, one is next. More would only be memory that waits for a disk.
+MAX_WAITING_PER_RUN = 2
+# A disk that takes nothing for so long (a network that is gone) holds up what needs it, with a message.
+DISK_TIMEOUT_S = 300.0
 
 
 class Publisher:
@@ -106,7 +118,7 @@ class Publisher:
     def full(self) -> dict[str, str]:
         """Takes in what the writer did; returns the runs that wait for the disk, each with what for, in words."""
         self.collect()
-        leaving = {run.run_id: self._writer.waits_for(run.run_id) for run in self._manager.used if run.leaving}
+        leaving = {run.run_id: self._writer.waits_for(run.run_id) for run in self._manager.used if run.is_leaving}
         return self._writer.full() | {run_id: what for run_id, what in leaving.items() if what}
 
     def wait(self, timeout_s: float) -> None:
@@ -119,7 +131,7 @@ class Publisher:
             run = self._manager.run_of(result.job.run_id)
             if result.problem is None:
                 result.job.then()
-            elif result.problem and run is not None and (run.leaving in (None, FINISHED) or run.saves):
+            elif result.problem and run is not None and run.leaving is not Leaving.AT_ONCE:
                 self._manager.evict_run(run.run_idx, result.problem)
 
     def admitted(self, run: TrainerRun) -> None:
@@ -291,3 +303,152 @@ class NCCLWeightBroadcast(FileSystemWeightBroadcast):
 def label_of(folder: Path) -> str:
     """What both sides call the version in `output_dir/run_X/broadcast/step_N`: the path below `output_dir`."""
     return folder.relative_to(folder.parent.parent.parent).as_posix()
+
+
+class WriteError(RuntimeError):
+    """A failed write; the message has what, where and why."""
+
+
+class FolderGone(RuntimeError):
+    """The run was deleted or replaced: nothing more is written for it. Not an error."""
+
+
+@dataclass(frozen=True)
+class WriteJob:
+    """Work for one run. `what` names it in messages, `then` is for the main thread once it is done."""
+
+    run_id: str
+    what: str
+    write: Callable[[], None]
+    then: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a job: `problem` is the error, "" if the run is gone or the trainer ends, null on success."""
+
+    job: WriteJob
+    problem: str | None
+
+
+class BackgroundWriter:
+    """See the module. All methods are for the main thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # By run, the first is being written; a run that has nothing to write has no queue and no thread.
+        self._queues: dict[str, deque[WriteJob]] = {}
+        self._results: list[Result] = []
+        self._failed: set[str] = set()
+        self._ending = threading.Event()
+        # For a job: sleeps so many seconds; true when the trainer ends, so what the disk does not take is given up.
+        self.gives_up = self._ending.wait
+
+    def submit(self, job: WriteJob) -> None:
+        """Queue a job; ignored if an earlier one of the run failed."""
+        with self._changed:
+            if job.run_id in self._failed:
+                return
+            if job.run_id in self._queues:
+                self._queues[job.run_id].append(job)
+                return
+            self._queues[job.run_id] = deque([job])
+        name = f"writer of {job.run_id}"
+        threading.Thread(target=self._write, args=(self._queues[job.run_id],), name=name, daemon=True).start()
+
+    def full(self) -> dict[str, str]:
+        """The runs that may not hand over more for now, each with what its next update waits for."""
+        with self._changed:
+            return {run_id: _what(jobs) for run_id, jobs in self._queues.items() if len(jobs) >= MAX_WAITING_PER_RUN}
+
+    def waits_for(self, run_id: str) -> str | None:
+        """What of the run is still to be written, in words; None when all is done."""
+        with self._changed:
+            jobs = self._queues.get(run_id)
+            return _what(jobs) if jobs else None
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a job ends, at most `timeout_s`; at once when none is under way."""
+        with self._changed:
+            if self._queues:
+                num_unfinished = self._num_unfinished()
+                self._changed.wait_for(lambda: self._num_unfinished() < num_unfinished, timeout_s)
+
+    def take_results(self) -> list[Result]:
+        """What ended since the last call, in order."""
+        with self._changed:
+            results, self._results = self._results, []
+            return results
+
+    def finish(self, idle: Callable[[str], None] = lambda what: None) -> None:
+        """Wait until everything is done. `idle` is called meanwhile with what is waited for.
+
+        Raises WaitTimeout after DISK_TIMEOUT_S; what has not begun by then is dropped.
+        """
+        self._ending.set()
+
+        def is_done() -> bool:
+            with self._changed:
+                if self._queues:
+                    self._changed.wait(DEFAULT_POLL_S)
+                left = next(iter(self._queues.values()), None)
+                what = _what(left) if left else None
+            if what is not None:
+                idle(what)
+            return what is None
+
+        try:
+            wait_for(
+                is_done, "the disk to take what the runs made", timeout_s=DISK_TIMEOUT_S, sleep=lambda poll_s: None
+            )
+        except WaitTimeout:
+            for run_id in list(self._queues):
+                self.forget(run_id)
+            raise
+
+    def forget(self, run_id: str) -> None:
+        """Drop what has not begun of a run that left, and its results; it may come back."""
+        with self._changed:
+            self._failed.discard(run_id)
+            self._results = [result for result in self._results if result.job.run_id != run_id]
+            jobs = self._queues.get(run_id)
+            while jobs and len(jobs) > 1:
+                jobs.pop()
+
+    def _num_unfinished(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    # The thread of a run
+
+    def _write(self, jobs: deque[WriteJob]) -> None:
+        while jobs:
+            job = jobs[0]
+            problem = _problem_of(job)
+            with self._changed:
+                jobs.popleft()
+                if problem is not None:
+                    self._failed.add(job.run_id)
+                    jobs.clear()
+                self._results.append(Result(job, problem))
+                if not jobs:
+                    del self._queues[job.run_id]
+                self._changed.notify_all()
+
+
+def _what(jobs: deque[WriteJob]) -> str:
+    return f"the disk to take {jobs[0].what}"
+
+
+def _problem_of(job: WriteJob) -> str | None:
+    try:
+        job.write()
+    except FolderGone:
+        logger.info("%s: the folder of the run went away", job.what)
+        return ""
+    except NotWritten as error:
+        logger.warning("%s is not written: %s", job.what, error)
+        return ""
+    except Exception as error:  # the boundary of a run: the main thread evicts it with these words
+        logger.debug("%s failed", job.what, exc_info=True)
+        return str(error) if isinstance(error, WriteError) else f"{job.what}: {error_text(error)}"
+    return None

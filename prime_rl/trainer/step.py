@@ -34,12 +34,11 @@ from prime_rl.contract.files import read_file, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.run_state import NOT_FINITE
 from prime_rl.contract.types import ADVANTAGE_DTYPE, LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, MicroBatch
-from prime_rl.trainer import kept
 from prime_rl.trainer.loss import LossInputs, LossSums, RowLosses, compute_losses, row_statistics, sums_by_run
 from prime_rl.trainer.model import PolicyModel, Targets
 from prime_rl.trainer.optim import NO_MEMORY
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
-from prime_rl.trainer.runs.control import Evictions
+from prime_rl.trainer.runs.discovery import Evictions
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.world import World
 from prime_rl.utils.runtime import give_back_holes, is_out_of_memory
@@ -122,7 +121,7 @@ class TrainStep:
         try:
             found = forward_backward(self._model, batch, [run.config.loss for run in runs_R], self._world.device)
             if found is not None:
-                kept.collect(runs_R, batch, found.inputs)
+                collect_ratios(runs_R, batch, found.inputs)
                 statistics = row_statistics(found.inputs, found.losses, found.entropy_RK)
                 sums = sums_by_run(statistics, list(num_rows.values()))
         except (RuntimeError, MemoryError) as error:
@@ -145,7 +144,7 @@ class TrainStep:
         # On the CPU, in double precision: reports, small and rare.
         sums = LossSums(*self._world.sum(torch.tensor(run.sums.as_list(), dtype=torch.float64)).tolist())
         pass_s = run.pass_s
-        ratios = kept.gathered(run, batch.kept, self._world)
+        ratios = gathered_ratios(run, batch.kept, self._world)
         run.sums, run.pass_s, run.ready = LossSums(), 0.0, False
         optimizer, progress = run.training, run.progress
         grad_norm, lr = optimizer.reduce_gradients(), optimizer.lr
@@ -167,6 +166,48 @@ class TrainStep:
         seconds = time.perf_counter() - start
         compares = run.config.loss.kl_coef > 0
         return UpdateReport(step, sums, grad_norm, lr, seconds, pass_s, problem, compares, ratios)
+
+
+# The log-ratios of the rollouts that people get to read (`contract.samples`). They are copied out of a pass that has
+# such a row, after its gradients; nothing depends on them.
+
+
+@torch.no_grad()
+def collect_ratios(runs_R: Sequence[TrainerRun], batch: MicroBatch, inputs: LossInputs) -> None:
+    """Give each run the log-ratios of its kept rows of a pass. One copy from the device, of these rows alone."""
+    rows = [row for row, number in enumerate(batch.kept) if number >= 0]
+    if not rows:
+        return
+    log_ratio_RK = (inputs.logprobs_RK - inputs.sampled_logprobs_RK)[rows]
+    found = torch.stack([log_ratio_RK.float(), inputs.mask_RK[rows].float()]).cpu().numpy()
+    for row, values_K, mask_K in zip(rows, *found, strict=True):
+        run, loss_mask = runs_R[row], batch.loss_mask[row]
+        at_N = np.flatnonzero(np.frombuffer(loss_mask, MASK_DTYPE))
+        at_N = at_N[at_N > 0]  # nothing predicts the first token of a row
+        shown_N = np.isin(at_N, run.keeping.positions(loss_mask))
+        run.ratios[batch.kept[row]] = values_K[mask_K > 0][shown_N].tolist()
+
+
+def gathered_ratios(run: TrainerRun, places: Sequence[int], world: World) -> dict[int, list[float]]:
+    """By place in the batch, of all ranks; the run's own start again. A collective, for a run that keeps any."""
+    mine, run.ratios = run.ratios, {}
+    if not places:
+        return {}
+    if world.size > 1:
+        mine = _of_all_ranks(mine, len(places), run.keeping.max_tokens, world)
+    return {places[number]: values for number, values in sorted(mine.items())}
+
+
+def _of_all_ranks(
+    mine: Mapping[int, Sequence[float]], num_kept: int, width: int, world: World
+) -> dict[int, list[float]]:
+    """Each rollout is on one rank, so a sum brings them together; the first column counts its tokens."""
+    table = torch.zeros(num_kept, 1 + width, dtype=torch.float64)
+    for number, values in mine.items():
+        table[number, 0] = len(values)
+        table[number, 1 : 1 + len(values)] = torch.tensor(values, dtype=torch.float64)
+    rows = world.sum(table).tolist()
+    return {number: row[1 : 1 + int(row[0])] for number, row in enumerate(rows) if row[0]}
 
 
 class PassTooLarge(Exception):

@@ -3,7 +3,7 @@
 `torchrun` describes the group in the environment; without it this process is a group of one on a free port. torchrun
 keeps its store when it starts the workers again, and counts restarts on each machine for itself: so rank 0 gives every
 start a new name, and each rank asks for that name under its own random key. Sums over ranks go through here. How the
-model is laid over the ranks is in `sharding`.
+model is laid over the ranks is in `model`.
 
 Which ranks still live: each has a thread that beats in the store and watches the beats of the others. A collective
 cannot be trusted to end when a rank is gone: over gloo its neighbours get an error that names no rank and the others

@@ -82,7 +82,7 @@ def check_good(workspace: Workspace, *, daemons: tuple[str, ...] = ("trainer", "
     workspace.wait(are_done, "both good runs to reach their last step")
     assert all(workspace.runs()[run_id]["step"] == NUM_STEPS for run_id in GOOD)
     assert {name: seen.get(name, 0) for name in daemons if seen.get(name, 0) > 1} == {}
-    command = [sys.executable, "-m", "prime_rl.trainer.selfcheck", str(workspace.output_dir), "--json"]
+    command = [sys.executable, "-m", "benchmarks.selfcheck", str(workspace.output_dir), "--json"]
     command += [f"--tolerance={TOLERANCE}", *(f"--run={run_id}" for run_id in GOOD)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

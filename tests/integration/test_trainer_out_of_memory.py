@@ -101,7 +101,7 @@ def test_halves_of_every_size_keep_what_earlier_passes_left(
         return len(batch.run_idxs) > 1 and turn[0] % 2 == 0
 
     memory = Memory(monkeypatch, lacks)
-    monkeypatch.setattr("prime_rl.trainer.packer.Packer.limit", lambda packer, tokens: None)
+    monkeypatch.setattr("prime_rl.trainer.batches.Packer.limit", lambda packer, tokens: None)
     runs = put_runs(tmp_path, tiny)
     train_until(trainer_config(tmp_path, tiny, max_tokens_per_micro_batch=100), all_done(runs))
     check(runs, alone)

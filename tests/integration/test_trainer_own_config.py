@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from prime_rl.configs.base import merge
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.lora.adapter_state import load_peft
-from prime_rl.trainer import writer
-from prime_rl.trainer.batch_files import BatchReader
+from prime_rl.trainer import publish
+from prime_rl.trainer.batches import BatchReader
 from prime_rl.trainer.checkpoint import RunSnapshot
 from prime_rl.trainer.publish import FileSystemWeightBroadcast
 from prime_rl.trainer.runs import get_multi_run_manager
@@ -149,7 +149,7 @@ def test_the_real_loop_shares_its_time_by_tokens(tiny: Path, tmp_path: Path, mon
 
     Counted in updates of runs that send equal batches, so in tokens; no clock is looked at, and no disk decides.
     """
-    monkeypatch.setattr(writer, "MAX_WAITING_PER_RUN", 1_000)
+    monkeypatch.setattr(publish, "MAX_WAITING_PER_RUN", 1_000)
     take = BatchReader.take
     monkeypatch.setattr(BatchReader, "take", lambda self, timeout_s=0.0: take(self, PATIENCE_S))
     hog = write_run(tmp_path, "run_hog", tiny, batch_size=120, max_async_level=16)

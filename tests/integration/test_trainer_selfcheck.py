@@ -15,16 +15,16 @@ import pytest
 import tomli_w
 from safetensors.torch import load_file, save_file
 
+from benchmarks.selfcheck import Progress, as_json, as_lines, check
+from benchmarks.selfcheck import main as selfcheck
+from benchmarks.selfcheck_replay import ReplayError, Setting, find_recording, read_published, replay
+from benchmarks.selfcheck_replay import trainer_config as config_of_trainer
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps
 from prime_rl.contract.peft import ADAPTER_FILE
 from prime_rl.contract.resume import ResumeRequest
 from prime_rl.lora import linear
-from prime_rl.trainer.selfcheck.__main__ import Progress, as_json, as_lines, check
-from prime_rl.trainer.selfcheck.__main__ import main as selfcheck
-from prime_rl.trainer.selfcheck.replay import ReplayError, Setting, find_recording, read_published, replay
-from prime_rl.trainer.selfcheck.replay import trainer_config as config_of_trainer
 from tests.patience import PATIENCE_S
 from tests.trainer_support import (
     adapter,
@@ -37,6 +37,7 @@ from tests.trainer_support import (
     write_run,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 4
 RUNS: dict[str, dict[str, Any]] = {
     "run_a": {"model": {"lora": {"rank": 4}}, "scheduler": {"type": "cosine"}},
@@ -234,9 +235,11 @@ def test_the_command_fails_where_the_published_adapter_is_ruined(config: Trainer
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "prime_rl.trainer.selfcheck", *arguments]
+    command = [sys.executable, "-m", "benchmarks.selfcheck", *arguments]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl.contract.layout import RunDir
-from prime_rl.trainer import writer
-from prime_rl.trainer.batch_files import BatchReader
+from prime_rl.trainer import publish
+from prime_rl.trainer.batches import BatchReader
 from prime_rl.trainer.runs import get_multi_run_manager
 from tests.patience import PATIENCE_S
 from tests.trainer_support import put_batches, train_until, trainer_config, write_run
@@ -21,7 +21,7 @@ NUM_UPDATES = 116
 
 def test_tokens_are_shared_by_weight(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No disk decides: one that is slow to write holds up the heaviest run most, one that is slow to read any run."""
-    monkeypatch.setattr(writer, "MAX_WAITING_PER_RUN", 1_000)
+    monkeypatch.setattr(publish, "MAX_WAITING_PER_RUN", 1_000)
     take = BatchReader.take
     monkeypatch.setattr(BatchReader, "take", lambda self, timeout_s=0.0: take(self, PATIENCE_S))
     runs = {

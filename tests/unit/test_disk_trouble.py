@@ -27,8 +27,8 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus, RunStatus, TrainerRunStatus, TrainerStatus
 from prime_rl.trainer import publish
-from prime_rl.trainer.publish import Publisher
-from prime_rl.trainer.writer import BackgroundWriter
+from prime_rl.trainer.publish import BackgroundWriter, Publisher
+from prime_rl.trainer.runs.hooks import RunLife
 from prime_rl.utils import logger as logger_module
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.process import ProcessId
@@ -84,7 +84,7 @@ def test_a_version_is_published_once_there_is_room_and_no_run_is_evicted(
         publisher.resume(run)
     wait_for(lambda: full.num_tries > 5 and holding() is not None, "several tries", timeout_s=PATIENCE_S)
     publisher.collect()
-    assert [run.leaving for run in manager.used] == [None, None] and reported == []
+    assert not any(run.is_leaving for run in manager.used) and reported == []
     assert not publisher.may_leave(manager.run(0)) and manager.run(0).waits_since is not None
     full.has_room = True
     wait_for(lambda: len(full.published) == 2, "both versions", timeout_s=PATIENCE_S)
@@ -108,7 +108,7 @@ def test_a_run_keeps_its_slot_while_the_disk_is_full_and_a_stop_gives_up_what_is
     assert [publisher.may_leave(run) for _ in range(3)] == [False] * 3, "however long it takes"
     publisher._writer.finish()
     publisher.collect()
-    assert (reported, run.leaving, run.dir.evicted.exists(), holding()) == ([], None, False, None)
+    assert (reported, run.is_leaving, run.dir.evicted.exists(), holding()) == ([], False, False, None)
 
 
 def test_a_run_that_cannot_be_admitted_for_the_disk_waits_for_its_slot(tmp_path: Path) -> None:
@@ -116,15 +116,12 @@ def test_a_run_that_cannot_be_admitted_for_the_disk_waits_for_its_slot(tmp_path:
     manager = manager_of(tmp_path)
     faults: list[Exception] = [FULL, OSError(errno.ENOENT, "gone")]
 
-    class Life:
+    class Life(RunLife):
         def admitted(self, run: Any) -> None:
             if faults:
                 raise faults.pop(0)
 
-        def forgotten(self, run: Any) -> None:
-            """Nothing waits."""
-
-    manager.life = Life()  # type: ignore[assignment]
+    manager.life = Life()
     look(manager)
     assert manager.used_idxs == set() and not run.evicted.exists(), "it is tried again"
     look(manager)

@@ -49,13 +49,10 @@ from prime_rl.orchestrator.batch import publish_batch
 from prime_rl.orchestrator.checkpoint import find_progress, save_state
 from prime_rl.orchestrator.guard import check_run
 from prime_rl.orchestrator.metrics import last_eval_step, write_metrics
-from prime_rl.trainer.checkpoint import STATE_FILE
+from prime_rl.trainer.checkpoint import PROGRESS_FILE, STATE_FILE, prune, remove_step, sweep, trainer_steps
 from prime_rl.trainer.metrics import last_metrics_step
 from prime_rl.trainer.publish import write_version
-from prime_rl.trainer.retention import PROGRESS_FILE, prune, remove_step, sweep, trainer_steps
-from prime_rl.trainer.runs.control import Evictions, is_finished
-from prime_rl.trainer.runs.discovery import Discovery
-from prime_rl.trainer.runs.leaving import find_leave
+from prime_rl.trainer.runs.discovery import Discovery, Evictions, find_leave, is_finished
 from prime_rl.utils.tail import FileTail
 from tests.attack_support import ATTACKS, STEP, Outside, as_ordinary_user, attack, being_replaced, finishes, run_paths
 from tests.patience import PATIENCE_S

@@ -14,8 +14,8 @@ import pytest
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.types import BatchColumns, write_batch
 from prime_rl.contract.work import Item, Work, WorkNote, read_work
-from prime_rl.trainer import batch_files
-from prime_rl.trainer.batch_files import BatchLimits, BatchReader, noting, take_batch
+from prime_rl.trainer import batches
+from prime_rl.trainer.batches import BatchLimits, BatchReader, noting, take_batch
 from tests.patience import PATIENCE_S
 from tests.trainer_support import VOCAB, make_batch
 
@@ -129,7 +129,7 @@ def test_a_pipe_in_the_place_of_a_file_is_a_value_and_holds_up_nothing(disk: Dis
 def test_any_fault_is_a_value_and_the_next_file_is_read(disk: Disk, kind: str) -> None:
     disk.error = FAULTS[kind]
     disk.want("run_a")
-    assert disk.take() == {"run_a": batch_files.error_text(FAULTS[kind])}
+    assert disk.take() == {"run_a": batches.error_text(FAULTS[kind])}
     disk.error = None
     batch = disk.put("run_a")
     disk.want("run_a")
@@ -250,7 +250,7 @@ def test_no_more_than_one_batch_of_a_run_is_kept() -> None:
 
 
 def test_closing_waits_for_no_disk(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_files, "CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(batches, "CLOSE_TIMEOUT_S", 0.01)
     disk.put("run_a")
     disk.stop()
     disk.want("run_a")
@@ -271,7 +271,7 @@ def test_the_file_that_is_read_is_noted_and_no_file_that_is_not_there(
         seen.append(read_work(path))
         return take_batch(path_, limits)
 
-    monkeypatch.setattr(batch_files, "take_batch", look)
+    monkeypatch.setattr(batches, "take_batch", look)
     path.write_bytes(msgspec.json.encode(Work(items=[Item("run_a", "read it"), Item("run_b", "read it")])))
     take = noting(WorkNote(path))
     limits = BatchLimits("run_a", 1, 64, VOCAB, 1)

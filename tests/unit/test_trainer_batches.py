@@ -19,7 +19,7 @@ import pytest
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.types import BYTES_BESIDES, BadBatchError, BatchColumns, TrainingBatch, read_batch, write_batch
-from prime_rl.trainer.batch_files import BatchLimits, check_batch, take_batch
+from prime_rl.trainer.batches import BatchLimits, check_batch, take_batch
 from prime_rl.trainer.fair_queue import rows_of, to_micro_batch
 from prime_rl.trainer.step import Rows
 from tests.trainer_support import VOCAB, make_batch, sample

@@ -12,18 +12,18 @@ from prime_rl.contract import files
 from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.contract.resume import ResumeRequest, pending_request
-from prime_rl.trainer.checkpoint import is_due
-from prime_rl.trainer.metrics import last_metrics_step
-from prime_rl.trainer.retention import (
+from prime_rl.trainer.checkpoint import (
     PROGRESS_FILE,
     drop_after,
+    is_due,
     prune,
     remove_step,
     steps_to_remove,
     sweep,
     trainer_steps,
 )
-from prime_rl.trainer.runs.control import is_finished
+from prime_rl.trainer.metrics import last_metrics_step
+from prime_rl.trainer.runs.discovery import is_finished
 from tests.trainer_support import write_config, write_run
 
 

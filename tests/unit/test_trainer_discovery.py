@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.trainer.runs.control import QUIET_S
-from prime_rl.trainer.runs.discovery import CLOSE_LOOKS, Discovery, Findings
+from prime_rl.trainer.runs.discovery import CLOSE_LOOKS, QUIET_S, Discovery, Findings
 from tests.discovery_support import SETTLE_S, Look, place, run_of, text_of
 
 
@@ -219,9 +218,9 @@ def test_a_folder_that_is_deleted_and_made_again_is_another_run(tmp_path: Path) 
     run.path.rename(tmp_path / "aside")
     run_of(tmp_path, text=text_of(2))
     found = look(tmp_path, active=active)
-    assert "replaced" in found.gone["run_a"] and [each.config.seed for each in found.candidates] == [2]
+    assert "replaced" in found.gone["run_a"].reason and [each.config.seed for each in found.candidates] == [2]
     shutil.rmtree(run.path)
-    assert look(tmp_path, active=active).gone == {"run_a": "its folder is gone"}
+    assert look(tmp_path, active=active).gone["run_a"].reason == "its folder is gone"
 
 
 def test_a_folder_is_known_by_its_own_inode_whatever_its_parent_lists(
@@ -252,7 +251,7 @@ def test_a_folder_that_becomes_a_link_is_refused_and_not_watched(tmp_path: Path)
     shutil.rmtree(run.control)
     run.control.symlink_to(outside / "run_a" / "control")
     found = look(run.control, active=active)
-    assert "symbolic link" in found.refused["run_a"] and "symbolic link" in found.gone["run_a"]
+    assert "symbolic link" in found.refused["run_a"] and "symbolic link" in found.gone["run_a"].reason
     assert found.folders == [workspace]
     run.control.unlink()
     run.control.mkdir()

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prime_rl.contract.layout import RunDir
-from prime_rl.trainer.runs.control import QUIET_S
-from prime_rl.trainer.runs.discovery import Findings
+from prime_rl.trainer.runs.discovery import QUIET_S, Findings
 from tests.discovery_support import SETTLE_S, Look, place, run_of, text_of
 
 RUN_IDS = ["run_a", "run_b"]

@@ -30,13 +30,13 @@ from prime_rl.trainer.fit.capacity import (
     served_bytes,
     split,
 )
-from prime_rl.trainer.fit.meter import metered
 from prime_rl.trainer.fit.predict import (
     HOST_COPIES,
     PassMemory,
     Setting,
     UnknownModel,
     measure,
+    metered,
     model_config,
     predict,
     setting_of,

@@ -13,10 +13,9 @@ from torch import nn
 from prime_rl.configs.orchestrator import OptimConfig, SchedulerConfig
 from prime_rl.configs.validate import TrainerLimits
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
-from prime_rl.trainer.muon import Muon, orthogonalized
-from prime_rl.trainer.optim import NEEDS_MATRICES, RunOptimizer, lr_factor, make_optimizer
+from prime_rl.trainer.optim import NEEDS_MATRICES, Muon, RunOptimizer, lr_factor, make_optimizer, orthogonalized
 from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.runs.older import MultiLoRAOptimizer, MultiLoRAScheduler
+from prime_rl.trainer.runs.compat import MultiLoRAOptimizer, MultiLoRAScheduler
 from tests.trainer_support import solo_world, write_run
 
 BASE = Path("some/model")

@@ -12,8 +12,7 @@ import pytest
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import BatchColumns
-from prime_rl.trainer.batch_files import BatchLimits, BatchReader, take_batch
-from prime_rl.trainer.packer import Packer
+from prime_rl.trainer.batches import BatchLimits, BatchReader, Packer, take_batch
 from tests.patience import PATIENCE_S
 from tests.runs_support import add, look, manager_of
 from tests.trainer_support import VOCAB, make_batch, put_batch

@@ -17,7 +17,7 @@ from prime_rl.configs.shared import LoRAConfig
 from prime_rl.contract.types import TOKEN_DTYPE, MicroBatch
 from prime_rl.trainer.attention import can_pack
 from prime_rl.trainer.fair_queue import rows_of, to_micro_batch
-from prime_rl.trainer.fit.meter import metered
+from prime_rl.trainer.fit.predict import metered
 from prime_rl.trainer.model import PolicyModel, adapt_model
 from prime_rl.trainer.step import PassResult, forward_backward
 from tests.numeric import check_same, num_terms

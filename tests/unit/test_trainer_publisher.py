@@ -14,15 +14,13 @@ import pytest
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import list_steps
 from prime_rl.trainer import publish as publish_module
-from prime_rl.trainer.checkpoint import RunSnapshot
+from prime_rl.trainer.checkpoint import RunSnapshot, trainer_steps
 from prime_rl.trainer.loss import LossSums
 from prime_rl.trainer.metrics import PhaseTimer
-from prime_rl.trainer.publish import FileSystemWeightBroadcast, Publisher, write_version
-from prime_rl.trainer.retention import trainer_steps
-from prime_rl.trainer.runs.run import FINISHED
+from prime_rl.trainer.publish import BackgroundWriter, FileSystemWeightBroadcast, Publisher, write_version
+from prime_rl.trainer.runs.run import Leaving
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
-from prime_rl.trainer.writer import BackgroundWriter
 from tests.patience import PATIENCE_S
 from tests.runs_support import add
 from tests.unit.test_trainer_snapshot import Trainer
@@ -85,9 +83,9 @@ def life(tmp_path: Path) -> Iterator[Life]:
 
 def test_a_run_leaves_after_its_last_update_and_not_before(life: Life) -> None:
     life.update()
-    assert life.run.leaving is None
+    assert not life.run.is_leaving
     life.update()
-    assert life.run.leaving == FINISHED
+    assert life.run.leaving is Leaving.FINISHED
     life.written()
     assert life.versions == life.told == [1, 2] and not life.dir.evicted.exists()
 
@@ -95,7 +93,7 @@ def test_a_run_leaves_after_its_last_update_and_not_before(life: Life) -> None:
 def test_an_update_that_was_not_done_evicts_its_run_and_publishes_nothing(life: Life) -> None:
     life.update(problem="its loss is NaN")
     life.written()
-    assert (life.run.leaving, life.dir.evicted.read_text()) == ("its loss is NaN", "its loss is NaN")
+    assert (life.run.reason, life.dir.evicted.read_text()) == ("its loss is NaN", "its loss is NaN")
     assert life.versions == life.told == []
 
 
@@ -112,24 +110,24 @@ def test_a_run_that_resumes_has_its_version_and_one_that_is_there_is_not_written
     shutil.rmtree(life.dir.broadcast_dir(1))
     life.publisher.resume(life.run)
     life.written()
-    assert life.versions == [1] and life.run.leaving is None
+    assert life.versions == [1] and not life.run.is_leaving
     assert life.told == [0, 1, 1, 1]
     life.run.progress.step = 2
     life.publisher.resume(life.run)
-    assert life.run.leaving == FINISHED, "nothing is left to do"
+    assert life.run.leaving is Leaving.FINISHED, "nothing is left to do"
 
 
 @pytest.mark.parametrize(
-    ("leaving", "saves", "is_evicted"),
-    [(None, False, True), (FINISHED, False, True), ("it is paused", True, True), ("it was evicted", False, False)],
+    ("leaving", "is_evicted"),
+    [(Leaving.NO, True), (Leaving.FINISHED, True), (Leaving.SAVED, True), (Leaving.AT_ONCE, False)],
 )
 def test_a_version_that_the_disk_does_not_take_evicts_its_run_unless_it_left_unsaved(
-    life: Life, leaving: str | None, saves: bool, is_evicted: bool
+    life: Life, leaving: Leaving, is_evicted: bool
 ) -> None:
     """One that was evicted keeps its first reason."""
     life.disk.is_broken = True
     life.update()
-    life.run.leaving, life.run.saves = leaving, saves
+    life.run.leave(leaving)
     life.written()
     assert life.told == [] and life.dir.evicted.exists() is is_evicted
     if is_evicted:
@@ -144,7 +142,7 @@ def test_a_run_keeps_its_slot_until_the_disk_has_what_it_made_or_had_its_time(
     life.update()
     assert not life.publisher.may_leave(life.run) and not life.publisher.may_leave(life.run)
     assert life.publisher.full() == {}, "it may train on meanwhile, unless it is to leave"
-    life.run.leaving = "it is paused"
+    life.run.leave(Leaving.SAVED, "it is paused")
     assert life.publisher.full() == {"run_a": "the disk to take version 1 of run_a"}
     with pytest.raises(ValueError, match="it was here before and still waits for the disk to take version 1 of run_a"):
         life.publisher.admitted(life.run)

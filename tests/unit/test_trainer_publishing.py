@@ -14,11 +14,17 @@ from prime_rl.trainer.checkpoint import RunSnapshot
 from prime_rl.trainer.loss import LossSums
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
 from prime_rl.trainer.model import PolicyModel
-from prime_rl.trainer.publish import FileSystemWeightBroadcast, NCCLWeightBroadcast, Publisher, label_of
+from prime_rl.trainer.publish import (
+    BackgroundWriter,
+    FileSystemWeightBroadcast,
+    NCCLWeightBroadcast,
+    Publisher,
+    label_of,
+)
+from prime_rl.trainer.runs.run import Leaving
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import TrainStep, UpdateReport
-from prime_rl.trainer.whole_run import ModelFiles, ModelSnapshot
-from prime_rl.trainer.writer import BackgroundWriter
+from prime_rl.trainer.whole_model import ModelFiles, ModelSnapshot
 from prime_rl.transfer import WeightSender
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
@@ -62,7 +68,7 @@ class Noted:
         self.publisher.after_update(run, ReadyRun(0, 10, 1), report, PhaseTimer())
         self.writer.finish()
         self.publisher.collect()
-        assert not run.dir.evicted.exists() and run.leaving in (None, "it reached max_steps"), run.leaving
+        assert not run.dir.evicted.exists() and run.leaving in (Leaving.NO, Leaving.FINISHED), run.reason
 
 
 def test_the_last_version_is_published_after_its_checkpoint_and_all_others_before(

@@ -12,9 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from prime_rl.trainer import attention
-from prime_rl.trainer.fused import FrozenRMSNorm
+from prime_rl.trainer.fused import FrozenRMSNorm, made_again, recipe_of, remember
 from prime_rl.trainer.model import PolicyModel
-from prime_rl.trainer.remade import made_again, recipe_of, remember
 from tests.unit.test_trainer_model import RUN_IDXS, adapted, gradients, some_targets
 
 # Of each layer of the tiny model: before attention and the MLP, of queries and of keys; and the last one.

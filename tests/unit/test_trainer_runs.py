@@ -19,8 +19,7 @@ from prime_rl.configs.validate import PARSE_ERROR_PREFIX
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import DaemonStatus, RunStatus, Status
 from prime_rl.trainer import runs as runs_module
-from prime_rl.trainer.runs.control import Evictions
-from prime_rl.trainer.runs.discovery import MIN_REPORTS, Discovery, Findings
+from prime_rl.trainer.runs.discovery import MIN_REPORTS, Discovery, Evictions, Findings
 from prime_rl.utils.text import printable
 from tests.runs_support import BASE, add, look, manager_of
 from tests.trainer_support import write_config

@@ -12,7 +12,8 @@ import pytest
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.resume import pending_request
 from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.runs.leaving import Claim, leave_reason, preempted
+from prime_rl.trainer.runs.discovery import Claim, leave_reason, preempted
+from prime_rl.trainer.runs.run import Leaving
 from prime_rl.trainer.runs.sync import ReadyRun
 from tests.runs_support import BASE, add, look, manager_of
 from tests.trainer_support import write_config
@@ -119,14 +120,16 @@ def test_a_run_that_is_to_be_saved_finishes_its_batch_and_takes_no_other(tmp_pat
     add(tmp_path, "run_urgent", 3, priority=1, preempt=True)
     slots_after(manager, 3)
     assert set(manager.id_2_idx) == {"run_a", "run_b"} and not manager.needs_discovery
-    assert runs[0].parting == "it is paused: later" and runs[1].parting is None, "the paused run's slot is enough"
+    assert (runs[0].leaving, runs[0].reason) == (Leaving.AFTER_BATCH, "it is paused: later")
+    assert runs[1].leaving is Leaving.NO, "the paused run's slot is enough"
     runs[0].in_work = None
     assert manager.needs_discovery
     slots_after(manager, 1)
     assert set(manager.id_2_idx) == {"run_urgent", "run_b"} and manager.findings.paused == ["run_a"]
     add(tmp_path, "run_most", 4, priority=2, preempt=True)
     slots_after(manager, 2)
-    assert runs[1].parting == "preempted by run_most" and not low.preempted.exists()
+    assert (runs[1].leaving, runs[1].reason) == (Leaving.AFTER_BATCH, "preempted by run_most")
+    assert not low.preempted.exists()
     low.evicted.write_text("enough")
     slots_after(manager, 1)
     assert set(manager.id_2_idx) == {"run_urgent", "run_most"} and not low.preempted.exists()
@@ -139,10 +142,10 @@ def test_a_pause_that_is_taken_back_in_time_costs_nothing(tmp_path: Path) -> Non
     held.in_work = ReadyRun(0, 10, 1)
     run.paused.write_text("")
     slots_after(manager, 1)
-    assert held.parting is not None
+    assert held.leaving is Leaving.AFTER_BATCH
     run.paused.unlink()
     slots_after(manager, 1)
-    assert held.parting is None and manager.run(0) is held and not manager.needs_discovery
+    assert held.leaving is Leaving.NO and manager.run(0) is held and not manager.needs_discovery
 
 
 def test_a_preemption_that_cannot_be_written_down_does_not_happen(tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_a_preemption_that_cannot_be_written_down_does_not_happen(tmp_path: Path
     run.control.symlink_to(tmp_path / "aside")
     add(tmp_path, "run_urgent", 2, priority=1, preempt=True)
     manager.discover_runs([tmp_path])
-    assert manager.run(0).run_id == "run_a" and manager.run(0).leaving is None
+    assert manager.run(0).run_id == "run_a" and not manager.run(0).is_leaving
 
 
 @pytest.mark.parametrize("resume_step", [-1, 0])

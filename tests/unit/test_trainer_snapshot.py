@@ -12,10 +12,9 @@ from prime_rl.configs.orchestrator import OptimConfig
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.contract import files
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
-from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager
-from prime_rl.trainer.retention import trainer_steps
+from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager, trainer_steps
 from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.runs.older import MultiLoRAOptimizer
+from prime_rl.trainer.runs.compat import MultiLoRAOptimizer
 from tests.runs_support import BASE, add, look, manager_of
 from tests.trainer_support import solo_world, write_config
 

@@ -14,7 +14,7 @@ from prime_rl.contract.status import RunStatus, StatusWriter
 from prime_rl.contract.usage import UsageLine, UsageLog, read_usage
 from prime_rl.trainer.metrics import PHASES, PhaseTimer, TrainerUsage
 from prime_rl.trainer.runs import TrainerRun
-from prime_rl.trainer.runs.leaving import Leave, find_leave
+from prime_rl.trainer.runs.discovery import Leave, find_leave
 
 
 def test_a_pass_is_split_by_tokens_and_an_update_is_its_runs_own(tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from prime_rl.contract.files import read_text
 from prime_rl.contract.layout import RunDir, stable_marker
 from prime_rl.contract.peft import AdapterConfig, untrained_modules
 from prime_rl.lora.adapter_state import load_peft, peft_names, save_peft
-from prime_rl.trainer.checkpoint import RunSnapshot
+from prime_rl.trainer.checkpoint import RunSnapshot, begun_from
 from prime_rl.trainer.publish import FileSystemWeightBroadcast
-from prime_rl.trainer.warm_start import begun_from
 from tests.runs_support import add, look
 from tests.unit.test_trainer_snapshot import Trainer
 

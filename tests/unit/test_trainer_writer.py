@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from prime_rl.contract.files import WaitTimeout, wait_for
-from prime_rl.trainer import writer as writer_module
-from prime_rl.trainer.writer import BackgroundWriter, FolderGone, WriteError, WriteJob
+from prime_rl.trainer import publish
+from prime_rl.trainer.publish import BackgroundWriter, FolderGone, WriteError, WriteJob
 from tests.patience import PATIENCE_S
 
 
@@ -117,7 +117,7 @@ def test_what_is_waited_for_is_reported_meanwhile(disk: Disk) -> None:
 
 
 def test_a_disk_that_takes_nothing_is_waited_for_only_so_long(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "DISK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(publish, "DISK_TIMEOUT_S", 0.2)
     disk.put("run_a", 1)
     wait_for(disk.has_begun.is_set, "the first job to begin", timeout_s=PATIENCE_S)
     disk.put("run_a", 2)

@@ -16,7 +16,7 @@ from prime_rl.utils.runtime import heavy_imports
 from prime_rl.utils.signals import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
-    from prime_rl.trainer.fit.answer import Answer
+    from prime_rl.trainer.fit.capacity import Answer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,8 +32,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # torch and transformers take seconds to import: not before the flags are read and checked.
     with heavy_imports():
-        from prime_rl.trainer.fit.answer import answer
-        from prime_rl.trainer.fit.capacity import DoesNotFit
+        from prime_rl.trainer.fit.capacity import DoesNotFit, answer
         from prime_rl.trainer.fit.predict import UnknownModel
         from prime_rl.trainer.model import ModelError
 

@@ -1,7 +1,8 @@
 """What fits into a GPU: the largest micro-batch, the most runs, and what is left for inference. Pure but for passes.
 
 The numbers that "auto" stands for in a trainer's config are such: slots first, then the micro-batch takes the rest.
-`prl fit` asks for those of some hardware, the trainer for those of what is free on its ranks (`with_a_budget`).
+`prl fit` asks for those of some hardware (`answer`), the trainer for those of what is free on its ranks
+(`with_a_budget`).
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.trainer import MOST_SLOTS, TrainerConfig
 from prime_rl.contract.served import NUM_CHAT_ADAPTERS
 from prime_rl.trainer.fit.predict import PassMemory, Setting, UnknownModel, predict, setting_of
 from prime_rl.trainer.model import ModelError
 from prime_rl.trainer.world import World
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 # What the CUDA context and the libraries of a process take, and what an allocator loses to odd sizes.
@@ -34,6 +39,17 @@ TOKENS_STEP = 256
 # How often, and how far beyond the pass that was asked for, the line is looked at. A pass of many tokens takes seconds,
 # though it holds nothing.
 NUM_PROBES, LONGEST_PROBE = 2, 8
+# More runs would wait for each other's passes; a larger number can be set.
+MOST_AUTO_SLOTS = 64
+# Larger passes are no quicker, and a run that comes late waits for the pass to end.
+MOST_TOKENS = 131_072
+# Of the memory of a machine without a GPU, where inference and the runs' own processes need some too.
+CPU_SHARE = 0.5
+VERSION = 1
+# With gpu_memory_utilization = "auto", what slots or tokens that are "auto" too leave to inference of one GPU for both.
+AUTO_SHARE = 0.5
+# An H100, when no GPU is named and this machine has none.
+ASSUMED_GPU_GIB = 80.0
 
 
 @dataclass(frozen=True)
@@ -150,14 +166,6 @@ def kv_bytes(model: PretrainedConfig, itemsize: int) -> int:
     return int(2 * model.num_hidden_layers * heads * head * itemsize)
 
 
-# More runs would wait for each other's passes; a larger number can be set.
-MOST_AUTO_SLOTS = 64
-# Larger passes are no quicker, and a run that comes late waits for the pass to end.
-MOST_TOKENS = 131_072
-# Of the memory of a machine without a GPU, where inference and the runs' own processes need some too.
-CPU_SHARE = 0.5
-
-
 class DoesNotFit(ValueError):
     """Not even the least fits; the message is one line that names what to lower."""
 
@@ -212,9 +220,6 @@ def _tokens(config: TrainerConfig, device_type: str, num_ranks: int, usable: flo
     return max(tokens, config.seq_len)
 
 
-logger = logging.getLogger(__name__)
-
-
 def with_a_budget(config: TrainerConfig, world: World) -> TrainerConfig:
     """`config` with numbers in the place of "auto", before the model is loaded. A collective. Raises ModelError."""
     if "auto" not in (config.max_concurrent_runs, config.max_tokens_per_micro_batch):
@@ -248,3 +253,116 @@ def _free_bytes(device: torch.device) -> float:
     found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
     assert found, "Linux has it since 3.14"
     return CPU_SHARE * 1024 * int(found.group(1)) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Everything that is shown. `hardware`: on what, in words."""
+
+    model: str
+    dtype: str
+    hardware: str
+    on_gpu: bool
+    setting: Setting
+    memory: PassMemory
+    capacity: Capacity
+    split: Split | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The one object that `prl fit --json` prints; sizes in GiB, null for what does not apply."""
+        memory = self.memory
+        sizes = {
+            "peak": memory.peak,
+            "weights": memory.weights,
+            "adapters": memory.adapters,
+            "optimizer": memory.optimizer,
+            "activations": memory.activations,
+            "head": memory.head,
+            "backward": memory.work,
+            "offloaded": memory.offloaded,
+            "usable": self.capacity.usable,
+        }
+        return {
+            "version": VERSION,
+            "model": self.model,
+            "dtype": self.dtype,
+            "tokens": self.setting.tokens,
+            "seq_len": self.setting.seq_len,
+            "runs": self.setting.num_runs,
+            "rank": self.setting.lora.rank if self.setting.lora else None,
+            **{f"{name}_gib": round(size / GIB, 3) for name, size in sizes.items()},
+            "max_tokens_per_micro_batch": self.capacity.max_tokens,
+            "max_concurrent_runs": self.capacity.max_runs,
+            "gpu_memory_utilization": self.split and self.split.gpu_memory_utilization,
+            "kv_cache_tokens": self.split and self.split.kv_cache_tokens,
+        }
+
+
+def answer(system: SystemConfig, gpu_gib: float | None = None, num_gpus: int | None = 1) -> Answer:
+    """Predict a pass of the system's trainer. Raises UnknownModel, ModelError or DoesNotFit.
+
+    Args:
+        gpu_gib: memory of one GPU; None: of this machine's, or of an H100. On a CPU, this machine's memory.
+        num_gpus: ranks of the trainer; None: all GPUs of this machine.
+    """
+    device_type = "cpu" if system.trainer.device == "cpu" else "cuda"
+    num_gpus = num_gpus or max(1, torch.cuda.device_count())
+    gib, hardware = _hardware(device_type, gpu_gib, num_gpus)
+    trainer = _with_numbers(system, device_type, gib, num_gpus)
+    setting = setting_of(trainer, device_type, num_gpus)
+    memory = predict(setting)
+    room = capacity(setting, memory, gib)
+    adapters = setting.num_runs * system.inference.max_versions_per_run + NUM_CHAT_ADAPTERS
+    shared = split(setting, memory, gib, adapters) if device_type == "cuda" else None
+    dtype = trainer.model.dtype_on(device_type)
+    return Answer(trainer.model.name, dtype, hardware, device_type == "cuda", setting, memory, room, shared)
+
+
+def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: int) -> TrainerConfig:
+    """The trainer's config with numbers, for a workspace whose trainer and inference share this hardware."""
+    trainer, inference = system.trainer, system.inference
+    share, taken = _share_of_trainer(system, device_type)
+    most_slots = MOST_AUTO_SLOTS
+    if trainer.num_slots == 0:
+        setting = setting_of(trainer.model_copy(update={"max_concurrent_runs": 1}), device_type, num_gpus)
+        if device_type == "cuda":
+            of_inference = _share_of_inference(system) * gib * GIB - INFERENCE_WORK_BYTES
+        else:
+            of_inference = (1.0 - CPU_SHARE) * gib * GIB
+        most_slots = most_served(setting, predict(setting), of_inference, inference.max_versions_per_run)
+    try:
+        return with_numbers(trainer, device_type, num_gpus, usable_bytes(share * gib), most_slots)
+    except DoesNotFit as error:
+        raise DoesNotFit(f"{error}{taken}") from error
+
+
+def _share_of_trainer(system: SystemConfig, device_type: str) -> tuple[float, str]:
+    """The part of a device's memory that is the trainer's, and words for the rest."""
+    if device_type == "cpu":
+        return CPU_SHARE, ""
+    if _has_one_gpu(system):
+        of_inference = _share_of_inference(system)
+        return 1.0 - of_inference, f", or inference.vllm.gpu_memory_utilization = {of_inference:g} of the only GPU"
+    return 1.0, ""
+
+
+def _share_of_inference(system: SystemConfig) -> float:
+    vllm = system.inference.vllm
+    return AUTO_SHARE if vllm.gpu_memory_utilization == "auto" and _has_one_gpu(system) else vllm.gpu_share
+
+
+def _has_one_gpu(system: SystemConfig) -> bool:
+    """Whether trainer and vLLM have one GPU between them."""
+    return system.inference.engine == "vllm" and torch.cuda.device_count() == 1
+
+
+def _hardware(device_type: str, gib: float | None, num_gpus: int) -> tuple[float, str]:
+    if device_type == "cpu":
+        gib = gib or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        return gib, f"a CPU with {gib:.0f} GiB"
+    source = ""
+    if gib is None and torch.cuda.is_available():
+        gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    elif gib is None:
+        gib, source = ASSUMED_GPU_GIB, " (assumed; --gpu-memory names another)"
+    return gib, f"{num_gpus} GPU{'s' if num_gpus > 1 else ''} of {gib:.0f} GiB{source}"

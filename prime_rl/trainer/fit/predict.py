@@ -1,12 +1,14 @@
 """The memory of a pass, from the trainer's own model, head and losses on tensors without memory.
 
-The layers of a model are alike, so every figure is a straight line over their number: two passes of a few layers give
-it for all of them, in seconds for a model of any size. A model whose layers differ is measured as a whole.
+`Meter` counts the bytes that are alive while that code runs, on ranks that are not there. The layers of a model are
+alike, so every figure is a straight line over their number: two passes of a few layers give it for all of them, in
+seconds for a model of any size. A model whose layers differ is measured as a whole.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
@@ -14,8 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # collectives of tensors without memory
+import torch.testing._internal.distributed.fake_pg
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from prime_rl.configs.fit_flags import SHAPES
@@ -26,9 +37,127 @@ from prime_rl.contract.types import TOKEN_BYTES, MicroBatch
 from prime_rl.trainer import fused
 from prime_rl.trainer import model as policy_model
 from prime_rl.trainer.fair_queue import LOSS_TOKEN
-from prime_rl.trainer.fit.meter import Meter, mesh_of_ranks, metered
 from prime_rl.trainer.model import PolicyModel, adapt_model, train_whole
 from prime_rl.trainer.step import forward_backward
+
+# Float32 numbers that Adam keeps for each trained weight.
+MOMENTS = 2
+# Of a whole model that is trained the trainer keeps in host memory: the base, the newest snapshot, and for a checkpoint
+# the moments. On a CPU that is the memory of the passes too.
+HOST_COPIES = 2 + MOMENTS
+# Slots that are measured: of more, each costs its own bytes, and a pass over their rows takes no more.
+MOST_MEASURED_RUNS = 8
+# Blocks that are used again leave holes (`utils.runtime`): of what is kept for backward, so much more, where a pass
+# gives them back from time to time, and where it does not. Measured.
+HOLES_GIVEN_BACK, HOLES_KEPT = 0.15, 0.27
+# The layers that are measured; more of a sharded model, as only from the third on all that overlaps does.
+FEW_LAYERS, FEW_SHARDED_LAYERS = 2, 3
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the storages of the tensors that operations return; each counts once, until the last tensor on it goes.
+
+    Attributes:
+        alive: bytes now.
+        peak: most bytes since the start, or since `reset_peak`.
+        on_host: bytes that lie elsewhere, in the memory of the host; they do not count as alive.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive = 0
+        self.peak = 0
+        self.on_host = 0
+        self._is_host = False
+        self._seen: weakref.WeakKeyDictionary[torch.UntypedStorage, _Size] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # more than half of all calls, and each is slow when a mode is asked
+        if DTensor in types:
+            return NotImplemented  # it comes again, as an operation on the part of this rank
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            # Numbers that code makes on the side are real tensors, and small.
+            if isinstance(leaf, FakeTensor):
+                self._add(leaf)
+        self.peak = max(self.peak, self.alive)
+        return result
+
+    def reset_peak(self) -> None:
+        """Begin a new peak from what is alive."""
+        self.peak = self.alive
+
+    def copy_on_host(self, tensor: Tensor) -> Tensor:
+        """As large as `tensor`, in the memory of the host."""
+        self._is_host = True
+        try:
+            return torch.empty_like(tensor)
+        finally:
+            self._is_host = False
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """`storage` has another size now: sharded weights come and go so."""
+        if size := self._seen.get(storage):
+            self.alive += storage.nbytes() - size.num_bytes
+            size.num_bytes = storage.nbytes()
+            self.peak = max(self.peak, self.alive)
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._seen:
+            return
+        size = self._seen[storage] = _Size(storage.nbytes(), self._is_host)
+        self._count(size, size.num_bytes)
+        weakref.finalize(storage, self._remove, size)
+
+    def _remove(self, size: _Size) -> None:
+        self._count(size, -size.num_bytes)
+
+    def _count(self, size: _Size, num_bytes: int) -> None:
+        if size.is_on_host:
+            self.on_host += num_bytes
+        else:
+            self.alive += num_bytes
+
+
+@dataclass
+class _Size:
+    num_bytes: int
+    is_on_host: bool
+
+
+@contextmanager
+def metered() -> Iterator[Meter]:
+    """Inside, tensors have shapes and types and no memory, and the meter counts them."""
+    meter = Meter()
+    storage_class: Any = torch.UntypedStorage
+    resize = storage_class.resize_
+
+    def resize_and_tell(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+        resized = resize(storage, num_bytes)
+        meter.resized(storage)
+        return resized
+
+    storage_class.resize_ = resize_and_tell
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), meter:
+            yield meter
+    finally:
+        storage_class.resize_ = resize
+
+
+@contextmanager
+def mesh_of_ranks(num_ranks: int) -> Iterator[DeviceMesh]:
+    """A mesh of `num_ranks`. In a trainer it is of its own group, which must have as many ranks: then a collective."""
+    is_alone = not dist.is_initialized()
+    if is_alone:
+        dist.init_process_group("fake", rank=0, world_size=num_ranks, store=HashStore())
+    try:
+        yield init_device_mesh("cpu", (num_ranks,))
+    finally:
+        if is_alone:
+            dist.destroy_process_group()
 
 
 class UnknownModel(ValueError):
@@ -48,20 +177,6 @@ def model_config(name: str) -> PretrainedConfig:
             raise UnknownModel(f"{name}: no readable config.json: {' '.join(str(error).split())}") from error
         raise UnknownModel(f"{name} not found: name a model folder, or one of {', '.join(SHAPES)}") from error
     return config
-
-
-# Float32 numbers that Adam keeps for each trained weight.
-MOMENTS = 2
-# Of a whole model that is trained the trainer keeps in host memory: the base, the newest snapshot, and for a checkpoint
-# the moments. On a CPU that is the memory of the passes too.
-HOST_COPIES = 2 + MOMENTS
-# Slots that are measured: of more, each costs its own bytes, and a pass over their rows takes no more.
-MOST_MEASURED_RUNS = 8
-# Blocks that are used again leave holes (`utils.runtime`): of what is kept for backward, so much more, where a pass
-# gives them back from time to time, and where it does not. Measured.
-HOLES_GIVEN_BACK, HOLES_KEPT = 0.15, 0.27
-# The layers that are measured; more of a sharded model, as only from the third on all that overlaps does.
-FEW_LAYERS, FEW_SHARDED_LAYERS = 2, 3
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ class ConfigValidationHook(Protocol):
         """Judge a new config of any run; the message is what people read."""
 
 
-class RunLife(Protocol):
-    """What the trainer itself does with a run that comes or goes."""
+class RunLife:
+    """What the trainer itself does with a run that comes or goes. By default nothing: there is only a manager."""
 
     def admitted(self, run: TrainerRun) -> None:
         """Rank 0, before any rank creates the run. What it raises refuses the run."""
@@ -58,8 +58,9 @@ class RunLife(Protocol):
     def may_leave(self, run: TrainerRun) -> bool:
         """Rank 0: whether a run that is to leave its slot can leave it now; asked at every look.
 
-        It sees to it that one that `saves` is saved.
+        It sees to it that one that is `Leaving.SAVED` is saved.
         """
+        return True
 
     def forgotten(self, run: TrainerRun) -> None:
         """Rank 0: the run loses its slot, while its data is still there."""

@@ -31,9 +31,7 @@ from prime_rl.contract.disk import disk_trouble
 from prime_rl.contract.files import remove
 from prime_rl.contract.layout import RunDir
 from prime_rl.lora.linear import MultiLoRALinear
-from prime_rl.trainer.runs.adapters import SlotAdapters, SlotWeights, dtype_of, rank_of
-from prime_rl.trainer.runs.control import Evictions
-from prime_rl.trainer.runs.discovery import Candidate, Discovery, Findings
+from prime_rl.trainer.runs.discovery import Candidate, Discovery, Evictions, Findings, preempted
 from prime_rl.trainer.runs.hooks import (
     ConfigValidationHook,
     DiscoveredHook,
@@ -44,8 +42,7 @@ from prime_rl.trainer.runs.hooks import (
     call_leaving,
     calls_of,
 )
-from prime_rl.trainer.runs.leaving import preempted
-from prime_rl.trainer.runs.run import FINISHED, Progress, Slots, TrainerRun
+from prime_rl.trainer.runs.run import Leaving, Progress, SlotAdapters, Slots, SlotWeights, TrainerRun
 from prime_rl.trainer.runs.sync import Channel, SlotState, StateMessage, slot_changes
 from prime_rl.utils.text import error_text
 
@@ -63,7 +60,7 @@ class MultiRunManager(Slots):
         settle_s: how long a config may be half written before it is reported as bad.
 
     Attributes:
-        life: what the trainer does with a run that comes or goes; null where there is only a manager.
+        life: what the trainer does with a run that comes or goes.
         findings: what the last look at the disk found (rank 0).
         waiting: ids of the runs for which there was no slot, in admission order (rank 0).
     """
@@ -80,7 +77,7 @@ class MultiRunManager(Slots):
         super().__init__(max_runs)
         self.output_dir = Path(output_dir)
         self.channel = channel or Channel.of_default_group()
-        self.life: RunLife | None = None
+        self.life = RunLife()
         self.findings = Findings()
         self.waiting: list[str] = []
         self._adapters = SlotAdapters(max_runs)
@@ -121,15 +118,17 @@ class MultiRunManager(Slots):
 
     def rank_of(self, run_idx: int) -> int:
         """The run's own rank, at most that of the layers."""
-        return rank_of(self.run(run_idx).config.model.lora)
+        return self.run(run_idx).rank
 
     def dtype_of(self, run_idx: int) -> torch.dtype:
         """What the run's weights are rounded to, and published in; in memory all are float32."""
-        return dtype_of(self.run(run_idx).config.model.lora)
+        return self.run(run_idx).dtype
 
     def alpha_of(self, run_idx: int) -> float:
         """The alpha for the scale that the run is trained with: the config's, unless a hook changed it."""
-        return self._adapters.alpha_of(run_idx, self.run(run_idx).config.model.lora)
+        run, scale = self.run(run_idx), self.scaling_factors[run_idx]
+        # Exactly the config's where its scale was not changed.
+        return run.alpha if scale == self._adapters.scale_of(run) else scale * run.rank
 
     def get_named_parameters_for_run(self, idx: int) -> list[tuple[str, nn.Parameter]]:
         """The adapter's own leaf parameters, at the largest rank, by layer name; or those of the whole model."""
@@ -137,17 +136,17 @@ class MultiRunManager(Slots):
 
     def get_state_dict_for_run(self, idx: int) -> dict[str, Tensor]:
         """What is published (PEFT names, own rank and type); copies on the CPU. A collective for a whole model."""
-        return self._weights.export(idx, self.run(idx).config.model.lora)
+        return self._weights.export(self.run(idx))
 
     def load_state_dict_for_run(self, idx: int, tensors: dict[str, Tensor]) -> None:
         """Put an adapter of the run's own rank into its slot, or a whole model; ValueError when it does not fit."""
-        self._weights.load(idx, tensors, self.run(idx).config.model.lora)
+        self._weights.load(self.run(idx), tensors)
 
     def reset_run_parameters(self, idx: int) -> None:
         """Start values from the run's own seed: neither slot nor neighbours matter. Drops gradients."""
         run = self.run(idx)
         run.generator.manual_seed(run.config.seed)
-        self._weights.reset(idx, run.generator, run.config.model.lora)
+        self._weights.reset(run)
 
     # Hooks
 
@@ -182,12 +181,12 @@ class MultiRunManager(Slots):
         self._check_master("evict_run")
         run = self.run(idx)
         self._evictions.add(run.run_id, reason)
-        run.leaving = reason
+        run.leave(Leaving.AT_ONCE, reason)
 
     def finish_run(self, run: TrainerRun) -> None:
         """The run reached `max_steps` (rank 0): it leaves its slot at the next `discover_runs`."""
         self._check_master("finish_run")
-        run.leaving = FINISHED
+        run.leave(Leaving.FINISHED, Leaving.FINISHED.value)
 
     @contextlib.contextmanager
     def run_boundary(self, run: TrainerRun, doing: str) -> Iterator[None]:
@@ -207,7 +206,7 @@ class MultiRunManager(Slots):
     @property
     def needs_discovery(self) -> bool:
         """Whether a run is to leave its slot, whatever is on disk."""
-        are_done = (run.parting is not None and run.in_work is None for run in self.used)
+        are_done = (run.leaving is Leaving.AFTER_BATCH and run.in_work is None for run in self.used)
         return bool(self._evictions.unwritten) or len(self.active) < len(self.used) or any(are_done)
 
     @property
@@ -239,10 +238,13 @@ class MultiRunManager(Slots):
 
     def _remove_leaving(self) -> None:
         for run in sorted(self.used, key=lambda run: run.run_id):
-            if run.leaving is None:
-                run.part(self.findings.gone.get(run.run_id), saves=run.run_id in self.findings.saved)
-            if run.leaving is not None and (self.life is None or self.life.may_leave(run)):
-                self._forget(run, run.leaving)
+            if not run.is_leaving:
+                if (found := self.findings.gone.get(run.run_id)) is None:
+                    run.leave(Leaving.NO)
+                else:
+                    run.leave(Leaving.SAVED if found.saves else Leaving.AT_ONCE, found.reason)
+            if run.is_leaving and self.life.may_leave(run):
+                self._forget(run, run.reason)
 
     def _admit_waiting(self) -> None:
         """Admit those whose turn it is; of the others, some may take the slots of less urgent runs."""
@@ -256,19 +258,19 @@ class MultiRunManager(Slots):
             else:
                 waiting.append(candidate.claim)
         self.waiting = [claim.run_id for claim in waiting]
-        stay = [run.claim for run in self.active if run.parting is None]
+        stay = [run.claim for run in self.used if run.leaving is Leaving.NO]
         pairs = preempted(waiting, stay, len(self.used) - len(stay))
         self._urgent = self._urgent.intersection(self.waiting).union(pairs.values())
         for run_id, by in pairs.items():
             run = self.run(self.id_2_idx[run_id])
-            run.part(f"preempted by {by}", saves=True)
-            if run.leaving is not None and run.note_preempted() and self.life:
+            run.leave(Leaving.SAVED, f"preempted by {by}")
+            if run.is_leaving and run.note_preempted():
                 self.life.may_leave(run)  # to have it saved; it leaves at the next look
 
     def _forget(self, run: TrainerRun, reason: str) -> None:
         logger.info("%s leaves slot %d: %s", run.run_id, run.run_idx, reason)
-        own = [partial(self.life.forgotten, run)] if self.life else []
-        call_leaving([*own, *calls_of(self._hooks.forgotten, run.run_idx, run.run_id)], run.run_id)
+        hooks = calls_of(self._hooks.forgotten, run.run_idx, run.run_id)
+        call_leaving([partial(self.life.forgotten, run), *hooks], run.run_id)
         self._discovery.suspect(run.run_id)
         self._free(run.run_idx)
 
@@ -280,8 +282,7 @@ class MultiRunManager(Slots):
         self._take_slot(run)
         try:
             remove(run.dir.preempted)
-            if self.life:
-                self.life.admitted(run)
+            self.life.admitted(run)
             for call in calls_of(self._hooks.discovered, run.run_idx, run.run_id, config):
                 call()
         except Exception as error:
@@ -294,7 +295,7 @@ class MultiRunManager(Slots):
 
     def _take_slot(self, run: TrainerRun) -> None:
         self.runs[run.run_idx] = run
-        self.scaling_factors[run.run_idx] = self._weights.scale_of(run.config.model.lora)
+        self.scaling_factors[run.run_idx] = self._weights.scale_of(run)
 
     def _free(self, run_idx: int) -> None:
         self.runs[run_idx] = None
@@ -346,8 +347,7 @@ class MultiRunManager(Slots):
 
     def _create(self, run_idx: int) -> None:
         self.reset_run_parameters(run_idx)
-        if self.life:
-            self.life.created(self.run(run_idx))
+        self.life.created(self.run(run_idx))
 
     def _drop(self, slot: SlotState, fault: str) -> None:
         """All ranks: release a run that could not be created."""

@@ -1,34 +1,40 @@
 """One run in the trainer: everything that it has there is one object. What is gone with the object is forgotten.
 
-`Slots` holds the runs, and shows them under the names by which others ask for them.
+`Slots` holds the runs, and shows them under the names by which others ask for them. What they train is in
+`SlotAdapters`, the layers that registered themselves, or a whole model is in their place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from prime_rl.configs.lifetime import LIVE_KEYS, with_live_keys
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.shared import LoRAConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract import audit
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.resume import note_done
+from prime_rl.contract.samples import Keeping
+from prime_rl.lora.adapter_state import export_adapter, load_adapter, reset_adapter
+from prime_rl.lora.linear import MultiLoRALinear
 from prime_rl.trainer.loss import LossSums
 from prime_rl.trainer.optim import RunOptimizer
-from prime_rl.trainer.runs.leaving import Claim
+from prime_rl.trainer.runs.discovery import Claim
 from prime_rl.trainer.runs.sync import ReadyRun, SlotState
 
 logger = logging.getLogger(__name__)
-
-# Why a run leaves that needs no more.
-FINISHED = "it reached max_steps"
 
 
 @dataclass
@@ -44,6 +50,16 @@ class Progress:
     step: int = 0
     total_tokens: int = 0
     total_samples: int = 0
+
+
+class Leaving(enum.Enum):
+    """Whether and how a run is to leave its slot."""
+
+    NO = "it keeps its slot"
+    AFTER_BATCH = "the batch in work is trained first, and it takes no other; then it is saved and leaves"
+    SAVED = "it leaves after a checkpoint of its last update"
+    FINISHED = "it reached max_steps"
+    AT_ONCE = "nothing more of it is written"
 
 
 @dataclass(eq=False)
@@ -69,9 +85,7 @@ class TrainerRun:
         reported_step: up to which its metrics have a line (rank 0).
         gathered: of a whole model that is sharded over ranks, what was put together last.
         landed_ns: the time of its config file as it was admitted (rank 0).
-        parting: why it leaves at the look after the batch in work, before it takes another (rank 0).
-        leaving: why it is to leave its slot (rank 0).
-        saves: it leaves after a checkpoint of its last update (rank 0).
+        leaving, reason: whether it is to leave its slot, and why (rank 0).
         waits_since: it leaves when the disk has taken what it made; seconds of the monotonic clock (rank 0).
     """
 
@@ -95,9 +109,8 @@ class TrainerRun:
     reported_step: int = 0
     gathered: object = None
     landed_ns: int = 0
-    parting: str | None = None
-    leaving: str | None = None
-    saves: bool = False
+    leaving: Leaving = Leaving.NO
+    reason: str = ""
     waits_since: float | None = None
 
     @property
@@ -110,22 +123,47 @@ class TrainerRun:
         """Its place in the order in which runs get slots."""
         return Claim(self.run_id, self.config.priority, self.landed_ns)
 
-    def part(self, reason: str | None, *, saves: bool) -> None:
-        """It is to leave for `reason`, null: it may stay. One that is saved trains on the batch in work first."""
-        is_amid = saves and self.in_work is not None
-        self.parting = reason if is_amid else None
-        if reason is not None and not is_amid:
-            self.leaving, self.saves = reason, saves
+    @property
+    def rank(self) -> int:
+        """Its own rank, at most that of the layers."""
+        assert self.config.model.lora.rank is not None, "the config in a slot is resolved"
+        return self.config.model.lora.rank
+
+    @property
+    def alpha(self) -> float:
+        """The alpha of its config."""
+        assert self.config.model.lora.alpha is not None, "the config in a slot is resolved"
+        return self.config.model.lora.alpha
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its weights are rounded to, and published in; in memory all are float32."""
+        return torch.bfloat16 if self.config.model.lora.dtype == "bfloat16" else torch.float32
+
+    @property
+    def keeping(self) -> Keeping:
+        """Which rollouts of its batches people get to read."""
+        return Keeping(self.config.samples.per_step, self.config.rollouts_per_example)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it trains no more, and only has not left its slot yet."""
+        return self.leaving not in (Leaving.NO, Leaving.AFTER_BATCH)
+
+    def leave(self, how: Leaving, reason: str = "") -> None:
+        """It is to leave its slot, or to keep it after all; one that is saved trains on the batch in work first."""
+        is_amid = how is Leaving.SAVED and self.in_work is not None
+        self.leaving, self.reason = Leaving.AFTER_BATCH if is_amid else how, reason
 
     def note_preempted(self) -> bool:
         """Write down why it leaves. False when the disk does not take that: it stays."""
         try:
-            write_atomic(self.dir.preempted, f"{self.leaving}: it goes on when a slot is free")
+            write_atomic(self.dir.preempted, f"{self.reason}: it goes on when a slot is free")
         except OSError as error:
             logger.error("%s keeps its slot: %s", self.run_id, error)
-            self.leaving, self.saves = None, False
+            self.leave(Leaving.NO)
             return False
-        audit.note(self.dir, "trainer", "preempt", self.leaving or "")
+        audit.note(self.dir, "trainer", "preempt", self.reason)
         return True
 
     def take_live_keys(self, changed: OrchestratorConfig) -> None:
@@ -200,7 +238,7 @@ class Slots:
     @property
     def active(self) -> list[TrainerRun]:
         """The runs that go on: neither evicted nor finished, only not yet removed. By slot."""
-        return [run for run in self.used if run.leaving is None]
+        return [run for run in self.used if not run.is_leaving]
 
     @property
     def ready(self) -> list[TrainerRun]:
@@ -255,3 +293,80 @@ class Slots:
     def run_dirs(self) -> list[Path]:
         """The folders of the runs in slots, by slot."""
         return [run.dir.path for run in self.used]
+
+
+class SlotWeights(Protocol):
+    """What the runs train, by slot."""
+
+    def named_parameters(self, run_idx: int) -> list[tuple[str, nn.Parameter]]:
+        """The leaves that gradients collect in."""
+
+    def export(self, run: TrainerRun) -> dict[str, Tensor]:
+        """What the run publishes, as copies on the CPU."""
+
+    def load(self, run: TrainerRun, tensors: dict[str, Tensor]) -> None:
+        """The reverse of `export`; ValueError, and nothing changed, when a name or a shape does not fit."""
+
+    def reset(self, run: TrainerRun) -> None:
+        """Start values, of the run's random numbers; gradients are dropped."""
+
+    def scale_of(self, run: TrainerRun) -> float:
+        """What the run's weights are multiplied by in the model."""
+
+
+class SlotAdapters:
+    """The adapted layers of one model.
+
+    Attributes:
+        layers: by their name in the base model.
+        scaling: by slot. The layers read this very list, so what is set here is what they use.
+    """
+
+    def __init__(self, max_runs: int) -> None:
+        self.layers: dict[str, MultiLoRALinear] = {}
+        self.scaling = [1.0] * max_runs
+
+    def limits_for(self, config: OrchestratorConfig) -> TrainerLimits:
+        """What the layers can serve, where there is no trainer's config: any model, and ranks that they hold."""
+        max_rank = min((layer.rank for layer in self.layers.values()), default=None)
+        rank = max_rank or config.model.lora.rank or LoRAConfig().rank
+        seq_len = config.seq_len or TrainerConfig(max_concurrent_runs=1).seq_len
+        return TrainerLimits(config.model.name, seq_len, rank, LoRAConfig().alpha)
+
+    def register(self, name: str, layer: MultiLoRALinear) -> None:
+        """Take up `layer`, which reads the slots' scaling from then on.
+
+        Raises ValueError when it does not have one adapter for each slot.
+        """
+        if len(layer.lora_A) != len(self.scaling):
+            raise ValueError(
+                f"layer {name} has n_adapters = {len(layer.lora_A)}, the manager {len(self.scaling)} slots"
+            )
+        self.layers[name] = layer
+        layer.routing.scaling = self.scaling
+
+    def named_parameters(self, run_idx: int) -> list[tuple[str, nn.Parameter]]:
+        """A and B of each layer, at the trainer's rank, as NAME.lora_A and NAME.lora_B."""
+        named = []
+        for name, layer in self.layers.items():
+            lora_A, lora_B = layer.parameters_of(run_idx)
+            named += [(f"{name}.lora_A", lora_A), (f"{name}.lora_B", lora_B)]
+        return named
+
+    def export(self, run: TrainerRun) -> dict[str, Tensor]:
+        """PEFT names, the run's own rank and type; copies on the CPU."""
+        tensors = export_adapter(self.layers, run.run_idx, run.rank)
+        return {name: tensor.to(run.dtype) for name, tensor in tensors.items()}
+
+    def load(self, run: TrainerRun, tensors: dict[str, Tensor]) -> None:
+        """The reverse of `export`; ValueError, and nothing changed, when a name or a shape does not fit."""
+        rounded = {name: tensor.to(run.dtype) for name, tensor in tensors.items()}
+        load_adapter(self.layers, run.run_idx, rounded, run.rank)
+
+    def reset(self, run: TrainerRun) -> None:
+        """Start values, of the run's random numbers; gradients are dropped."""
+        reset_adapter(self.layers, run.run_idx, run.generator, run.rank, run.dtype)
+
+    def scale_of(self, run: TrainerRun) -> float:
+        """alpha / rank of the run's config."""
+        return run.alpha / run.rank

@@ -27,7 +27,7 @@ from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps, list
 from prime_rl.contract.resume import done_request
 from prime_rl.contract.types import MAX_BATCH_BYTES
 from prime_rl.lora.adapter_state import load_peft
-from prime_rl.trainer.retention import trainer_steps
+from prime_rl.trainer.checkpoint import trainer_steps
 from prime_rl.trainer.train import train
 from prime_rl.trainer.world import World
 

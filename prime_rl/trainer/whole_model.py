@@ -2,7 +2,7 @@
 
 `WholeModel` has the weights of the manager's one slot, in the place of adapters; `ModelSnapshot` is what is published
 and saved: a folder that `AutoModelForCausalLM.from_pretrained` loads. How parameters are cut over ranks is in
-`sharding`.
+`model`.
 
 Putting them together is a collective, which must not stand under a handler that belongs to one run. So all ranks do it
 in `ModelSnapshots.collect`, right after an update; what rank 0 publishes and saves later, it takes from there.
@@ -23,12 +23,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
-from prime_rl.configs.orchestrator import RunLoRAConfig
 from prime_rl.lora.tensor_files import load_tensors, misfit, shapes_of
 from prime_rl.trainer.checkpoint import Snapshots
+from prime_rl.trainer.model import cut, join, part_here
 from prime_rl.trainer.optim import Moments
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
-from prime_rl.trainer.sharding import cut, join, part_here
 from prime_rl.trainer.world import World
 
 WEIGHTS_FILE = "model.safetensors"
@@ -68,7 +67,7 @@ class WholeModel:
         """What this rank trains on."""
         return self._named[0][1].device
 
-    def export(self, run_idx: int, lora: RunLoRAConfig) -> dict[str, Tensor]:
+    def export(self, run: TrainerRun) -> dict[str, Tensor]:
         """The whole weights on rank 0 (`keeps`), {} on the others. A collective."""
         return self.gather(torch.float32, torch.device("cpu"))
 
@@ -88,7 +87,7 @@ class WholeModel:
         return tensors
 
     @torch.no_grad()
-    def load(self, run_idx: int, tensors: dict[str, Tensor], lora: RunLoRAConfig) -> None:
+    def load(self, run: TrainerRun, tensors: dict[str, Tensor]) -> None:
         """Take over whole weights, which every rank has. ValueError, and nothing changed, when they do not fit."""
         if problem := misfit(shapes_of(tensors), shapes_of(dict(self._named))):
             raise ValueError(f"the weights do not fit the model: {problem}")
@@ -97,13 +96,13 @@ class WholeModel:
             parameter.grad = None
 
     @torch.no_grad()
-    def reset(self, run_idx: int, generator: torch.Generator, lora: RunLoRAConfig) -> None:
-        """Put the base model's weights back; gradients are dropped. Nothing is drawn from `generator`."""
+    def reset(self, run: TrainerRun) -> None:
+        """Put the base model's weights back; gradients are dropped. Nothing is drawn from the run's random numbers."""
         for (_, parameter), base in zip(self._named, self._base, strict=True):
             part_here(parameter).copy_(base)
             parameter.grad = None
 
-    def scale_of(self, lora: RunLoRAConfig) -> float:
+    def scale_of(self, run: TrainerRun) -> float:
         """1.0: no adapter scales the weights."""
         return 1.0
 

@@ -58,8 +58,8 @@ class MultiLoRAOptimizer:
     def optimizer_creation_hook(self, run_idx: int, run_id: str) -> None:
         """Make the optimizer of a run that comes, then call the callbacks with it."""
         run, manager = self._manager.run(run_idx), self._manager
-        weights = FlatWeights(manager.get_named_parameters_for_run(run_idx), manager.rank_of(run_idx))
-        run.optimizer = RunOptimizer(run.config, weights, manager.dtype_of(run_idx), self._world, run.progress.step)
+        weights = FlatWeights(manager.get_named_parameters_for_run(run_idx), run.rank)
+        run.optimizer = RunOptimizer(run.config, weights, run.dtype, self._world, run.progress.step)
         for callback in self._post_creation:
             callback(run.optimizer.optimizer, run_idx)
 

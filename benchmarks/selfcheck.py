@@ -1,11 +1,11 @@
 """Whether neighbours, or the machines that it ran on, changed a run's result, on the batches that a workspace recorded.
 
-    python -m prime_rl.trainer.selfcheck WORKSPACE [--json] [--tolerance 1e-4] [--run ID]...
+    python -m benchmarks.selfcheck WORKSPACE [--json] [--tolerance 1e-4] [--run ID]...
 
 Each run is trained again alone, then together with all others: in other slots, in small and in large packs. Two
 lines each run report by how much its adapter differs, relative to its size: with neighbours from without, and the one
 that the workspace published from the one that was trained again alone. The workspace is only read. How a recording
-is replayed is in `replay`.
+is replayed is in `selfcheck_replay`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from prime_rl.utils.text import one_line
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from benchmarks.selfcheck_replay import Recording
     from prime_rl.configs.trainer import TrainerConfig
-    from prime_rl.trainer.selfcheck.replay import Recording
     from prime_rl.trainer.world import World
 
 JSON_VERSION = 1
@@ -110,7 +110,7 @@ def check(
     config: TrainerConfig, world: World, recordings: Sequence[Recording], tolerance: float, progress: Progress
 ) -> list[Verdict]:
     """Replay all recordings alone and together, and compare. Raises ReplayError, ModelError, OSError."""
-    from prime_rl.trainer.selfcheck.replay import Setting, replay
+    from benchmarks.selfcheck_replay import Setting, replay
 
     # First of all: a run that trains meanwhile removes its old versions.
     published = [_published(recording) for recording in recordings]
@@ -137,7 +137,7 @@ def check(
 
 def _published(recording: Recording) -> dict[str, Tensor] | Reached:
     """The adapter to compare, or why nothing can be compared."""
-    from prime_rl.trainer.selfcheck.replay import ReplayError, read_published
+    from benchmarks.selfcheck_replay import ReplayError, read_published
 
     try:
         return read_published(recording)
@@ -191,7 +191,7 @@ class Progress:
 def make_parser() -> argparse.ArgumentParser:
     """The command line of the module."""
     parser = argparse.ArgumentParser(
-        prog="python -m prime_rl.trainer.selfcheck",
+        prog="python -m benchmarks.selfcheck",
         description="Train recorded batches again, alone and together, and compare the adapters with each other and "
         "with the published one. Changes nothing.",
     )
@@ -226,7 +226,7 @@ def _runs(workspace: Path, run_ids: Sequence[str]) -> list[RunDir]:
 
 
 def _trainer(workspace: Path, recordings: Sequence[Recording]) -> TrainerConfig:
-    from prime_rl.trainer.selfcheck.replay import ReplayError, trainer_config
+    from benchmarks.selfcheck_replay import ReplayError, trainer_config
 
     try:
         return trainer_config(workspace, recordings)
@@ -251,7 +251,7 @@ def _checked(config: TrainerConfig, recordings: Sequence[Recording], tolerance: 
 
 def _recordings(runs: Sequence[RunDir], were_named: bool) -> list[Recording]:
     """What can be replayed; a run that was asked for by name must be."""
-    from prime_rl.trainer.selfcheck.replay import ReplayError, find_recording
+    from benchmarks.selfcheck_replay import ReplayError, find_recording
 
     recordings = []
     for run in runs:

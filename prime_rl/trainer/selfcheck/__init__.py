@@ -1,1 +1,0 @@
-"""Whether neighbours change a run: its recorded batches are trained again, alone and together."""
