@@ -24,8 +24,7 @@ from unittest import mock
 import msgspec
 
 from benchmarks.supervisor_idle import RUN_TOML
-from daemons.daemon import Daemon, Seen, Snapshot, State
-from daemons.decide import decide
+from daemons.decide import Daemon, Seen, Snapshot, State, decide
 from daemons.launchers.agent import AgentRecord
 from daemons.launchers.placement import place_all
 from daemons.launchers.slurm import Allocation, Slurm

@@ -1,33 +1,55 @@
-"""Actions on runs: add, pause, continue, evict, readmit, delete, undelete, purge. Used by `prl` and by the TUI.
+"""Actions on runs, for `prl` and the TUI: evict, readmit, pause, continue, roll back, set keys. Others are in `trash`.
 
 Every action works on files alone, so it works with the daemons down; doing it twice does no more than doing it once;
 each is appended to `logs/audit.jsonl`. A run is checked with the trainer's own rules (`configs.validate`). Failure is
 an `ActionError` of one line. Actions start and end no process: the supervisor does that.
+
+A rollback sets `ckpt.resume_step` in the run's `orch.toml`; the trainer does the rest (docs/durability.md). A run in
+use is evicted first and readmitted afterwards. While a run has a slot only `LIVE_KEYS` can be set, which trainer and
+orchestrator read again; otherwise any key. The file is replaced in one step and keeps its comments where possible.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import tomli_w
 
 from daemons import audit
 from daemons.adding import add_run, check_file, trainer_limits, validate_file
-from daemons.endings import ends_again, is_ended
 from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors, printable
-from daemons.in_use import users_of_run
 from daemons.trash import (
     DELETED_NOTE,
+    Progress,
     delete_run,
     existing_run,
     list_trash,
     purge_trash,
     undelete_run,
+    users,
+    users_of_run,
+    wait_until_released,
 )
 from daemons.workspace import RunView
 from daemons.workspace_reader import WorkspaceReader
-from prime_rl.contract.files import remove, write_atomic
-from prime_rl.contract.layout import OutputDir
+from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError, load_toml, merge, parse_set, parse_toml
+from prime_rl.configs.lifetime import LIVE_KEYS
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.validate import find_problems, load_run_config
+from prime_rl.contract.early_stop import EarlyStop, series
+from prime_rl.contract.files import read_end, read_text, remove, write_atomic
+from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker, step_name
+from prime_rl.contract.resume import pending_request
 from prime_rl.contract.status import DaemonStatus, RunState, RunStatus, read_status
+from prime_rl.contract.usage import budget_reason, used_in_life
 
 __all__ = [
     "DELETED_NOTE",
@@ -56,6 +78,12 @@ _REFUSALS = {
     RunState.EVICTED: "it is evicted and has no slot: prl runs readmit continues it",
     RunState.FAILED: "it has failed and has no slot: prl runs readmit continues it",
 }
+
+# The end of the metrics file that the stop rule is judged by; an orchestrator reads as much.
+MAX_HISTORY_BYTES = 64_000_000
+
+_TABLE = re.compile(r"^[ \t]*\[.*$", re.MULTILINE)
+_NULL = "null"
 
 
 def evict_run(output_dir: Path, run_id: str, reason: str, *, actor: str | None = None) -> bool:
@@ -138,3 +166,272 @@ def view_of_run(output: OutputDir, run_id: str) -> RunView:
         return view
     reason = next((each.reason for each in workspace.refused if each.name == run_id), "its folder is gone")
     raise ActionError(in_one_line(f"{run_id} is not a run: {reason}"))
+
+
+def end_run(output: OutputDir, run: RunDir, action: str, reason: str, detail: str = "") -> bool:
+    """End a run after a checkpoint; false when it has ended already (its first reason stays). Raises OSError."""
+    try:
+        write_atomic(run.finished, printable(reason), exclusive=True)
+    except FileExistsError:
+        return False
+    audit.record(output, action, run.run_id, reason=reason, detail=detail)
+    return True
+
+
+def is_ended(run: RunDir) -> bool:
+    """Whether the run has a `finished.txt`; a broken link counts."""
+    return os.path.lexists(run.finished)
+
+
+def ends_again(output: OutputDir, run: RunDir) -> str | None:
+    """Why a run would end at once if it went on: its budget is used up, or its stop rule holds. Raises OSError."""
+    try:
+        config = load_run_config(run.orch_toml)
+    except ConfigError:  # the trainer reports that
+        return None
+    if stopped := _stopped(run, config):
+        return f"{stopped}: change or remove [stop] in its orch.toml first"
+    life = read_text(run.life) or ""
+    tokens, hours = used_in_life(output.run_usage(run.run_id), life)
+    budget = config.budget
+    used_up = budget_reason(tokens, hours, max_tokens=budget.max_tokens, max_hours=budget.max_hours)
+    return f"{used_up}: raise [budget] in its orch.toml first" if used_up else None
+
+
+def _stopped(run: RunDir, config: OrchestratorConfig) -> str | None:
+    if config.stop is None:
+        return None
+    rule = EarlyStop(**config.stop.model_dump())
+    published = max(list_steps(run.broadcast, stable_only=True), default=0)
+    lines = read_end(run.orchestrator_metrics, MAX_HISTORY_BYTES).splitlines()
+    for step, value in series(lines, rule.metric, at_most=published):
+        rule.feed(step, value)
+    return rule.reason
+
+
+def rollback_run(
+    output_dir: Path,
+    run_id: str,
+    step: int,
+    *,
+    wait_s: float = 60.0,
+    on_progress: Progress = lambda message: None,
+    reason: str = "",
+) -> None:
+    """Roll a run back to its checkpoint of `step`; 0 starts over. Raises ActionError when that checkpoint is missing.
+
+    Waits up to `wait_s` seconds until trainer and orchestrator release the run; after that the run stays evicted and
+    ActionError is raised.
+    """
+    output = OutputDir(Path(output_dir))
+    with one_line_errors(f"rolling back {run_id}"):
+        run = existing_run(output, run_id)
+        _check_step(run, step)
+        text = _checked_text(output, run, step)
+        if users(output, run):
+            with _kept(run, step):
+                if not run.evicted.exists():
+                    write_atomic(run.evicted, f"rolls back to step {step}")
+                wait_until_released(output, run, "was not rolled back", wait_s, on_progress)
+        path = run.orch_toml
+        write_atomic(path, text, mode=stat.S_IMODE(path.stat().st_mode))
+        audit.record(output, "rollback", run_id, reason=reason, detail=f"to step {step}")
+        if not readmit_run(output.path, run_id, reason=f"rolled back to step {step}") and output.daemons.exists():
+            write_atomic(output.start_request(run_id), "rollback")
+
+
+def _check_step(run: RunDir, step: int) -> None:
+    complete = list_steps(run.checkpoints, stable_only=True)
+    if step and step not in complete:
+        known = ", ".join(map(str, complete)) or "none"
+        raise ActionError(f"{run.run_id} has no complete checkpoint of step {step}; complete ones: {known}")
+
+
+@contextmanager
+def _kept(run: RunDir, step: int) -> Iterator[None]:
+    """Keep that checkpoint: a run trains on until it is released, and its older checkpoints are removed meanwhile."""
+    if not step:
+        yield
+        return
+    folder, aside = run.checkpoint_dir(step), run.checkpoints / f".{step_name(step)}.rollback"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        with suppress(FileNotFoundError, shutil.Error):  # removed meanwhile: the check reports it
+            shutil.copytree(folder, aside, copy_function=_link, symlinks=True)
+        _check_step(run, step)  # the marker goes first, so what was copied while it stood is whole
+        yield
+    finally:
+        if not stable_marker(folder).exists() and stable_marker(aside).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            aside.rename(folder)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _link(source: str, target: str) -> None:
+    """Hard-link where the disk supports it, since files of a complete checkpoint never change; else copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _checked_text(output: OutputDir, run: RunDir, step: int) -> str:
+    """The text of the run's `orch.toml` that sends it back. A note in it: the trainer carries out each text once."""
+    text, _ = _read_config(run)
+    note = f"requested at {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
+    text = edited(text, {"ckpt": {"resume_step": step}}, note)
+    if problems := find_problems(parse_toml(text, "orch.toml"), "orch.toml", trainer_limits(output.path)):
+        raise ActionError(in_one_line(f"{run.run_id} would be invalid: {problems[0]}"))
+    return text
+
+
+def _read_config(run: RunDir) -> tuple[str, dict[str, Any]]:
+    """The text of a run's `orch.toml`, and what it says. Raises ConfigError, and ActionError when it changes now."""
+    data = load_toml(run.orch_toml)  # reports problems of size, encoding and syntax
+    text = read_text(run.orch_toml, limit=MAX_TOML_BYTES) or ""
+    if parse_toml(text, str(run.orch_toml)) != data:
+        raise ActionError(f"{run.orch_toml} changed while it was read: try again")
+    return text, data
+
+
+def parse_changes(items: Sequence[str]) -> dict[str, Any]:
+    """["weight=2", "tags=a,b", "budget.max_hours=null"] -> a nested mapping; null removes a key. Raises WrongUseError.
+
+    A number without a fraction becomes an integer, so 1e6 is one.
+    """
+    try:
+        return {key: _tidy(key, value) for key, value in parse_set(items).items()}
+    except ConfigError as error:
+        raise WrongUseError(in_one_line(str(error)).replace("--set: ", "")) from error
+
+
+def _tidy(key: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {inner: _tidy(f"{key}.{inner}", each) for inner, each in value.items()}
+    if key == "tags" and not isinstance(value, list):
+        return [tag.strip() for tag in str(value).split(",") if tag.strip()]
+    if value == _NULL:
+        return None
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def set_run_keys(output_dir: Path, run_id: str, changes: Mapping[str, Any], *, reason: str = "") -> bool:
+    """Set the keys of `changes` (nested; null removes one); false when they have these values already.
+
+    Raises ActionError for a key that cannot be changed now, and for a value that makes the config invalid.
+    """
+    output = OutputDir(Path(output_dir))
+    with one_line_errors(f"setting keys of {run_id}"):
+        run = existing_run(output, run_id)
+        _check_live(output, run, changes)
+        text, before = _read_config(run)
+        wanted = _without_nulls(merge(before, changes))
+        if wanted == _without_nulls(before):
+            return False
+        if problems := find_problems(wanted, str(run.orch_toml), trainer_limits(output.path)):
+            raise ConfigError(str(run.orch_toml), problems)
+        if _is_rolled_back(run, wanted):  # the trainer carries out each text once, and this is another one
+            changes = merge(changes, {"ckpt": {"resume_step": None}})
+        info = run.orch_toml.stat()
+        write_atomic(
+            run.orch_toml, edited(text, changes), mode=stat.S_IMODE(info.st_mode), modified_ns=info.st_mtime_ns
+        )
+        audit.record(output, "set", run_id, reason=reason, detail=" ".join(_pairs(changes)))
+        return True
+
+
+def _check_live(output: OutputDir, run: RunDir, changes: Mapping[str, Any]) -> None:
+    others = [name for name in changes if name not in LIVE_KEYS]
+    if not others:
+        return
+    state, used_by = view_of_run(output, run.run_id).state, users(output, run)
+    if state is RunState.ACTIVE or used_by:
+        raise ActionError(
+            f"{run.run_id} is in use: only {', '.join(LIVE_KEYS)} can be set, not {', '.join(others)}; "
+            f"pause it first (prl runs pause {run.run_id})"
+        )
+
+
+def _is_rolled_back(run: RunDir, data: Mapping[str, Any]) -> bool:
+    """Whether the config asks for a checkpoint to go back to, and the trainer has done that."""
+    ckpt = data.get("ckpt")
+    step = ckpt.get("resume_step", -1) if isinstance(ckpt, Mapping) else -1
+    return isinstance(step, int) and step >= 0 and pending_request(run, step) is None
+
+
+def edited(text: str, changes: Mapping[str, Any], note: str = "") -> str:
+    """The text of a TOML file with `changes`, everything else unchanged where possible; else without its comments.
+
+    `note` becomes the comment of what is changed.
+    """
+    wanted = _without_nulls(merge(parse_toml(text, "orch.toml"), changes))
+    changed = text
+    for table, key, value in _leaves(changes):
+        changed = _edit(changed, table, key, value, note)
+    try:
+        if _without_nulls(parse_toml(changed, "orch.toml")) == wanted:
+            return changed
+    except ConfigError:  # a value over several lines, an inline table
+        pass
+    return tomli_w.dumps(wanted) + (f"# {note}\n" if note else "")
+
+
+def _edit(text: str, table: str, key: str, value: Any, note: str) -> str:
+    """Replace, add or remove (null) the line of one key."""
+    line = "" if value is None else f"{key} = {_toml(value)}" + (f"  # {note}" if note else "")
+    start, stop = _section(text, table)
+    if start < 0:
+        return f"{text.rstrip()}\n\n[{table}]\n{line}\n" if line else text
+    body = text[start:stop]
+    found = re.search(rf"^[ \t]*{re.escape(key)}[ \t]*=(.*)\n?", body, re.MULTILINE)
+    if found:
+        old, _, comment = found[1].partition("#")
+        kept = f"  #{comment}" if comment and not note and not old.count('"') % 2 else ""
+        body = body[: found.start()] + (f"{line}{kept}\n" if line else "") + body[found.end() :]
+    elif line:
+        body = f"\n{line}{body or chr(10)}" if table else f"{line}\n{body}"
+    return text[:start] + body + text[stop:]
+
+
+def _section(text: str, table: str) -> tuple[int, int]:
+    """Where the lines of a table are ("": those before all tables); (-1, -1) when there is no such table."""
+    headers = list(_TABLE.finditer(text))
+    starts = [0] + [header.end() for header in headers]
+    stops = [header.start() for header in headers] + [len(text)]
+    names = [""] + [header[0].partition("#")[0].strip() for header in headers]
+    wanted = f"[{table}]" if table else ""
+    places = zip(names, starts, stops, strict=True)
+    return next(((start, stop) for name, start, stop in places if name.replace(" ", "") == wanted), (-1, -1))
+
+
+def _leaves(changes: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, str, Any]]:
+    """(table, key, value) of each value."""
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{table}.{key}".lstrip("."))
+        else:
+            yield table, key, value
+
+
+def _pairs(changes: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{table}.{key}={_NULL if value is None else _toml(value)}".lstrip(".")
+        for table, key, value in _leaves(changes)
+    ]
+
+
+def _toml(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
+
+
+def _without_nulls(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Also without tables that are empty then: they say the same as none."""
+    found = {
+        key: _without_nulls(value) if isinstance(value, Mapping) else value
+        for key, value in data.items()
+        if value is not None
+    }
+    return {key: value for key, value in found.items() if value != {}}

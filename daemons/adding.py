@@ -1,7 +1,9 @@
-"""Add runs: check a run's TOML file with the trainer's own rules, fill a folder beside the runs, rename it into place.
+"""Add runs, and fork them: check a run's config with the trainer's own rules, fill a folder, rename it into place.
 
 A folder appears complete, so the trainer never sees half a run; what a killed `prl` left is removed by a later one.
-Used through `actions`, and by forks and sweeps.
+The adapter that a run starts from (`[init] from`: a version of a run, a folder in PEFT format, or the name of one on
+the Hugging Face hub) is copied into it, so it no longer needs its source. Names, shapes and numbers of the adapter are
+checked by the trainer, which has the model.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,9 @@ from typing import Any
 import tomli_w
 
 from daemons import audit
-from daemons.errors import ActionError, in_one_line, one_line_errors
-from daemons.init_adapter import Start, check_start, copy_start, find_start
+from daemons.errors import ActionError, expand_home, in_one_line, need, one_line_errors
+from daemons.trash import existing_run
+from daemons.versions import Version, find_version, parse_version
 from prime_rl.configs.base import (
     MAX_TOML_BYTES,
     ConfigError,
@@ -37,10 +40,24 @@ from prime_rl.configs.base import (
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits, find_problems
-from prime_rl.contract.files import read_file, read_text, write_atomic
-from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.files import open_file, read_file, read_text, write_atomic
+from prime_rl.contract.layout import OutputDir, RunDir, stable_marker
+from prime_rl.contract.peft import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    AdapterConfig,
+    check_adapter_file,
+    has_adapter,
+    read_adapter_config,
+    untrained_modules,
+)
 from prime_rl.contract.status import TrainerStatus, is_alive, read_status
 from prime_rl.utils.extras import missing
+
+# Beside the adapter in a checkpoint: the moments of the optimizer, and what refers to them.
+_OPTIMIZER_FILES = ("progress.json", "state.safetensors")
+_COPY_BYTES = 1 << 20
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+")
 
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+")
 _MAX_NAME_CHARS = 58  # of the 64 that an id allows; the rest is for "-2", "-3", ...
@@ -51,6 +68,145 @@ _LEFTOVER_S = 3600.0
 # A config that was renamed after it was written is whole, and waits for nothing. File systems count in ticks of up to
 # 10 ms: so that both are not in one tick, it counts as written this much earlier.
 _TICKS_NS = 20_000_000
+# Of a run's id, with room for "-fork".
+_MAX_FORKED_CHARS = 57
+
+
+@dataclass(frozen=True)
+class Start:
+    """An adapter to start from.
+
+    Attributes:
+        name: the version, such as "run_a@v20", the folder, or the name on the hub.
+        version: None for what is not a version of a run of this workspace.
+        files: what is copied; with moments of the optimizer, from a checkpoint.
+    """
+
+    name: str
+    folder: Path
+    config: AdapterConfig
+    version: Version | None = None
+    files: Sequence[str] = (CONFIG_FILE, ADAPTER_FILE)
+
+
+def find_start(output: OutputDir, source: str, *, download: bool = True) -> Start | None:
+    """Find what `[init] from` names. None: on the hub, and not to be downloaded.
+
+    Raises ActionError when it is missing or not an adapter, or OSError.
+    """
+    named = parse_version(source)
+    if named is not None:
+        return start_from(find_version(existing_run(output, named[0]), named[1]))
+    folder = expand_home(Path(source))
+    if folder.is_dir():
+        return Start(source, folder, _config(folder))
+    if not _HUB_NAME.fullmatch(source):
+        raise ActionError(
+            in_one_line(
+                f"init.from: {source!r} not found: must be a run such as run_a@v20, a folder in PEFT format, "
+                "or ORG/NAME on the Hugging Face hub"
+            )
+        )
+    if not download:
+        return None
+    folder = _download(source)
+    return Start(source, folder, _config(folder))
+
+
+def start_from(version: Version, *, with_optimizer: bool = False) -> Start:
+    """A version to start from; `with_optimizer` needs its checkpoint. Raises ActionError."""
+    folder = version.checkpoint if with_optimizer else version.adapter
+    if folder is None or version.adapter is None:
+        raise ActionError(f"{version.name} is a version of a whole model: a run can start from an adapter only")
+    files = (CONFIG_FILE, ADAPTER_FILE, *(_OPTIMIZER_FILES if with_optimizer else ()))
+    return Start(version.name, folder, _config(folder), version, files)
+
+
+def check_start(output: OutputDir, start: Start, config: OrchestratorConfig, limits: TrainerLimits | None) -> None:
+    """Raises ActionError when a run with `config` cannot start from it."""
+    rank = config.model.lora.rank or (limits.max_rank if limits else None)
+    if rank is not None and start.config.rank > rank:
+        raise ActionError(
+            f"init.from: {start.name} has rank {start.config.rank}, the run has model.lora.rank = {rank}: "
+            "must be at most that; raise the run's rank, or choose another adapter"
+        )
+    takes = _target_modules(output)
+    if takes is not None and (odd := untrained_modules(start.config.target_modules, takes)):
+        raise ActionError(
+            in_one_line(
+                f"init.from: {start.name} adapts {', '.join(odd)[:200]}, this workspace's trainer only "
+                f"{', '.join(takes)}: choose another adapter, or change lora.target_modules in the system file"
+            )
+        )
+
+
+def copy_start(start: Start, folder: Path) -> None:
+    """Copy the adapter into `folder`, which must be new. Raises ActionError or OSError."""
+    folder.mkdir()
+    try:
+        for name in start.files:
+            _copy(start.folder / name, folder / name)
+        check_adapter_file(folder / ADAPTER_FILE)
+    except FileNotFoundError as error:
+        raise ActionError(f"{start.name}: {error.filename} not found: it may have been removed meanwhile") from error
+    except ValueError as error:
+        raise ActionError(in_one_line(str(error))) from error
+    # A version is removed marker first: what was copied while the marker stood is whole.
+    if start.version is not None and not _is_complete(start):
+        raise ActionError(f"{start.name} was removed while it was copied: choose a newer version")
+
+
+def has_optimizer(init: Path) -> bool:
+    """Whether the `init/` of a run has moments of an optimizer too."""
+    return all((init / name).exists() for name in _OPTIMIZER_FILES)
+
+
+def _is_complete(start: Start) -> bool:
+    """Whether the folder that was copied still counts. A checkpoint has its marker one folder higher."""
+    assert start.version is not None
+    step_dir = start.folder if start.folder == start.version.published else start.folder.parent
+    return stable_marker(step_dir).exists()
+
+
+def _config(folder: Path) -> AdapterConfig:
+    try:
+        return read_adapter_config(folder, follow_links=True)
+    except FileNotFoundError as error:
+        raise ActionError(f"{folder} has no {CONFIG_FILE}: a run starts from a folder in PEFT format") from error
+    except ValueError as error:
+        raise ActionError(in_one_line(str(error))) from error
+
+
+def _download(name: str) -> Path:
+    """The folder with the adapter `name` of the hub, from its cache if it is there."""
+    need("cpu", "huggingface_hub")
+    from huggingface_hub import snapshot_download  # a slow import, and most adapters are in a folder
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=[CONFIG_FILE, ADAPTER_FILE]))
+    except (OSError, ValueError) as error:
+        raise ActionError(
+            in_one_line(f"init.from: {name!r} is not a folder, and the hub does not give it: {str(error)[:300]}")
+        ) from error
+    if not has_adapter(folder):
+        raise ActionError(f"init.from: {name!r} on the hub has no {CONFIG_FILE} and {ADAPTER_FILE}")
+    return folder
+
+
+def _target_modules(output: OutputDir) -> tuple[str, ...] | None:
+    """What the workspace's trainer adapts; None when it never ran."""
+    try:
+        lora = load_config(TrainerConfig, output.component_config("trainer")).model.lora
+    except ConfigError:
+        return None
+    return lora.target_modules if lora else None
+
+
+def _copy(source: Path, target: Path) -> None:
+    with os.fdopen(open_file(source, follow_links=True), "rb") as old, target.open("xb") as new:
+        shutil.copyfileobj(old, new, _COPY_BYTES)
+        new.flush()
+        os.fsync(new.fileno())
 
 
 @dataclass(frozen=True)
@@ -101,10 +257,8 @@ def validate_file(
     output_dir: Path, source: Path | str, *, overrides: Mapping[str, Any] | None = None
 ) -> OrchestratorConfig:
     """Check a run's TOML file as the trainer would. Raises ActionError with every problem."""
-    try:
+    with one_line_errors(f"checking {source}"):
         return checked(Path(output_dir), load_toml(Path(source)), str(source), overrides)
-    except ConfigError as error:
-        raise ActionError(in_one_line(str(error))) from error
 
 
 def checked(
@@ -183,14 +337,11 @@ def _read_checked(
     output_dir: Path, source: Path, overrides: Mapping[str, Any] | None
 ) -> tuple[str, int, OrchestratorConfig]:
     """The checked text, which is the text that is placed, the mode of its file, and what it says."""
-    try:
-        data = load_toml(source)
-        text = read_file(source, limit=MAX_TOML_BYTES, follow_links=True).decode()
-        if parse_toml(text, str(source)) != data:
-            raise ActionError(f"{source} changed while it was read: try again")
-        config = checked(output_dir, data, str(source), overrides)
-    except ConfigError as error:
-        raise ActionError(in_one_line(str(error))) from error
+    data = load_toml(source)
+    text = read_file(source, limit=MAX_TOML_BYTES, follow_links=True).decode()
+    if parse_toml(text, str(source)) != data:
+        raise ActionError(f"{source} changed while it was read: try again")
+    config = checked(output_dir, data, str(source), overrides)
     return tomli_w.dumps(merge(data, overrides)) if overrides else text, mode_like(source), config
 
 
@@ -276,3 +427,91 @@ def _remove_leftovers(output: OutputDir) -> None:
         with contextlib.suppress(OSError):
             if not folder.is_symlink() and time.time() - folder.stat().st_mtime > _LEFTOVER_S:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Fork:
+    """`source` is the version that it starts from, such as "run_a@v20"; `added` is false when it was there already."""
+
+    run_id: str
+    source: str
+    with_optimizer: bool
+    added: bool
+
+
+def fork_run(
+    output_dir: Path,
+    run_id: str,
+    *,
+    step: int | None = None,
+    new_id: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    with_optimizer: bool = False,
+    dry_run: bool = False,
+    reason: str = "",
+) -> Fork:
+    """Add a run that starts from version `step` of `run_id`, by default its newest, with `overrides` to its config.
+
+    `with_optimizer` takes the moments of the optimizer too, which only checkpoints have; the learning rate's schedule
+    starts over. `new_id` defaults to the run's own id with "-fork". If the run `new_id` is this fork already, nothing
+    changes. Raises ActionError.
+    """
+    output = OutputDir(Path(output_dir))
+    with one_line_errors(f"forking {run_id}"):
+        run = existing_run(output, run_id)
+        version = find_version(run, step, saved=with_optimizer)
+        start = start_from(version, with_optimizer=with_optimizer)
+        text, config = _fork_config(output, run, version.name, overrides or {})
+        check_start(output, start, config, trainer_limits(output.path))
+        if with_optimizer:
+            _check_moments(output, run, config, start.config.rank, start.config.alpha)
+        if new_id is not None and _is_there(output.run(new_id), text, with_optimizer):
+            return Fork(new_id, version.name, with_optimizer, added=False)
+        names = candidates(new_id, f"{run_id[:_MAX_FORKED_CHARS]}-fork")
+        if dry_run:
+            return Fork(free_id(output, names), version.name, with_optimizer, added=False)
+        fork = place(output, names, NewRun(text, config, mode_like(run.orch_toml), start))
+        detail = f"from {version.name}" + (" with its optimizer" if with_optimizer else "")
+        audit.record(output, "fork", fork.run_id, reason=reason, detail=detail)
+        return Fork(fork.run_id, version.name, with_optimizer, added=True)
+
+
+def _fork_config(
+    output: OutputDir, run: RunDir, source: str, overrides: Mapping[str, Any]
+) -> tuple[str, OrchestratorConfig]:
+    """The new run's text and config. Raises ActionError when it would be invalid."""
+    if "init" in overrides:
+        raise ActionError("init.from of a fork is the version that it starts from: choose it with --step")
+    try:
+        data = load_toml(run.orch_toml)
+        if isinstance(ckpt := data.get("ckpt"), dict):
+            ckpt.pop("resume_step", None)
+        data = {**merge(data, overrides), "init": {"from": source}}
+        config = checked(output.path, data, run.orch_toml.name, None)
+    except ConfigError as error:
+        raise ActionError(in_one_line(f"the fork of {run.run_id} would be invalid: {error}")) from error
+    return tomli_w.dumps(data), config
+
+
+def _is_there(run: RunDir, text: str, with_optimizer: bool) -> bool:
+    return has_text(run, text) and has_optimizer(run.init) == with_optimizer
+
+
+def _check_moments(output: OutputDir, run: RunDir, config: OrchestratorConfig, rank: int, alpha: float) -> None:
+    """Raises ActionError when moments of the run's optimizer mean nothing to the fork."""
+    limits, lora = trainer_limits(output.path), config.model.lora
+    own = (lora.rank or (limits and limits.max_rank) or rank, lora.alpha or (limits and limits.alpha) or alpha)
+    try:
+        before = build(OrchestratorConfig, load_toml(run.orch_toml), run.orch_toml.name).optim.type
+    except ConfigError as error:
+        raise ActionError(in_one_line(f"--with-optimizer: {error}")) from error
+    if own != (rank, alpha):
+        found, wanted = f"rank {rank} and alpha {alpha:g}", f"rank {own[0]} and alpha {own[1]:g}"
+    elif config.optim.type != before:
+        found, wanted = f"optim.type = {before!r}", f"optim.type = {config.optim.type!r}"
+    else:
+        return
+    raise ActionError(
+        f"--with-optimizer: {run.run_id} was trained with {found}, the fork has {wanted}: leave the option out, "
+        "or keep these"
+    )

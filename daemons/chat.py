@@ -23,7 +23,7 @@ import msgspec
 
 from daemons import audit
 from daemons.errors import ActionError, WrongUseError, one_line_errors
-from daemons.keys import inference_variable
+from daemons.specs import inference_variable
 from daemons.trash import existing_run
 from daemons.versions import find_version, parse_version
 from prime_rl.contract.layout import OutputDir

@@ -13,27 +13,13 @@ from typing import Annotated
 import typer
 
 from daemons.actions import ActionError
-from daemons.commands import (
-    acts,
-    alerts,
-    branches,
-    config,
-    demo,
-    deploy,
-    doctor,
-    foreground,
-    lifecycle,
-    multinode,
-    scale,
-    sharing,
-    takeaway,
-    up,
-    usage,
-)
-from daemons.commands.common import UsageError, complain
+from daemons.commands import acts, alerts, config, deploy, lifecycle, multinode, results
+from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, UsageError, complain, flags_help
 from daemons.commands.runs import runs_app
+from daemons.demo import demo
 from daemons.launchers.base import LaunchError
 from prime_rl import __version__
+from prime_rl.configs import fit_flags
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import LayoutError
 from prime_rl.utils.text import one_line
@@ -44,22 +30,42 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-demo.register(app)
-up.register(app)
-lifecycle.register(app)
-scale.register(app)
-deploy.register(app)
-doctor.register(app)
-config.register(app)
+# In the order of `prl --help`.
+app.command(context_settings=EXTRA)(demo)
+app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(lifecycle.up)
+app.command()(lifecycle.down)
+app.command()(lifecycle.status)
+app.command()(lifecycle.logs)
+app.command()(lifecycle.restart)
+app.add_typer(lifecycle.scale_app, name="scale")
+app.add_typer(deploy.deploy_app, name="deploy")
+app.command()(lifecycle.doctor)
+app.add_typer(config.config_app, name="config")
 alerts.register(app)
-usage.register(app)
-acts.register(runs_app)
-sharing.register(runs_app)
-branches.register(runs_app)
-takeaway.register(app, runs_app)
+app.command()(results.usage)
+runs_app.command()(acts.evict)
+runs_app.command()(acts.readmit)
+runs_app.command()(acts.rollback)
+runs_app.command()(acts.delete)
+runs_app.command()(acts.undelete)
+runs_app.command()(acts.purge)
+runs_app.command("resume", hidden=True)(acts.old_rollback)
+runs_app.command()(acts.pause)
+runs_app.command("continue")(acts.go_on)
+runs_app.command("set")(acts.set_keys)
+runs_app.command()(acts.fork)
+runs_app.command()(acts.sweep)
+runs_app.command()(results.export)
+runs_app.command()(results.diff)
+app.command()(results.chat)
 app.add_typer(runs_app, name="runs")
-foreground.register(app)
-multinode.register(app)
+fit_help = flags_help(lifecycle.FIT_HELP, f"prl fit {fit_flags.EXAMPLE}", fit_flags.fit_parser())
+app.command(help=fit_help, context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(lifecycle.fit)
+app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(lifecycle.trainer)
+app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(lifecycle.orchestrator)
+app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(lifecycle.inference)
+app.command("make-base", context_settings=EXTRA)(lifecycle.make_base)
+app.add_typer(multinode.multinode_app, name="multinode")
 
 
 def _version(wanted: bool) -> None:

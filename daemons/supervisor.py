@@ -1,8 +1,8 @@
 """The supervisor: keeps the daemons of one workspace alive without a terminal, and ends them when asked to stop.
 
 A loop looks at the disk (`observe`) and, through a launcher, at its daemons, lets `decide` choose what to do, and does
-it. It records one file per daemon (`records`) for all readers. `starting` starts it and hands it the workspace's
-lock. It only reads what is inside a run, and handles no process: `launchers` do.
+it. It records one file per daemon (`records`) for all readers. `supervisor_process` starts it and hands it the
+workspace's lock. It only reads what is inside a run, and handles no process: `launchers` do.
 
     python -m daemons.supervisor OUTPUT_DIR LOCK_FD
 """
@@ -21,18 +21,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from daemons.actions import evict_run
-from daemons.daemon import LIVE, Action, Daemon, Do, Seen, Snapshot, State
-from daemons.decide import decide
+from daemons.decide import LIVE, Action, Daemon, Do, Seen, Snapshot, State, decide
 from daemons.errors import ActionError
 from daemons.halving import Halving
 from daemons.launchers import launcher_of
 from daemons.launchers.base import Alive, Ended, Launcher, LaunchError, Left
-from daemons.leftovers import Past, adopt
 from daemons.logs import JOB_LOG, SRUN_LOG, LogRelay, node_log, rotate
 from daemons.observe import Observer, held_runs, work_file
 from daemons.pidfile import SupervisorLock
 from daemons.process import log_tail
-from daemons.records import Records
+from daemons.records import Past, Records, adopt
 from daemons.specs import (
     ALERTS,
     DEVICES_VARIABLE,

@@ -162,11 +162,7 @@ def _split(text: str) -> list[str]:
 
 def _checked(output: OutputDir, source: Path, name: str, points: Mapping[str, Mapping[str, Any]]) -> dict[str, NewRun]:
     """Every run of the sweep, checked. Raises ActionError with the first that would be invalid."""
-    try:
-        data = load_toml(source)
-    except ConfigError as error:
-        raise ActionError(in_one_line(str(error))) from error
-    mode, new = mode_like(source), dict[str, NewRun]()
+    data, mode, new = load_toml(source), mode_like(source), dict[str, NewRun]()
     for run_id, values in points.items():
         output.run(run_id)
         changed: dict[str, Any] = dict(data)

@@ -1,7 +1,7 @@
 """A workspace goes up and down, and one daemon restarts: what `prl up`, `down` and `restart` do, and `prl-tui` too.
 
 `choose_system` decides which workspace is meant, `start_workspace` starts it and waits until everything answers: here
-with a supervisor process (`starting`), or as a Slurm job (`submit`). They report progress through `say`; nothing here
+with a supervisor (`supervisor_process`), or as a Slurm job (`submit`). They report progress through `say`; nothing here
 prints.
 
 `max_concurrent_runs = "auto"`, and vLLM's share of a GPU that the trainer uses too, are worked out when it is brought
@@ -24,8 +24,7 @@ from typing import Any
 
 import tomli_w
 
-from daemons import starting, stopping
-from daemons.base_model import check_model
+from daemons import supervisor_process
 from daemons.errors import ActionError, WrongUseError, need_daemons
 from daemons.launchers.base import LaunchError
 from daemons.pidfile import SupervisorLock
@@ -40,9 +39,9 @@ from daemons.specs import (
     settle_devices,
     without_nulls,
 )
-from daemons.starting import LOOK_EVERY_S, Look, Say
-from daemons.starting import waits as waits
 from daemons.submit import end_job, has_job, is_for_a_job, start_job
+from daemons.supervisor_process import LOOK_EVERY_S, Look, Say, check_model
+from daemons.supervisor_process import waits as waits
 from daemons.workspace import SUPERVISOR, Workspace
 from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.configs import EXAMPLES
@@ -112,14 +111,14 @@ def start_workspace(
     ready = make_ready(wanted, output, stop=stop, say=say, is_quiet=is_quiet)
     if ready is None:
         return None
-    child = starting.start_supervisor(output, take_workspace(ready, output, say))
+    child = supervisor_process.start_supervisor(output, take_workspace(ready, output, say))
     try:
-        answers = starting.wait_until_ready(ready.system, output, child, stop=stop, on_look=on_look)
+        answers = supervisor_process.wait_until_ready(ready.system, output, child, stop=stop, on_look=on_look)
     except LaunchError:
-        stopping.down(output, timeout_s=None, say=say, supervisor=child)
+        supervisor_process.down(output, timeout_s=None, say=say, supervisor=child)
         raise
     if not answers:
-        stopping.down(output, timeout_s=None, say=say, supervisor=child)
+        supervisor_process.down(output, timeout_s=None, say=say, supervisor=child)
         return None
     # The supervisor outlives us; if it ends first, it must not stay behind as a zombie.
     threading.Thread(target=child.wait, name="reap the supervisor", daemon=True).start()
@@ -144,7 +143,7 @@ def make_ready(
 
 def take_workspace(wanted: Wanted, output: OutputDir, say: Say) -> SupervisorLock:
     """Check and prepare the workspace and save its settings; returns its lock. Raises LaunchError."""
-    lock = starting.prepare(wanted.system, output, say)
+    lock = supervisor_process.prepare(wanted.system, output, say)
     write_atomic(output.component_config(UP), tomli_w.dumps(wanted.said))
     return lock
 
@@ -152,9 +151,9 @@ def take_workspace(wanted: Wanted, output: OutputDir, say: Say) -> SupervisorLoc
 def stop_workspace(output_dir: Path, *, timeout_s: float | None = None, say: Say) -> bool:
     """Stop all daemons and check that none is left; false when nothing was running. Raises LaunchError."""
     output = OutputDir(output_dir)
-    limit_s = stopping.down_timeout_s(saved_system(output).supervisor) if timeout_s is None else timeout_s
+    limit_s = supervisor_process.down_timeout_s(saved_system(output).supervisor) if timeout_s is None else timeout_s
     had_job = has_job(output) and end_job(output, limit_s, say)
-    return stopping.down(output, timeout_s=timeout_s, say=say) or had_job
+    return supervisor_process.down(output, timeout_s=timeout_s, say=say) or had_job
 
 
 def restart_daemon(
@@ -226,15 +225,15 @@ def _make_model(name: str, output: OutputDir, stop: Callable[[], bool], say: Say
     """Under the workspace's lock, so that `prl status` and `prl down` find who is at work here.
 
     Not in the console (`is_quiet`), which `prl down` would end. Where another process has the lock nothing is made, and
-    `starting.prepare` names it. Raises LaunchError.
+    `supervisor_process.prepare` names it. Raises LaunchError.
     """
-    from daemons.base_model import make_base_model
+    from daemons.supervisor_process import make_base_model
 
-    starting.check_writable(output)
+    supervisor_process.check_writable(output)
     if (lock := SupervisorLock.acquire(output)) is None:
         return
     try:
-        stopping.refuse_rival(output)
+        supervisor_process.refuse_rival(output)
         if not is_quiet:
             lock.write_info(time.time())
             make_base_model(name, stop, say, is_quiet=False)

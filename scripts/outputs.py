@@ -18,17 +18,17 @@ from typing import Any, Literal
 
 import msgspec
 
+from daemons.adding import Fork
 from daemons.alerts.incident_file import OpenIncident
-from daemons.checks import Check
 from daemons.commands.config import Origin
-from daemons.commands.usage import Use
+from daemons.commands.results import Use
 from daemons.details import CheckpointView
-from daemons.differences import Difference
-from daemons.disk import DiskView
-from daemons.dry_run import Planned
+from daemons.doctor import Check
 from daemons.exports import Export
-from daemons.forks import Fork
+from daemons.machine import DiskView
 from daemons.quiet import Silence
+from daemons.results import Difference
+from daemons.submit import Planned
 from daemons.workspace import DaemonView, RefusedView, RunView
 from prime_rl.configs.explain import FieldFacts
 from prime_rl.contract.samples import Sample

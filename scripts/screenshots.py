@@ -25,7 +25,7 @@ from recording import Recorder
 from textual.pilot import Pilot
 
 from daemons import actions, up_and_down
-from daemons.base_model import make_base_model
+from daemons.supervisor_process import make_base_model
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir

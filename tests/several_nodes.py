@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 
 from daemons.launchers.agent import START_MARK
-from daemons.leftovers import recorded
 from daemons.process import DAEMON_MARK
+from daemons.records import recorded
 from prime_rl.contract.layout import list_rollout_steps, list_steps
 from prime_rl.contract.status import DaemonStatus, read_status
 from tests.system_support import ROOT, Workspace, make_workspace

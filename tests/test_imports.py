@@ -14,12 +14,12 @@ ROOT = Path(__file__).parent.parent
 LAYER_0 = ("prime_rl.contract", "prime_rl.utils")
 LAYER_1 = (*LAYER_0, "prime_rl.configs")
 # How the console reads a workspace, as `prl` does.
-READS = ("daemons.workspace", "daemons.workspace_reader", "daemons.disk", "daemons.machine", "daemons.run_files")
+READS = ("daemons.workspace", "daemons.workspace_reader", "daemons.machine")
 # What it does to one.
 ACTS = (
-    *("daemons.actions", "daemons.set_keys", "daemons.forks", "daemons.rollback", "daemons.sweeps"),
+    *("daemons.actions", "daemons.adding", "daemons.sweeps"),
     *("daemons.exports", "daemons.chat", "daemons.quiet", "daemons.up_and_down", "daemons.versions", "daemons.doctor"),
-    *("daemons.alerts.incident_file", "daemons.alerts.targets", "daemons.errors", "daemons.differences"),
+    *("daemons.alerts.incident_file", "daemons.alerts.targets", "daemons.errors", "daemons.results"),
 )
 # package -> what of this project, and of the heavy libraries, it may import
 ALLOWED: dict[str, tuple[str, ...]] = {

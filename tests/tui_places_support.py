@@ -6,8 +6,7 @@ import os
 
 import msgspec
 
-from daemons.disk import DiskView
-from daemons.machine import DaemonUse, GpuView, MachineView
+from daemons.machine import DaemonUse, DiskView, GpuView, MachineView
 from daemons.workspace import Workspace
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir

@@ -1,4 +1,4 @@
-"""`prl runs evict|readmit|rollback|delete|undelete|purge`: commands that change runs.
+"""`prl runs evict|readmit|rollback|delete|undelete|purge|pause|continue|set|fork|sweep`: commands that change runs.
 
 They work with the daemons down.
 """
@@ -7,14 +7,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from daemons import actions
+from daemons.actions import continue_run, parse_changes, pause_run, rollback_run, set_run_keys
+from daemons.adding import fork_run
 from daemons.commands import complete
-from daemons.commands.common import OutputDirOption, UsageError, choose_output_dir, complain, parse_duration, say
-from daemons.rollback import rollback_run
+from daemons.commands.common import (
+    JsonOption,
+    OutputDirOption,
+    UsageError,
+    choose_output_dir,
+    complain,
+    parse_duration,
+    print_json,
+    say,
+)
+from daemons.commands.runs import RunIdArgument
+from daemons.sweeps import sweep_runs
+from prime_rl.configs.base import ConfigError, parse_set
+from prime_rl.configs.lifetime import LIVE_KEYS
 
 RunIdsArgument = Annotated[
     list[str],
@@ -27,6 +43,8 @@ OneRunArgument = Annotated[
     str, typer.Argument(metavar="ID", help="A run, such as run_reverse.", autocompletion=complete.run_ids)
 ]
 ReasonOption = Annotated[str, typer.Option(metavar="TEXT", help="Why; recorded in logs/audit.jsonl.")]
+
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check only; add nothing.")]
 
 
 def evict(
@@ -216,8 +234,142 @@ def _confirm(question: str, yes: bool) -> None:
     typer.confirm(question, abort=True)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `prl runs`; `resume`, the old name of `rollback`, is hidden."""
-    for command in (evict, readmit, rollback, delete, undelete, purge):
-        app.command()(command)
-    app.command("resume", hidden=True)(old_rollback)
+def pause(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: ReasonOption = "") -> None:
+    """Save runs and free their slots until they are continued.
+
+    The trainer saves each after its last update; its adapters leave inference. prl runs continue lets it go on.
+
+    Example: prl runs pause run_reverse --reason "others first"
+    """
+    place = choose_output_dir(output_dir)
+
+    def act(run_id: str) -> str:
+        new = pause_run(place, run_id, reason=reason)
+        return f"{run_id}: paused" if new else f"{run_id}: already paused"
+
+    each(run_ids, act)
+
+
+def go_on(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: ReasonOption = "") -> None:
+    """Let paused runs go on where they were, as soon as a slot is free.
+
+    Example: prl runs continue run_reverse
+    """
+    place = choose_output_dir(output_dir)
+
+    def act(run_id: str) -> str:
+        new = continue_run(place, run_id, reason=reason)
+        return f"{run_id}: continues" if new else f"{run_id}: not paused, nothing to do"
+
+    each(run_ids, act)
+
+
+def set_keys(
+    run_id: RunIdArgument,
+    changes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUE...",
+            help=f"While the run is in its slot: {', '.join(LIVE_KEYS)}; else any key. null removes one.",
+            autocompletion=complete.live_keys,
+        ),
+    ],
+    output_dir: OutputDirOption = None,
+    reason: ReasonOption = "",
+) -> None:
+    """Change keys of a run's orch.toml; its share, priority, budget and tags also while it trains.
+
+    Example: prl runs set run_reverse weight=2 priority=5 preempt=true budget.max_tokens=1e6 tags=a,b
+    """
+    new = set_run_keys(choose_output_dir(output_dir), run_id, parse_changes(changes), reason=reason)
+    say(f"{run_id}: {'set ' + ' '.join(changes) if new else 'has these values already'}")
+
+
+def fork(
+    run_id: Annotated[
+        str, typer.Argument(metavar="ID", help="The run to fork, such as run_reverse.", autocompletion=complete.run_ids)
+    ],
+    output_dir: OutputDirOption = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="The version to start from. Default: the newest.", show_default=False)
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a field, such as optim.lr=3e-5. May be repeated."),
+    ] = None,
+    new_id: Annotated[
+        str | None, typer.Option("--id", metavar="NEW", help="The new run's id. Default: ID and -fork.")
+    ] = None,
+    with_optimizer: Annotated[
+        bool, typer.Option("--with-optimizer", help="Take the optimizer's moments too, from a checkpoint.")
+    ] = False,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+    reason: ReasonOption = "",
+) -> None:
+    """Start a new run from a version of a run.
+
+    It has the run's config with your changes, and counts its steps from 0. The other run goes on, and may be deleted.
+
+    Example: prl runs fork run_reverse --step 40 --set optim.lr=3e-5 --id run_slower
+    """
+    try:
+        changed = parse_set(changes) if changes else None
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    made = fork_run(
+        choose_output_dir(output_dir),
+        run_id,
+        step=step,
+        new_id=new_id,
+        overrides=changed,
+        with_optimizer=with_optimizer,
+        dry_run=dry_run,
+        reason=reason,
+    )
+    if as_json:
+        print_json({"fork": msgspec.to_builtins(made), "dry_run": dry_run})
+    else:
+        optimizer = " with its optimizer" if with_optimizer else ""
+        done = "would add" if dry_run else "added" if made.added else "already there:"
+        say(f"{done} {made.run_id}, which starts from {made.source}{optimizer}")
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The config of all runs, a TOML file.")],
+    axes: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=VALUE,...", help="Values of one key: seed=1,2,3. May be repeated."),
+    ],
+    output_dir: OutputDirOption = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The sweep's name. Default: that of the file.")
+    ] = None,
+    halving: Annotated[
+        int | None,
+        typer.Option(min=2, help="Successive halving: of so many runs one goes on at each rung.", show_default=False),
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What halving compares. Default: stop.metric, else reward/mean.")
+    ] = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+    reason: ReasonOption = "",
+) -> None:
+    """Add one run for each combination of values.
+
+    All are checked before the first is added. They are named by what differs and tagged with the sweep's name; the plan
+    is in sweeps/NAME.json. The same sweep a second time adds nothing.
+
+    Example: prl runs sweep configs/demo/reverse.toml --set optim.lr=1e-4,3e-4 --set seed=1,2,3 --dry-run
+    """
+    place = choose_output_dir(output_dir)
+    made = sweep_runs(place, file, axes, name=name, halving=halving, metric=metric, dry_run=dry_run, reason=reason)
+    if as_json:
+        payload = {"plan": msgspec.to_builtins(made.plan), "added": made.added, "dry_run": dry_run}
+        print_json(payload)
+        return
+    for run in made.plan.runs:
+        values = ", ".join(f"{key}={value}" for key, value in run.set.items())
+        done = ("would add" if dry_run else "added") if run.run_id in made.added else "already there:"
+        say(f"{done} {run.run_id} ({values})")

@@ -54,6 +54,10 @@ KindOption = Annotated[
     typer.Option(metavar="KIND", help=f"Kind of file: {', '.join(KINDS)}.", autocompletion=complete.config_kinds),
 ]
 
+# file: it is set there. flag: by --set. workspace: a run takes what its trainer has. derived: from other values of the
+# file, such as those that a system file shares between trainer and inference. default: none of these.
+Source = Literal["file", "flag", "workspace", "derived", "default"]
+
 
 @config_app.command()
 def show(
@@ -204,16 +208,6 @@ def _table_of(fields: list[FieldFacts]) -> FittingTable:
         for field in fields
     ]
     return FittingTable(["KEY", "DEFAULT", *choices, "MEANING"], rows, ("DEFAULT",))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the group `prl config`."""
-    app.add_typer(config_app, name="config")
-
-
-# file: it is set there. flag: by --set. workspace: a run takes what its trainer has. derived: from other values of the
-# file, such as those that a system file shares between trainer and inference. default: none of these.
-Source = Literal["file", "flag", "workspace", "derived", "default"]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import tomli_w
 import typer
 
 from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, UsageError, say
-from daemons.commands.up import choose_system, ignore
+from daemons.commands.lifecycle import choose_system, ignore
 from daemons.launchers.base import LaunchError
 from daemons.launchers.placement import nodes_needed
 from daemons.specs import service_specs, without_nulls
@@ -163,6 +163,7 @@ def _pod(pods: Pods, gpus: int, grace_s: int) -> dict[str, Any]:
     }
 
 
+@deploy_app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)
 def kubernetes(
     context: typer.Context,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the manifests.")],
@@ -195,9 +196,3 @@ def kubernetes(
         write_atomic(out / file, yaml.safe_dump(content, sort_keys=False))
     num_pods = files["job.yaml"]["spec"]["completions"]
     say(f"{out}: {', '.join(files)}; {num_pods} pods, Kubernetes {NEEDED_VERSION} or newer; kubectl apply -f {out}")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the group `prl deploy`."""
-    deploy_app.command("kubernetes", context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(kubernetes)
-    app.add_typer(deploy_app, name="deploy")

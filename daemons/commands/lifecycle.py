@@ -1,20 +1,31 @@
-"""`prl down`, `status`, `logs`, `restart`: commands for the whole workspace."""
+"""Commands for a workspace (`prl up|down|status|logs|doctor|restart|scale`), and for one component in this process.
+
+Without `@ FILE` `prl up` starts the workspace with its last settings (kept in `daemons/configs/up.toml`), else a small
+one as in `configs/demo/system.toml`, whose base model is made when it is missing. `up_and_down` does the work. `prl
+scale` changes only the saved settings: the supervisor starts or ends servers at its next look, or at the next `prl up`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import tomli_w
 import typer
 from rich.console import RenderableType
+from rich.live import Live
 from rich.text import Text
 
-from daemons.actions import ActionError
+from daemons import audit, supervisor_process, up_and_down
 from daemons.commands import complete
+from daemons.commands.acts import ReasonOption
 from daemons.commands.common import (
     JsonOption,
     OutputDirOption,
@@ -22,19 +33,38 @@ from daemons.commands.common import (
     WatchOption,
     check_readable,
     choose_output,
+    choose_output_dir,
+    complain,
     console,
     no_workspace,
     print_json,
     say,
     watch,
 )
-from daemons.commands.views import workspace_json, workspace_view
-from daemons.disk import DiskReader
+from daemons.commands.runs import workspace_json, workspace_view
+from daemons.doctor import examine
+from daemons.errors import ActionError, WrongUseError, in_one_line, need_cpu, one_line_errors
 from daemons.logs import JOB_LOG, SRUN_LOG, end_of_lines, last_lines
+from daemons.machine import DiskReader
 from daemons.pidfile import read_info
-from daemons.specs import INFERENCE, OPTIONAL, TRAINER, kind_of
-from daemons.workspace import SUPERVISOR
-from daemons.workspace_reader import WorkspaceReader
+from daemons.specs import (
+    FIT_MODULE,
+    INFERENCE,
+    MAKE_BASE_MODULE,
+    OPTIONAL,
+    ORCHESTRATOR,
+    SYSTEM,
+    TRAINER,
+    UP,
+    kind_of,
+    module_of,
+)
+from daemons.submit import is_for_a_job
+from daemons.workspace import SUPERVISOR, Workspace
+from daemons.workspace_reader import WorkspaceReader, read_workspace
+from prime_rl.configs.base import ConfigError, build, load_toml, merge
+from prime_rl.configs.system import SystemConfig
+from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import clean_text
@@ -42,6 +72,117 @@ from prime_rl.utils.text import clean_text
 FOLLOW_EVERY_S = 0.25
 # As in `logs.node_log`: the log of a daemon's node after its first.
 _NODE = re.compile(r"-node[1-9][0-9]*$")
+scale_app = typer.Typer(no_args_is_help=True, help="Change how many of a daemon there are, while they run.")
+MAX_PORT = 65_535
+_CHECK_STYLES = {"ok": "green", "warning": "yellow", "broken": "red"}
+FIT_HELP = """Show what a pass of the trainer needs in GPU memory, and what fits.
+
+Needs no GPU and no download: the real pass runs on tensors without memory. Prints also the largest micro-batch, the
+most runs, and how to divide one GPU between trainer and vLLM."""
+
+
+def up(
+    context: typer.Context,
+    output_dir: OutputDirOption = None,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay in the foreground until Ctrl-C, for systemd and containers.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would run where, with the exact commands; start nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON; its format is stable.")] = False,
+) -> None:
+    """Start a workspace's daemons in the background.
+
+    Starts a supervisor, which starts the trainer, the inference server and the orchestrators of all runs, and restarts
+    those that fail. Returns when trainer and inference are ready.
+
+    @ FILE is the system file (TOML): base model, slots, engine. --key.subkey VALUE overrides one field. Without @ FILE
+    the workspace starts with its last settings; a new one starts small, on this machine's CPU, and builds its base
+    model.
+
+    With deployment.engine = "slurm" outside an allocation it submits a job, which does this on its first node.
+
+    Example: prl up @ configs/demo/system.toml --inference.port 8001
+    """
+    if as_json and not dry_run:
+        raise UsageError("--json is for prl up --dry-run")
+    if dry_run:
+        _show_plan(choose_system(context.args, output_dir, say=ignore), as_json)
+        return
+    from daemons import supervisor
+    from prime_rl.utils.signals import StopFlag
+
+    stop = StopFlag().install()
+    wanted = choose_system(context.args, output_dir)
+    output = OutputDir(wanted.system.output_dir)
+    if foreground and is_for_a_job(wanted.system):
+        raise UsageError(
+            '--foreground with deployment.engine = "slurm" outside an allocation: leave it out to submit a job'
+        )
+    if foreground:
+        ready = up_and_down.make_ready(wanted, output, stop=stop, say=say, is_quiet=False)
+        if ready is None:
+            raise typer.Exit(130)
+        raise typer.Exit(supervisor.supervise(output, up_and_down.take_workspace(ready, output, say), stop))
+    with Progress() as look:
+        workspace = up_and_down.start_workspace(wanted, stop=stop, say=say, on_look=look)
+    if workspace is None:
+        raise typer.Exit(130)
+    url = workspace.inference.base_url if workspace.inference else ""
+    same = output.path == choose_output_dir(output_dir)
+    where = "" if same else f" --output-dir {output.path}"
+    say(
+        f"up: {output.path}, {workspace.max_runs} slots, inference at {url}; "
+        f"prl status{where} shows it, prl down{where} stops it"
+    )
+
+
+def choose_system(
+    args: Sequence[str], output_dir: Path | None, say: supervisor_process.Say = say
+) -> up_and_down.Wanted:
+    """The system config that the command line describes. Raises ConfigError."""
+    return up_and_down.choose_system(args, output_dir, say=say, default=lambda: choose_output_dir(None))
+
+
+def ignore(line: str) -> None:
+    """What is said on the way is no part of what was asked for."""
+
+
+def _show_plan(wanted: up_and_down.Wanted, as_json: bool) -> None:
+    from daemons.submit import plan_of
+
+    plan = plan_of(wanted.system, OutputDir(wanted.system.output_dir))
+    if as_json:
+        return print_json(plan.as_json())
+    for line in plan.lines():
+        say(line)
+    return None
+
+
+class Progress:
+    """Shows the wait for readiness: one live line a daemon on a terminal, a line at each change elsewhere."""
+
+    def __enter__(self) -> Callable[[Workspace], None]:
+        screen = console()
+        self._live = Live(console=screen, auto_refresh=False) if screen.is_terminal else None
+        self._said: list[str] = []
+        return self._look
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _look(self, workspace: Workspace) -> None:
+        lines = supervisor_process.waits(workspace)
+        if self._live is not None:
+            self._live.start()  # only now, so that earlier messages stand above it
+            self._live.update(Text("\n".join(lines)), refresh=True)
+        else:
+            for line in lines:
+                if line not in self._said:
+                    say(line)
+            self._said = lines
 
 
 def down(
@@ -58,8 +199,6 @@ def down(
 
     Example: prl down --output-dir outputs/demo
     """
-    from daemons import up_and_down
-
     output = choose_output(output_dir)
     was_running = up_and_down.stop_workspace(output.path, timeout_s=timeout, say=say)
     say(f"{output.path}: stopped, no process is left" if was_running else f"{output.path}: nothing is running")
@@ -161,6 +300,39 @@ def _log_path(output: OutputDir, name: str) -> Path:
     return run.log
 
 
+def doctor(
+    output_dir: OutputDirOption = None,
+    as_json: JsonOption = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Skip importing torch and vLLM, which takes several seconds.")
+    ] = False,
+) -> None:
+    """Check this machine and workspace for problems.
+
+    Each line is ok, or a warning or broken with what to do. The exit code is 1 if something is broken.
+
+    Example: prl doctor --output-dir outputs/demo
+    """
+    screen, found = console(), []
+
+    def progress(message: str) -> None:
+        if sys.stderr.isatty() and not as_json:
+            complain(message)
+
+    for check in examine(choose_output_dir(output_dir), say=progress, import_libraries=not quick):
+        found.append(check)
+        if not as_json:
+            advice = f": {check.advice}" if check.advice else ""
+            line = Text(f"{check.level:8}", style=_CHECK_STYLES[check.level])
+            screen.print(
+                line.append(clean_text(f"{check.name}: {check.message}{advice}"), style="default"), soft_wrap=True
+            )
+    num_broken = sum(check.level == "broken" for check in found)
+    if as_json:
+        print_json({"ok": not num_broken, "checks": [asdict(check) for check in found]})
+    raise typer.Exit(1 if num_broken else 0)
+
+
 def restart(
     name: Annotated[
         str,
@@ -178,13 +350,126 @@ def restart(
 
     Example: prl restart inference
     """
-    from daemons import up_and_down
-
     up_and_down.restart_daemon(choose_output(output_dir).path, name, say=say)
     say(f"{name}: restarted")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `prl`."""
-    for command in (down, status, logs, restart):
-        app.command()(command)
+def scale_inference(output_dir: Path, replicas: int, *, reason: str = "") -> int:
+    """Have so many inference servers; returns how many there were before. Raises ActionError.
+
+    Servers that stay keep their GPUs.
+    """
+    output = OutputDir(Path(output_dir))
+    if replicas < 1:
+        raise WrongUseError(f"{replicas} inference servers: must be 1 or more; prl down stops the workspace")
+    path = output.component_config(SYSTEM)
+    if not path.exists():
+        raise ActionError(f"{output.path} has no saved settings: start it with prl up first")
+    with one_line_errors("scaling inference"):
+        try:
+            system = build(SystemConfig, load_toml(path), str(path))
+            changed = _changed(system, replicas)
+            settings = [(each, merge(load_toml(each), changed)) for each in (path, output.component_config(UP))]
+            for each, data in settings:
+                build(SystemConfig, data, each.name)
+        except ConfigError as error:
+            raise ActionError(in_one_line(f"cannot have {replicas} inference servers: {error}")) from error
+        before = system.deployment.inference.replicas
+        if before != replicas:
+            for each, data in settings:
+                write_atomic(each, tomli_w.dumps(data))
+            audit.record(output, "scale", None, reason=reason, detail=f"{before} -> {replicas} inference servers")
+    return before
+
+
+def _changed(system: SystemConfig, replicas: int) -> dict[str, Any]:
+    """The settings that change. Raises ActionError when a port or a GPU is missing."""
+    deployed, port = system.deployment.inference, system.inference.port
+    if port and port + replicas - 1 > MAX_PORT:
+        raise ActionError(f"{replicas} inference servers need ports up to {port + replicas - 1}: at most {MAX_PORT}")
+    gpus, each = len(deployed.gpus), deployed.gpus_each
+    if gpus and (needed := replicas * each) > gpus:
+        raise ActionError(
+            f"{replicas} inference servers of {each} GPUs need {needed}: deployment.inference.gpus lists {gpus}"
+        )
+    table: dict[str, Any] = {"replicas": replicas}
+    if gpus:  # else they would be divided again
+        table["gpus_per_replica"] = each
+    return {"deployment": {"inference": table}}
+
+
+@scale_app.command("inference")
+def scale(
+    replicas: Annotated[int, typer.Argument(metavar="N", help="Inference servers, 1 or more.")],
+    output_dir: OutputDirOption = None,
+    reason: ReasonOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Change how many inference servers a workspace has.
+
+    The supervisor starts or ends servers at its next look; runs use new ones as soon as these serve, and make again
+    elsewhere what one that ends has not answered. With the daemons down it holds for the next prl up.
+
+    Example: prl scale inference 3
+    """
+    place = choose_output_dir(output_dir)
+    before = scale_inference(place, replicas, reason=reason)
+    is_up = read_workspace(place).supervisor_alive
+    if as_json:
+        print_json({"replicas": replicas, "before": before, "supervisor_alive": is_up})
+    elif before == replicas:
+        say(f"{place}: has {replicas} already")
+    else:
+        say(f"{place}: {before} -> {replicas} inference servers{'' if is_up else ' at the next prl up'}")
+
+
+def _become(module: str, args: Sequence[str]) -> None:
+    """Replace this process, so signals and the exit code are the component's own. Raises ActionError."""
+    need_cpu()
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *args])
+
+
+def trainer(context: typer.Context) -> None:
+    """Run only the trainer, in the foreground.
+
+    @ FILE is its config (TOML); --key.subkey VALUE overrides one field. Ctrl-C stops it.
+
+    Example: prl trainer @ configs/reverse_text/trainer.toml --max_concurrent_runs 2
+    """
+    _become(module_of(TRAINER), context.args)
+
+
+def orchestrator(context: typer.Context) -> None:
+    """Run only one run's orchestrator, in the foreground.
+
+    @ FILE is the run's config (TOML). Ends when the run is finished, or with Ctrl-C.
+
+    Example: prl orchestrator @ outputs/run_reverse/control/orch.toml
+    """
+    _become(module_of(ORCHESTRATOR), context.args)
+
+
+def inference(context: typer.Context) -> None:
+    """Run only the inference server, in the foreground.
+
+    @ FILE is its config (TOML); --key.subkey VALUE overrides one field. Ctrl-C stops it.
+
+    Example: prl inference @ configs/reverse_text/inference.toml --port 8001
+    """
+    _become(module_of(INFERENCE), context.args)
+
+
+def make_base(context: typer.Context) -> None:
+    """Build a small base model that trains on a CPU.
+
+    It is built from scratch, without a download.
+
+    Example: prl make-base --out models/base --seed 0
+    """
+    _become(MAKE_BASE_MODULE, context.args)
+
+
+def fit(context: typer.Context) -> None:
+    """Replace this process with that of `prl fit`. `cli` gives the command its help."""
+    _become(FIT_MODULE, context.args)

@@ -37,6 +37,10 @@ NODE = "prime_rl.multinode.node"
 LOOK_EVERY_S = 0.1
 DEFAULT = "start"
 
+START_HELP = """Run one node of a group; `start` may be omitted.
+
+prl multinode status shows the group."""
+
 
 class OrStart(TyperGroup):
     """`prl multinode --flags` is `prl multinode start --flags`."""
@@ -49,19 +53,20 @@ class OrStart(TyperGroup):
 multinode_app = typer.Typer(cls=OrStart, help="Train on several machines that share a folder.")
 
 
-START_HELP = """Run one node of a group; `start` may be omitted.
-
-prl multinode status shows the group."""
-
-
+@multinode_app.command(
+    DEFAULT,
+    help=flags_help(START_HELP, f"prl multinode start {EXAMPLE}", node_parser()),
+    context_settings={**EXTRA, "help_option_names": ["--help"]},
+)
 def start(context: typer.Context) -> None:
-    """Replace this process with that of one node. `register` gives the command its help."""
+    """Replace this process with that of one node."""
     if "--dry-run" not in context.args:
         need_cpu()
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", NODE, *context.args])
 
 
+@multinode_app.command()
 def status(
     log_path: Annotated[
         Path | None,
@@ -167,12 +172,3 @@ class GroupLook:
 def stall_reason(found: Stall | None) -> str | None:
     """What has stopped in a stalled node, and for how long."""
     return f"is alive, but {found.what} has stood still for {short_time(found.for_s)}" if found else None
-
-
-def register(app: typer.Typer) -> None:
-    """Add the group `prl multinode`."""
-    help_text = flags_help(START_HELP, f"prl multinode start {EXAMPLE}", node_parser())
-    settings = {**EXTRA, "help_option_names": ["--help"]}
-    multinode_app.command(DEFAULT, help=help_text, context_settings=settings)(start)
-    multinode_app.command()(status)
-    app.add_typer(multinode_app, name="multinode")

@@ -17,13 +17,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from daemons.keys import keys_of
 from daemons.launchers.agent import log_of
 from daemons.launchers.base import Alive, Ended, Handle, Left, new_start_id
 from daemons.launchers.members import end_daemons, find_members, kill_all, send_kill
 from daemons.pidfile import is_this_boot
 from daemons.process import spawn
-from daemons.specs import DaemonSpec
+from daemons.specs import DaemonSpec, keys_of
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus
 from prime_rl.utils.keeper import end_orphans

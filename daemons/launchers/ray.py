@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from daemons.keys import keys_of
 from daemons.launchers.agent import (
     START_MARK,
     AgentRecord,
@@ -27,7 +26,7 @@ from daemons.launchers.base import Alive, Ended, Handle, new_start_id
 from daemons.launchers.ending import AgentLauncher, left_of
 from daemons.launchers.ray_cluster import GPUS_VARIABLE, RayCluster, Start
 from daemons.process import daemon_environment
-from daemons.specs import INFERENCE, TRAINER, DaemonSpec
+from daemons.specs import INFERENCE, TRAINER, DaemonSpec, keys_of
 from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.secrets import handed_over, read_secret

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from daemons.keys import keys_of
 from daemons.launchers.agent import (
     ORPHANED,
     START_MARK,
@@ -36,7 +35,7 @@ from daemons.launchers.ending import AgentLauncher, left_of
 from daemons.launchers.placement import Place, find_place
 from daemons.logs import SRUN_LOG
 from daemons.process import daemon_environment
-from daemons.specs import MEETING_PORTS, DaemonSpec, on_nodes, trainer_spec
+from daemons.specs import MEETING_PORTS, DaemonSpec, keys_of, on_nodes, trainer_spec
 from prime_rl.contract.files import make_folder, open_append
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.secrets import handed_over, nameless_file, read_secret

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from daemons import actions
 from daemons.cli import run
-from daemons.commands.views import runs_table
+from daemons.commands.runs import runs_table
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from daemons.commands.up import choose_system
+from daemons.commands.lifecycle import choose_system
 from tests.daemons_support import ROOT
 
 UNIT = ROOT / "deploy" / "systemd" / "prl@.service"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from daemons.checks import check_inodes, check_output_dir
+from daemons.doctor import check_inodes, check_output_dir
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.disk import FULL_BYTES, NotWritten, find_trouble, held, holding
 from prime_rl.contract.files import append_line, wait_for, write_atomic

@@ -11,7 +11,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Button, Checkbox, Input, Static, TextArea
 
-from daemons.set_keys import set_run_keys
+from daemons.actions import set_run_keys
 from prime_rl.configs.base import load_toml
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.integration.test_tui_actions import audit, entry_of, outcome, select

@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from daemons.in_use import users_of_run
 from daemons.launchers.local import Local
 from daemons.pidfile import SupervisorLock
 from daemons.specs import service_specs, write_component_configs
 from daemons.supervisor import Supervisor
+from daemons.trash import users_of_run
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir

@@ -6,8 +6,19 @@ import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from daemons.daemon import Action, Daemon, Do, Seen, Snapshot, State
-from daemons.decide import LOADS_WITHIN_S, LOOP_TIMES, LOOP_WAITS, MAX_CRASHES_KEPT, decide
+from daemons.decide import (
+    LOADS_WITHIN_S,
+    LOOP_TIMES,
+    LOOP_WAITS,
+    MAX_CRASHES_KEPT,
+    Action,
+    Daemon,
+    Do,
+    Seen,
+    Snapshot,
+    State,
+    decide,
+)
 from daemons.process import KILL_WAIT_S
 from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from daemons.alerts.rules import is_well
-from daemons.daemon import Daemon, State
-from daemons.keys import keys_of
+from daemons.decide import Daemon, State
 from daemons.launchers.local import Local
-from daemons.leftovers import adoptable
+from daemons.records import adoptable
 from daemons.specs import (
     INFERENCE,
     TRAINER,
     DaemonSpec,
+    keys_of,
     monitors_spec,
     orchestrator_spec,
     saved_system,

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from daemons.commands.runs import details_view
 from daemons.details import HIDDEN, RunDetails, hide_secrets, read_details
-from daemons.disk import MIN_FORECAST_S, DiskReader, disk_use
+from daemons.machine import MIN_FORECAST_S, DiskReader, disk_use
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.layout import RunDir
 from tests.daemons_support import RUN_TOML

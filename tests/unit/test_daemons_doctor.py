@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from daemons import checks
-from daemons.disk import DiskView
+from daemons import doctor
 from daemons.doctor import HOME, examine, packages_found, probe
+from daemons.machine import DiskView
 from prime_rl.contract.layout import OutputDir
 
 ROOT = Path(__file__).parents[2]
@@ -26,19 +26,19 @@ MOUNTS = """\
 
 
 def test_python_and_packages() -> None:
-    assert checks.check_python((3, 10, 4), "/p").level == "broken"
-    assert checks.check_python(sys.version_info[:3], "/p").level == "ok"
-    assert checks.check_package("torch", None, needed=True).level == "broken"
-    assert checks.check_package("vllm", None, needed=False).level == "ok"
-    assert checks.check_package("vllm", None, needed=True).advice
-    damaged = checks.check_package("torch", "2.9", needed=True, error="libfoo.so: not found")
+    assert doctor.check_python((3, 10, 4), "/p").level == "broken"
+    assert doctor.check_python(sys.version_info[:3], "/p").level == "ok"
+    assert doctor.check_package("torch", None, needed=True).level == "broken"
+    assert doctor.check_package("vllm", None, needed=False).level == "ok"
+    assert doctor.check_package("vllm", None, needed=True).advice
+    damaged = doctor.check_package("torch", "2.9", needed=True, error="libfoo.so: not found")
     assert (damaged.level, "libfoo.so" in damaged.message) == ("broken", True)
-    assert checks.check_package("vllm", "0.32", needed=False, error="x").level == "warning"
+    assert doctor.check_package("vllm", "0.32", needed=False, error="x").level == "warning"
 
 
 def test_a_gpu_that_torch_does_not_see_is_a_warning() -> None:
     levels = [
-        checks.check_gpu(d, driver_sees_some=s, threads=2).level for d, s in (([], True), ([], False), (["H"], True))
+        doctor.check_gpu(d, driver_sees_some=s, threads=2).level for d, s in (([], True), ([], False), (["H"], True))
     ]
     assert levels == ["warning", "ok", "ok"]
 
@@ -52,22 +52,22 @@ def test_what_the_file_system_means(tmp_path: Path, place: str, level: str, word
     root = tmp_path / "root"
     (root / place[1:]).mkdir(parents=True)
     mounts.write_text(MOUNTS.replace(" / /srv", f" / {root}/srv").replace(" / /run", f" / {root}/run"))
-    check = checks.check_file_system(root / place[1:], mounts)
+    check = doctor.check_file_system(root / place[1:], mounts)
     assert (check.level, word in check.message) == (level, True), check
 
 
 @pytest.mark.parametrize(("free_gb", "level"), [(0.1, "broken"), (2, "warning"), (50, "ok")])
 def test_free_disk(free_gb: float, level: str) -> None:
     view = DiskView(int(free_gb * 1e9), 100 * 10**9, 0, True, "ext4", None)
-    assert checks.check_disk(view).level == level
+    assert doctor.check_disk(view).level == level
 
 
 def test_inotify_limits_are_compared_with_the_runs() -> None:
     limits = {"max_user_instances": 128, "max_user_watches": 8192}
-    assert checks.check_inotify(100, limits).level == "ok"
-    short = checks.check_inotify(200, limits)
+    assert doctor.check_inotify(100, limits).level == "ok"
+    short = doctor.check_inotify(200, limits)
     assert short.level == "warning" and short.advice == "sysctl -w fs.inotify.max_user_instances=416"
-    assert checks.check_inotify(10**6, {}).level == "ok", "a system without them"
+    assert doctor.check_inotify(10**6, {}).level == "ok", "a system without them"
 
 
 def test_a_taken_port_is_broken_unless_this_workspace_has_it() -> None:
@@ -75,50 +75,50 @@ def test_a_taken_port_is_broken_unless_this_workspace_has_it() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert checks.check_port("127.0.0.1", port, served_by_workspace=False).level == "broken"
-        assert checks.check_port("127.0.0.1", port, served_by_workspace=True).level == "ok"
-    assert checks.check_port("127.0.0.1", 0, served_by_workspace=False).level == "ok"
+        assert doctor.check_port("127.0.0.1", port, served_by_workspace=False).level == "broken"
+        assert doctor.check_port("127.0.0.1", port, served_by_workspace=True).level == "ok"
+    assert doctor.check_port("127.0.0.1", 0, served_by_workspace=False).level == "ok"
 
 
 @pytest.mark.parametrize(("skew_s", "level"), [(0.0, "ok"), (2.0, "warning"), (-2.0, "warning"), (9.0, "broken")])
 def test_clock_skew_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew_s: float, level: str) -> None:
     # As if it was written in this very moment, however late this process gets to it.
     monkeypatch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_mtime=1000.0 + skew_s))
-    check = checks.check_clock(tmp_path, {}, 1000.0)
+    check = doctor.check_clock(tmp_path, {}, 1000.0)
     assert check.level == level and (level == "ok" or "NTP" in check.advice)
 
 
 def test_clock_skew_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_mtime=1000.0))
-    check = checks.check_clock(tmp_path, {"run_a": 940.0, "supervisor": 1003.0}, 1000.0)
+    check = doctor.check_clock(tmp_path, {"run_a": 940.0, "supervisor": 1003.0}, 1000.0)
     assert check.level == "warning" and "supervisor" in check.message
 
 
 def test_descriptors_shm_lingering_and_daemons() -> None:
-    assert [checks.check_descriptors(soft, 8).level for soft in (1024, 1023, -1)] == ["ok", "warning", "ok"]
-    assert [checks.check_shared_memory(free).level for free in (64 << 20, 1 << 30, None)] == ["warning", "ok", "ok"]
-    lingers = [checks.check_lingering(has_systemd=s, lingers=x, user="u").level for s, x in ((1, 0), (1, 1), (0, 0))]
+    assert [doctor.check_descriptors(soft, 8).level for soft in (1024, 1023, -1)] == ["ok", "warning", "ok"]
+    assert [doctor.check_shared_memory(free).level for free in (64 << 20, 1 << 30, None)] == ["warning", "ok", "ok"]
+    lingers = [doctor.check_lingering(has_systemd=s, lingers=x, user="u").level for s, x in ((1, 0), (1, 1), (0, 0))]
     assert lingers == ["warning", "ok", "ok"]
-    assert checks.check_daemons({"trainer": "running", "run_a": "failed"}).advice == "prl status, then prl logs run_a"
-    assert checks.check_daemons({}).level == "ok"
+    assert doctor.check_daemons({"trainer": "running", "run_a": "failed"}).advice == "prl status, then prl logs run_a"
+    assert doctor.check_daemons({}).level == "ok"
 
 
 def test_the_workspace_must_be_a_folder_that_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert checks.check_output_dir(tmp_path / "file").level == "broken"
-    assert checks.check_output_dir(tmp_path / "file" / "x").level == "broken"
-    assert checks.check_output_dir(tmp_path / "new" / "er").level == "ok"
+    assert doctor.check_output_dir(tmp_path / "file").level == "broken"
+    assert doctor.check_output_dir(tmp_path / "file" / "x").level == "broken"
+    assert doctor.check_output_dir(tmp_path / "new" / "er").level == "ok"
     control = tmp_path / "run_a" / "control"
     control.mkdir(parents=True)
-    assert checks.check_output_dir(tmp_path).level == "ok"
+    assert doctor.check_output_dir(tmp_path).level == "ok"
     control.chmod(0o777)
-    found = checks.check_output_dir(tmp_path)
+    found = doctor.check_output_dir(tmp_path)
     assert found.message == f"other users of this machine may write to {control}"
     assert (found.level, found.advice) == ("warning", f"chmod go-w {control}")
     (tmp_path / "daemons").mkdir()
     os.chown(tmp_path / "daemons", -1, os.getgid())
     (tmp_path / "daemons").chmod(0o777)
-    found = checks.check_output_dir(tmp_path)
+    found = doctor.check_output_dir(tmp_path)
     assert (found.level, found.advice) == ("warning", f"chmod -R go-w {tmp_path}")
     assert found.message.endswith(" and 1 more"), found.message
 
@@ -127,7 +127,7 @@ def test_a_key_is_judged_and_not_shown(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("canary")
     file.chmod(0o644)
-    found = [checks.check_key("K", env) for env in ({"K_FILE": str(file)}, {"K": "canary"}, {})]
+    found = [doctor.check_key("K", env) for env in ({"K_FILE": str(file)}, {"K": "canary"}, {})]
     assert [check.level for check in found] == ["broken", "ok", "ok"] and "canary" not in str(found)
 
 
@@ -205,5 +205,5 @@ def test_a_foreign_package_of_our_name_is_found(name: str, by: str, tmp_path: Pa
 
 
 def test_our_packages_are_ours_here() -> None:
-    assert checks.check_ours(packages_found(), HOME, Path("/")).level == "ok"
-    assert checks.check_ours({"tui": None}, Path("/a"), Path("/b")).message.endswith("from nowhere, not from /a/tui")
+    assert doctor.check_ours(packages_found(), HOME, Path("/")).level == "ok"
+    assert doctor.check_ours({"tui": None}, Path("/a"), Path("/b")).message.endswith("from nowhere, not from /a/tui")

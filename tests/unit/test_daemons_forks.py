@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from daemons import actions, init_adapter
+from daemons import actions, adding
 from daemons.actions import ActionError
+from daemons.adding import fork_run
 from daemons.cli import app
-from daemons.forks import fork_run
 from daemons.versions import find_version, parse_version, versions_of
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.validate import TrainerLimits, check_against_trainer, key_of, load_run_config
@@ -245,13 +245,13 @@ def test_pipes_links_and_pieces_are_not_copied(run: RunDir, tmp_path: Path) -> N
 
 
 def test_a_version_that_is_removed_meanwhile_is_not_started_from(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = init_adapter._copy
+    copy = adding._copy
 
     def removed(source: Path, target: Path) -> None:
         copy(source, target)
         stable_marker(run.broadcast_dir(6)).unlink(missing_ok=True)
 
-    monkeypatch.setattr(init_adapter, "_copy", removed)
+    monkeypatch.setattr(adding, "_copy", removed)
     with pytest.raises(ActionError, match="run_a@v6 was removed while it was copied"):
         fork_run(home(run), "run_a")
     assert list_steps(run.broadcast, stable_only=True) == [2, 4]
@@ -260,14 +260,14 @@ def test_a_version_that_is_removed_meanwhile_is_not_started_from(run: RunDir, mo
 # What is killed: `prl`, in the middle of copying, just before the folder gets its name.
 KILLED = """
 import os, signal, sys
-from daemons import init_adapter
+from daemons import adding
 from daemons.cli import run
-copy = init_adapter._copy
+copy = adding._copy
 def killed(source, target):
     if target.name == "adapter_model.safetensors":
         os.kill(os.getpid(), signal.SIGKILL)
     copy(source, target)
-init_adapter._copy = killed
+adding._copy = killed
 run(sys.argv[1:])
 """
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemons.daemon import LIVE, Daemon, Do, Seen, Snapshot, State
-from daemons.decide import LOOP_TIMES, LOOP_WAITS, MAX_CRASHES_KEPT, decide
+from daemons.decide import LIVE, LOOP_TIMES, LOOP_WAITS, MAX_CRASHES_KEPT, Daemon, Do, Seen, Snapshot, State, decide
 from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.status import LOST_AFTER_S

@@ -15,14 +15,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from daemons import leftovers
+from daemons import records
 from daemons.launchers.base import LaunchError
 from daemons.launchers.local import Local
 from daemons.pidfile import SupervisorInfo, SupervisorLock, find_rival, read_info
 from daemons.specs import save_devices, saved_devices, service_specs, settle_devices, write_component_configs
-from daemons.starting import prepare
-from daemons.stopping import down
 from daemons.submit import script_file, start_job
+from daemons.supervisor_process import down, prepare
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
@@ -79,8 +78,8 @@ def beat(output: OutputDir, number: int) -> None:
 def test_after_a_reboot_a_stranger_with_the_recorded_pid_is_left_alone(output: OutputDir, stranger: ProcessId) -> None:
     record(output, "trainer", stranger, boot="before the reboot")
     record(output, "inference", replace(stranger, start=f"{boot_id()}/1"))
-    assert leftovers.living(output, Local(output)) == {}
-    assert leftovers.end_leftovers(output, Local(output), LIMITS, print) == []
+    assert records.living(output, Local(output)) == {}
+    assert records.end_leftovers(output, Local(output), LIMITS, print) == []
     assert down(output, timeout_s=1.0, say=print) is False
     assert stranger.is_running()
     status = read_status(output.daemon_status("trainer"), DaemonStatus)
@@ -89,13 +88,13 @@ def test_after_a_reboot_a_stranger_with_the_recorded_pid_is_left_alone(output: O
 
 def test_pids_of_another_machine_mean_nothing_here(output: OutputDir, stranger: ProcessId) -> None:
     record(output, "trainer", stranger, host="elsewhere")
-    assert leftovers.end_leftovers(output, Local(output), LIMITS, print) == []
+    assert records.end_leftovers(output, Local(output), LIMITS, print) == []
     assert stranger.is_running()
 
 
 def test_the_very_process_that_was_recorded_is_ended(output: OutputDir, stranger: ProcessId) -> None:
     record(output, "trainer", stranger)
-    assert leftovers.end_leftovers(output, Local(output), LIMITS, print) == []
+    assert records.end_leftovers(output, Local(output), LIMITS, print) == []
     assert not stranger.is_running()
 
 
@@ -105,9 +104,9 @@ def test_a_daemon_is_adopted_with_its_history_unless_its_config_or_command_chang
     system = SystemConfig()
     write_component_configs(system, output)
     record(output, "trainer", stranger)
-    assert leftovers.adoptable(output, Local(output), system) == {"trainer"}
-    assert leftovers.adoptable(output, Local(output), SystemConfig.model_validate({"seq_len": 64})) == set()
-    daemons, pasts = leftovers.adopt(output, Local(output))
+    assert records.adoptable(output, Local(output), system) == {"trainer"}
+    assert records.adoptable(output, Local(output), SystemConfig.model_validate({"seq_len": 64})) == set()
+    daemons, pasts = records.adopt(output, Local(output))
     assert daemons["trainer"].process == stranger
     assert [crash.exit_code for crash in daemons["trainer"].crashes] == [-9]
     assert (daemons["trainer"].num_restarts, pasts["trainer"].log_tail) == (1, ["last words"])
@@ -134,10 +133,10 @@ def test_a_daemon_that_moves_to_other_devices_or_has_another_program_is_not_kept
     system = SystemConfig()
     write_component_configs(system, output)
     record(output, "trainer", stranger)
-    assert leftovers.adoptable(output, Local(output), system, {"inference"}) == {"trainer"}
-    assert leftovers.adoptable(output, Local(output), system, {"trainer"}) == set()
+    assert records.adoptable(output, Local(output), system, {"inference"}) == {"trainer"}
+    assert records.adoptable(output, Local(output), system, {"trainer"}) == set()
     other = SystemConfig.model_validate({"deployment": {"modules": {"trainer": "another"}}})
-    assert leftovers.adoptable(output, Local(output), other) == set()
+    assert records.adoptable(output, Local(output), other) == set()
 
 
 def test_a_workspace_of_a_slurm_job_that_is_over_starts_on_this_machine(tmp_path: Path, output: OutputDir) -> None:

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from daemons import actions
-from daemons.actions import continue_run, pause_run
-from daemons.daemon import Daemon, Do, Seen, State
+from daemons.actions import continue_run, edited, parse_changes, pause_run, set_run_keys
+from daemons.decide import Daemon, Do, Seen, State
 from daemons.errors import ActionError, WrongUseError
 from daemons.launchers.base import Ended
 from daemons.observe import Observer
-from daemons.set_keys import edited, parse_changes, set_run_keys
 from daemons.specs import RunNow, orchestrator_spec, wants_orchestrator
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.base import parse_toml

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from daemons.actions import ActionError
+from daemons.actions import ActionError, edited, rollback_run
 from daemons.cli import app
-from daemons.rollback import rollback_run, set_resume_step
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.base import merge, parse_toml
 from prime_rl.configs.validate import load_run_config
@@ -41,14 +40,15 @@ def run(tmp_path: Path) -> RunDir:
     ],
 )  # fmt: skip
 def test_only_the_step_changes(text: str) -> None:
-    changed = set_resume_step(text, 20, "asked for")
+    changed = edited(text, {"ckpt": {"resume_step": 20}}, "asked for")
     assert parse_toml(changed, "x") == merge(parse_toml(text, "x"), {"ckpt": {"resume_step": 20}})
     assert "asked for" in changed
 
 
 def test_of_lines_that_look_like_the_key_only_the_key_itself_changes() -> None:
     text = "[ckpt]\nresume_step = 1  # old\nnote = '''\nresume_step = 2\n'''  # kept\n"
-    assert set_resume_step(text, 20, "new") == text.replace("resume_step = 1  # old", "resume_step = 20  # new")
+    changed = edited(text, {"ckpt": {"resume_step": 20}}, "new")
+    assert changed == text.replace("resume_step = 1  # old", "resume_step = 20  # new")
 
 
 def test_comments_stay(run: RunDir) -> None:

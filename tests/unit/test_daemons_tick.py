@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from daemons.daemon import Daemon, State
+from daemons.decide import Daemon, State
 from daemons.launchers.base import Alive, Ended, Handle
 from daemons.launchers.local import Local
 from daemons.launchers.members import find_members, kill_all

@@ -9,11 +9,11 @@ import pytest
 import tomli_w
 
 from daemons.cli import run as prl
-from daemons.commands.up import choose_system
+from daemons.commands.lifecycle import choose_system
 from daemons.launchers.base import LaunchError
 from daemons.pidfile import SupervisorLock
 from daemons.specs import UP
-from daemons.starting import prepare
+from daemons.supervisor_process import prepare
 from daemons.up_and_down import make_ready, stop_workspace
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir
@@ -88,7 +88,7 @@ def test_while_the_base_model_is_made_status_tells_of_it_and_a_second_up_is_refu
             prepare(wanted.system, output, print)
         raise LaunchError("no base model")
 
-    monkeypatch.setattr("daemons.base_model.make_base_model", make)
+    monkeypatch.setattr("daemons.supervisor_process.make_base_model", make)
     with pytest.raises(LaunchError, match="no base model"):
         make_ready(wanted, output, stop=lambda: False, say=print, is_quiet=False)
     look()
@@ -107,7 +107,7 @@ def test_the_console_is_not_ended_while_it_starts_the_workspace(
     def make(*args: object, **options: object) -> None:
         was_running.append(stop_workspace(output.path, say=print))
 
-    monkeypatch.setattr("daemons.base_model.make_base_model", make)
+    monkeypatch.setattr("daemons.supervisor_process.make_base_model", make)
     assert make_ready(wanted, output, stop=lambda: False, say=print, is_quiet=True) is not None
     assert was_running == [False]
     lock = SupervisorLock.acquire(output)

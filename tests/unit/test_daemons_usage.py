@@ -10,7 +10,7 @@ import pytest
 
 from daemons import cli
 from daemons.actions import ActionError, readmit_run
-from daemons.commands.usage import NO_TAG, By, Use, read_workspace_usage
+from daemons.commands.results import NO_TAG, By, Use, read_workspace_usage
 from daemons.observe import Observer
 from daemons.specs import RunNow, wants_orchestrator
 from daemons.workspace_reader import read_workspace

@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from daemons import client
-from daemons.run_files import MAX_FILE_BYTES
 from daemons.workspace import Workspace
-from daemons.workspace_reader import WorkspaceReader, read_workspace
+from daemons.workspace_reader import MAX_FILE_BYTES, WorkspaceReader, read_workspace
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import (

@@ -16,8 +16,7 @@ import pytest
 
 from daemons import workspace_reader
 from daemons.alerts.rules import incidents, is_well
-from daemons.daemon import Do, Seen, Snapshot, State
-from daemons.decide import LOOP_TIMES, decide
+from daemons.decide import LOOP_TIMES, Do, Seen, Snapshot, State, decide
 from daemons.pidfile import SupervisorLock
 from daemons.workspace import SUPERVISOR
 from daemons.workspace_reader import read_workspace

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemons.cli import run
-from daemons.dry_run import plan_of
 from daemons.launchers.base import LaunchError
 from daemons.launchers.placement import (
     ORCHESTRATORS_PER_NODE,
@@ -26,6 +25,7 @@ from daemons.launchers.placement import (
     place_all,
 )
 from daemons.specs import TRAINER, DaemonSpec, service_specs
+from daemons.submit import plan_of
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir
 from tests.daemons_support import ROOT

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from daemons.endings import ends_again
+from daemons.actions import ends_again
 from prime_rl.configs.base import merge
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import remove

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from daemons.cards import CardFacts, model_card, sparkline
 from daemons.cli import run as prl
-from daemons.differences import config_differences
-from daemons.results import RunResult, read_result
+from daemons.exports import CardFacts, model_card, sparkline
+from daemons.results import RunResult, config_differences, read_result
 from prime_rl.contract.layout import RunDir
 
 CONFIG = {

@@ -21,9 +21,9 @@ import typer.main
 
 import daemons.cli
 from daemons import actions
-from daemons.disk import DiskReader
-from daemons.endings import end_run, ends_again
+from daemons.actions import end_run, ends_again
 from daemons.logs import end_of_lines, last_lines, rotate
+from daemons.machine import DiskReader
 from daemons.monitors.__main__ import Monitors
 from daemons.monitors.feed import Feed, Positions
 from daemons.observe import Observer

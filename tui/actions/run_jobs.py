@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from daemons.actions import continue_run, pause_run
+from daemons.actions import continue_run, parse_changes, pause_run, set_run_keys
+from daemons.adding import fork_run
 from daemons.errors import ActionError, expand_home, in_one_line
 from daemons.exports import export_run
-from daemons.forks import fork_run
-from daemons.set_keys import parse_changes, set_run_keys
 from daemons.sweeps import Sweep, parse_axis, sweep_runs
 from prime_rl.configs.base import ConfigError, build, parse_set
 from prime_rl.configs.lifetime import RunLifetime

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from daemons.disk import DiskReader, DiskView
-from daemons.machine import MachineReader, MachineView
+from daemons.machine import DiskReader, DiskView, MachineReader, MachineView
 from daemons.workspace import Workspace, replica_name
 from prime_rl.utils.process import ProcessId
 

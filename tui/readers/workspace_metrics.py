@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from daemons.run_files import Stamp, stamp_of
 from daemons.workspace import RunView, Workspace
+from daemons.workspace_reader import Stamp, stamp_of
 from prime_rl.contract.files import read_text
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState

@@ -89,7 +89,7 @@ class ActingRunScreen(RunScreen, ActsOnRuns):
         self.app.push_screen(ChooseDialog(f"roll back {run_id}", words, [choice], self.perform))
 
     def _rollback_job(self, run_id: str, step: int) -> Job:
-        from daemons.rollback import rollback_run
+        from daemons.actions import rollback_run
 
         output_dir = self.output_dir
 

@@ -11,8 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Static
 
-from daemons.disk import DiskView
-from daemons.machine import DaemonUse
+from daemons.machine import DaemonUse, DiskView
 from prime_rl.contract.status import InferenceStatus
 from prime_rl.utils.text import one_line, size_text
 from tui import fmt

