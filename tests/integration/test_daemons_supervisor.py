@@ -150,7 +150,7 @@ def test_down_after_a_killed_supervisor_leaves_nothing(prl: Prl) -> None:
     daemons = {each.environ()["PRL_DAEMON"] for each in prl.members()}
     assert daemons == {"trainer", "inference", "run_a"}, "daemons outlive a killed supervisor"
     lost = prl.daemon("trainer")
-    assert lost.state == "lost" and "still runs: end it with prl down" in (lost.reason or "")
+    assert lost.state == "lost" and "still runs: prl up takes it over, prl down ends it" in (lost.reason or "")
     prl("down")
     assert prl.members() == []
     assert prl.daemon("trainer").state == "stopped"
