@@ -120,7 +120,11 @@ class Packer:
         """
         active = self._manager.active
         for run in active:
-            self._want(run, is_due=run.run_id not in held)
+            # While a batch of the run is in work, the one after it is read.
+            step = run.progress.step + (1 if run.in_work is None else 2)
+            limits = BatchLimits.of(run.config, run.run_id, step, self._vocab_size)
+            is_due = run.in_work is None and run.run_id not in held
+            self._reader.want(run.dir.rollout_file(step), limits, due=is_due)
         found = self._reader.take(0.0 if self._queue else READ_WAIT_S)
         batches = {}
         for run in active:
@@ -128,12 +132,6 @@ class Packer:
                 with self._manager.run_boundary(run, f"reading rollouts/step_{run.progress.step + 1}"):
                     batches[run.run_idx] = self._take_in(run, found[run.run_id])
         return batches
-
-    def _want(self, run: TrainerRun, is_due: bool) -> None:
-        """Have the batch read that the run needs next: while one is in work, the one after it."""
-        step = run.progress.step + (1 if run.in_work is None else 2)
-        limits = BatchLimits.of(run.config, run.run_id, step, self._vocab_size)
-        self._reader.want(run.dir.rollout_file(step), limits, due=is_due and run.in_work is None)
 
     def _take_in(self, run: TrainerRun, found: BatchColumns | str) -> BatchColumns:
         if isinstance(found, str):

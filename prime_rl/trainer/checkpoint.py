@@ -25,7 +25,7 @@ import math
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -294,13 +294,12 @@ class CheckpointManager:
                 self._begin(run)
             return
         folder = run.dir.trainer_checkpoint(step)
-        saved, weights, state = self._read(run, folder)
+        saved, state = self._read_state(run, folder)
+        weights = self._snapshots.read(run, folder)
         if saved.step != step:
             raise ValueError(f"{folder / PROGRESS_FILE} is of step {saved.step}, expected {step}")
-        try:
+        with _damaged(folder):
             self._snapshots.restore(run, weights, state)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
         run.progress.total_tokens, run.progress.total_samples = saved.total_tokens, saved.total_samples
         logger.info("%s resumes from its checkpoint of step %d", run.run_id, step)
 
@@ -308,15 +307,9 @@ class CheckpointManager:
         folder = run.dir.init
         self._snapshots.begin(run)
         if os.path.lexists(folder / PROGRESS_FILE):
-            try:
+            with _damaged(folder):
                 run.training.load_moments(self._read_state(run, folder)[1]["optimizer"])
-            except (KeyError, TypeError) as error:
-                raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
         logger.info("%s starts from %s", run.run_id, run.config.init.from_)
-
-    def _read(self, run: TrainerRun, folder: Path) -> tuple[SavedProgress, dict[str, Tensor], dict[str, Any]]:
-        saved, state = self._read_state(run, folder)
-        return saved, self._snapshots.read(run, folder), state
 
     def _read_state(self, run: TrainerRun, folder: Path) -> tuple[SavedProgress, dict[str, Any]]:
         limit = MOST_MOMENTS * 4 * run.training.weights.num_weights + ADAPTER_HEAD_BYTES
@@ -345,18 +338,23 @@ class CheckpointManager:
         make_folder(run.checkpoints)
         make_folder(run.checkpoint_dir(step))
         with staged_dir(run.trainer_checkpoint(step)) as folder:
-            _write(folder, snapshot)
+            plain, tensors = split_tensors(snapshot.state)
+            snapshot.weights.save(folder)
+            (folder / STATE_FILE).write_bytes(save(tensors))
+            now = snapshot.progress
+            saved = SavedProgress(now.step, now.total_tokens, now.total_samples, plain)
+            (folder / PROGRESS_FILE).write_bytes(msgspec.json.encode(saved))
         mark_stable(run.checkpoint_dir(step))
         logger.info("%s: checkpoint of step %d is complete", run.run_id, step)
 
 
-def _write(folder: Path, snapshot: RunSnapshot) -> None:
-    plain, tensors = split_tensors(snapshot.state)
-    snapshot.weights.save(folder)
-    (folder / STATE_FILE).write_bytes(save(tensors))
-    now = snapshot.progress
-    saved = SavedProgress(now.step, now.total_tokens, now.total_samples, plain)
-    (folder / PROGRESS_FILE).write_bytes(msgspec.json.encode(saved))
+@contextlib.contextmanager
+def _damaged(folder: Path) -> Iterator[None]:
+    """Inside, a state that lacks something raises ValueError with the folder that it comes from."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
 
 
 # Nested training state as tensors by path and plain values, and back.

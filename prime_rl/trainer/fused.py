@@ -35,8 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 
-from prime_rl.lora.grouped import gated_mlp
-from prime_rl.lora.linear import MultiLoRALinear
+from prime_rl.lora.linear import MultiLoRALinear, gated_mlp
 
 # Results that are remembered: from a norm to the last operation that keeps its result there are two others.
 _NUM_REMEMBERED = 3

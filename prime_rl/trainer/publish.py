@@ -25,7 +25,7 @@ from pathlib import Path
 from prime_rl.configs.shared import BroadcastConfig
 from prime_rl.contract.disk import NotWritten, held, holding
 from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, make_folder, mark_stable, staged_dir, wait_for
-from prime_rl.contract.layout import RunDir, list_steps, stable_marker
+from prime_rl.contract.layout import list_steps, stable_marker
 from prime_rl.trainer.checkpoint import (
     CheckpointManager,
     RunSnapshot,
@@ -240,7 +240,8 @@ class FileSystemWeightBroadcast:
         """Publish what was taken, from any thread; returns the folder. Raises OSError."""
         run, target = snapshot.run, snapshot.run.broadcast_dir(snapshot.progress.step)
         self._put(target, snapshot.weights)
-        self._prune(run, keep=snapshot.config.max_async_level + NUM_SPARE_VERSIONS)
+        for old in list_steps(run.broadcast)[: -(snapshot.config.max_async_level + NUM_SPARE_VERSIONS)]:
+            remove_step(run.broadcast_dir(old))
         return target
 
     def close(self) -> None:
@@ -249,11 +250,6 @@ class FileSystemWeightBroadcast:
     def _put(self, target: Path, weights: WeightsSnapshot) -> None:
         if not stable_marker(target).exists():
             write_version(target, weights.published().save)
-
-    @staticmethod
-    def _prune(run: RunDir, keep: int) -> None:
-        for old in list_steps(run.broadcast)[:-keep]:
-            remove_step(run.broadcast_dir(old))
 
 
 def write_version(target: Path, save: Callable[[Path], None]) -> None:
