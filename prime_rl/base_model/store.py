@@ -75,7 +75,7 @@ class Recipe:
         ("upper-case", 1),
         ("copy-text", 1),
     )
-    """How often each task is shown; sorting is the hardest to learn."""
+    """The weight of each task among those that are shown; sorting is the hardest to learn."""
     clean_share: float = 0.6
     """Part of the steps, from the first, in which all demonstrations are right."""
     other_task_share: float = 0.6
@@ -98,7 +98,7 @@ class Interrupted(RuntimeError):
 
 
 def is_up_to_date(out: Path, digest: str) -> bool:
-    """Whether `out` holds the model of that digest, with all its files."""
+    """True when `out` holds the model of that digest, with all its files."""
     manifest = _read_manifest(out)
     if manifest is None or manifest.get("digest") != digest:
         return False

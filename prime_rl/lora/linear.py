@@ -39,12 +39,12 @@ class TokenGroup:
 
     @property
     def tokens(self) -> slice:
-        """Where the group's tokens are among all N."""
+        """The group's tokens among all N."""
         return slice(self.start, self.stop)
 
 
 class Plan(Protocol):
-    """How the low-rank products of the groups are computed; made once for all layers of a pass."""
+    """The way in which the low-rank products of the groups are computed; made once for all layers of a pass."""
 
     @property
     def adapters(self) -> list[int]:
@@ -94,7 +94,7 @@ class Layer:
         return [*self.A_G, *self.B_G]
 
     def kept(self, x_NI: Tensor, plan: Plan) -> _Kept:
-        """What backward needs."""
+        """The tables that backward needs."""
         A_GKI, B_GOK = (torch.stack(list(part)).to(x_NI.dtype) for part in (self.A_G, self.B_G))
         return _Kept(plan.project(x_NI, A_GKI), A_GKI, B_GOK)
 
@@ -364,7 +364,7 @@ class RowGroup:
 
 
 class AdapterRouting:
-    """Which row of the activations uses which adapter. One object for all layers of a model.
+    """The map from rows of the activations to adapters. One object for all layers of a model.
 
     Attributes:
         scaling: alpha / rank of each adapter.
@@ -397,11 +397,11 @@ class AdapterRouting:
 
     @property
     def all_base(self) -> bool:
-        """Whether all rows use the base model alone."""
+        """True when all rows use the base model alone."""
         return all(group.adapter is None for group in self.groups)
 
     def plan(self, num_tokens: int, *, one_kernel: bool = False) -> Plan:
-        """How the products of rows of `num_tokens` are computed: worked out once, and the same for all layers."""
+        """The plan of the products of rows of `num_tokens`: worked out once, and the same for all layers."""
         if self._plan is None or self._plan[0] != num_tokens:
             groups = self._token_groups(num_tokens)
             self._plan = num_tokens, make_plan(groups, self.num_rows * num_tokens, one_kernel=one_kernel)
@@ -460,7 +460,7 @@ class MultiLoRALinear(nn.Module):
         return self._pairs[idx]
 
     def plan_for(self, x_RTI: Tensor) -> Plan | None:
-        """How the products of these activations are computed; None where all rows are the base model's alone."""
+        """The plan of the products of these activations; None where all rows are the base model's alone."""
         routing = self.routing
         if x_RTI.shape[0] != routing.num_rows:
             raise ValueError(f"activations have {x_RTI.shape[0]} rows, the routing was set for {routing.num_rows}")

@@ -169,7 +169,7 @@ class Packer:
         return batch
 
     def waits_for(self) -> str | None:
-        """What the trainer waits for when nothing is in work, in words; None when rows wait."""
+        """The batches that the trainer waits for when nothing is in work, in words; None when rows wait."""
         if self._queue:
             return None
         wanted = [f"{run.run_id} (step {run.progress.step + 1})" for run in self._manager.active]
@@ -276,7 +276,7 @@ def _number_problem(sample: SampleColumns, limits: BatchLimits) -> str | None:
 
 
 def _fits(value: float) -> bool:
-    """Whether float32 has a place for `value`. False for nan."""
+    """True when float32 has a place for `value`. False for nan."""
     return math.fabs(value) <= MAX_FLOAT
 
 
@@ -395,7 +395,7 @@ class BatchReader:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _has_looked(self) -> bool:
-        """Whether nothing whose turn has come is still to be read."""
+        """True when nothing whose turn has come is still to be read."""
         return not self._queues[True] and not (self._current and self._current.due)
 
     def _put(self, order: _Order, due: bool) -> None:

@@ -65,10 +65,10 @@ PROGRESS_FILE = "progress.json"
 
 
 class WeightsSnapshot(Protocol):
-    """What a run has trained."""
+    """The weights that a run has trained."""
 
     def published(self) -> WeightsSnapshot:
-        """What inference gets of it."""
+        """The snapshot that inference gets of it."""
 
     def save(self, folder: Path) -> None:
         """Write its files into `folder`, which must exist. Raises OSError."""
@@ -117,7 +117,7 @@ class RunSnapshot:
         return cls(run.dir, run.inode, run.config, replace(run.progress), weights, state)
 
     def is_at_home(self) -> bool:
-        """Whether the folder is still the run's own: not deleted, and not another one of the same name."""
+        """True when the folder is still the run's own: not deleted, and not another one of the same name."""
         try:
             return self.run.path.stat().st_ino == self.inode
         except OSError as error:
@@ -147,7 +147,7 @@ class Snapshots(ABC):
 
     @abstractmethod
     def read(self, run: TrainerRun, folder: Path) -> dict[str, Tensor]:
-        """What the weights' `save` wrote. ValueError or OSError when it is damaged or does not fit the run's config."""
+        """The tensors that `save` wrote. ValueError or OSError when they are damaged or do not fit the run's config."""
 
     def begin(self, run: TrainerRun) -> None:
         """Put the adapter of the run's `init/` into its slot. ValueError or OSError when it cannot be."""
@@ -236,7 +236,7 @@ def copy_to_cpu(value: Any) -> Any:
 
 
 class _Version(msgspec.Struct, frozen=True):
-    """What every version of `progress.json` has."""
+    """The part that every version of `progress.json` has."""
 
     version: int = 1
 
@@ -252,7 +252,7 @@ class SavedProgress(msgspec.Struct, frozen=True):
 
 
 def is_due(config: OrchestratorConfig, step: int) -> bool:
-    """Whether the run's config asks for a checkpoint after `step` updates."""
+    """True when the run's config asks for a checkpoint after `step` updates."""
     return step % config.ckpt.interval == 0 or step == config.max_steps
 
 
@@ -383,7 +383,7 @@ def split_tensors(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def join_tensors(plain: Any, tensors: dict[str, Tensor]) -> Any:
-    """What `split_tensors` took apart; ValueError when a tensor is missing."""
+    """The value that `split_tensors` took apart; ValueError when a tensor is missing."""
     if isinstance(plain, dict):
         if plain.keys() == {_TENSOR}:
             if plain[_TENSOR] not in tensors:
@@ -430,7 +430,7 @@ def begun_from(
 
 
 def _problem(fresh: Mapping[str, Tensor], source: Mapping[str, Tensor], rank: int) -> str | None:
-    """What is wrong with `source`; None when each of its modules is in the model and whole."""
+    """The problem of `source`; None when each of its modules is in the model and whole."""
     adapted = {_module(name) for name in source}
     wanted = {
         name: (rank, whole.shape[1]) if _is_a(name) else (whole.shape[0], rank)
@@ -510,7 +510,7 @@ def _fragments(run: RunDir, complete: Sequence[int]) -> list[int]:
 
 
 def _has_files(folder: Path) -> bool:
-    """Whether something is in `folder` under its final name."""
+    """True when something is in `folder` under its final name."""
     return (
         folder.is_dir()
         and not folder.is_symlink()

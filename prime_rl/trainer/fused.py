@@ -83,7 +83,7 @@ def remember(result: Tensor, make: Callable[..., Tensor], *inputs: Any) -> None:
 
 
 def recipe_of(tensor: Tensor) -> _Recipe | None:
-    """How `tensor` is made again, if it is a view of what was remembered."""
+    """The recipe that makes `tensor` again, if it is a view of what was remembered."""
     view = _pack(tensor)
     return view.make if isinstance(view, _View) else None
 

@@ -57,7 +57,7 @@ _EPS = 1e-7
 
 
 class RunWeights(ABC):
-    """What a run's optimizer works on: `vectors`, or `matrices` where it looks at shapes.
+    """The weights that a run's optimizer works on: `vectors`, or `matrices` where it looks at shapes.
 
     Attributes:
         names: of the slot's parameters; a saved state must have the same ones.
@@ -97,7 +97,7 @@ class RunWeights(ABC):
             leaf.grad = None
 
     def are_within(self, limit: float) -> bool:
-        """Whether all updated weights that are on this rank are numbers from -`limit` to `limit`."""
+        """True when all updated weights that are on this rank are numbers from -`limit` to `limit`."""
         # The largest is NaN as soon as one of them is.
         vectors = (vector.detach() for vector in self.vectors if vector.numel())
         return all(float(torch.linalg.vector_norm(vector, math.inf)) <= limit for vector in vectors)
@@ -356,7 +356,7 @@ class FlatWeights(RunWeights):
     @staticmethod
     @torch.no_grad()
     def _moved_in(leaf: nn.Parameter, values: Tensor) -> bool:
-        """Whether the slot's parameter is all the run's own; it is then in the vector and never copied again."""
+        """True when the slot's parameter is all the run's own; it is then in the vector and never copied again."""
         if leaf.shape == values.shape:
             values.copy_(leaf)
             leaf.data = values

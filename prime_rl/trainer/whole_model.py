@@ -64,7 +64,7 @@ class WholeModel:
 
     @property
     def device(self) -> torch.device:
-        """What this rank trains on."""
+        """The device that this rank trains on."""
         return self._named[0][1].device
 
     def export(self, run: TrainerRun) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ class ModelSnapshot:
     files: ModelFiles
 
     def published(self) -> ModelSnapshot:
-        """What inference gets."""
+        """The snapshot that inference gets."""
         return replace(self, tensors=self.for_inference)
 
     def save(self, folder: Path) -> None:

@@ -71,22 +71,22 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def request_key(number: int) -> str:
-    """Where the store has the `Request` of that number, from 1."""
+    """The key of the `Request` of that number, from 1."""
     return f"request/{number}"
 
 
 def hello_key(ticket: str, rank: int) -> str:
-    """Where the store has the `Hello` of worker `rank`, from 1, for the request with that ticket."""
+    """The key of the `Hello` of worker `rank`, from 1, for the request with that ticket."""
     return f"hello/{ticket}/{rank}"
 
 
 def answer_key(ticket: str) -> str:
-    """Where the store has the `Answer` to the request with that ticket."""
+    """The key of the `Answer` to the request with that ticket."""
     return f"answer/{ticket}"
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """What identifies a GPU, on any machine; None for a CPU."""
+    """The name of a GPU that is its own on any machine; None for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
@@ -498,7 +498,7 @@ def _ask(store: TCPStore, request: Request) -> None:
 
 
 def _has_room(device: torch.device, tensors: Sequence[Description]) -> bool:
-    """Whether `device` holds them beside the weights in force."""
+    """True when `device` holds them beside the weights in force."""
     if device.type != "cuda":
         return True
     needed = sum(getattr(torch, each.dtype).itemsize * torch.Size(each.shape).numel() for each in tensors)
