@@ -18,8 +18,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from prime_rl.base_model import packaged
-from prime_rl.base_model.store import Interrupted, Recipe, StoreError, check_writable, is_up_to_date, save, write_model
+from prime_rl.base_model.store import (
+    WHEEL_SHA256,
+    Interrupted,
+    Recipe,
+    StoreError,
+    check_writable,
+    is_up_to_date,
+    make_packaged,
+    save,
+    write_model,
+)
 from prime_rl.configs.base import BaseConfig, ConfigError, help_text, parse_argv
 from prime_rl.utils.logger import complain
 from prime_rl.utils.runtime import heavy_imports
@@ -62,12 +71,12 @@ def main(argv: Sequence[str]) -> int:
         config = parse_argv(MakeBaseConfig, argv)
         recipe = Recipe(seed=config.seed, num_steps=config.steps, num_threads=config.num_threads)
         is_packaged = config.kind == SMOLLM2
-        if is_up_to_date(config.out, packaged.WHEEL_SHA256 if is_packaged else recipe.digest()):
+        if is_up_to_date(config.out, WHEEL_SHA256 if is_packaged else recipe.digest()):
             print(f"{config.out} is up to date")
             return 0
         check_writable(config.out)
         if is_packaged:
-            packaged.make(config.out, stop)
+            make_packaged(config.out, stop)
         else:
             make(config.out, recipe, stop)
     except ConfigError as error:

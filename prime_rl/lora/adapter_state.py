@@ -171,7 +171,7 @@ def _check_fit(layers: Mapping[str, MultiLoRALinear], shapes: Shapes, rank: int)
 
 
 def _is_other_model(name: str, base: str) -> bool:
-    """Whether two models differ for certain: by their configs when both are folders here, by name when neither is."""
+    """True when two models differ for certain: by their configs when both are folders here, by name when neither is."""
     configs = [_model_config(Path(each)) for each in (name, base)]
     if None in configs:
         return configs == [None, None] and name != base and not Path(name).is_absolute()

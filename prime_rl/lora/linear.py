@@ -2,22 +2,357 @@
 
 Every adapter has its own leaf parameters, so gradients of different runs cannot mix and a slot that no row uses takes
 part in nothing. `AdapterRouting.set_rows` sets the rows of each adapter once for all layers, before the model is
-called. The products are in `grouped`.
+called.
 
-Dimensions: R rows (sequences), T tokens of a row, N tokens of all rows, I inputs, O outputs.
+The layer and the adapters of its rows are one differentiable operation (`grouped_lora`), out of autograd's hands
+because of what it would add: a temporary for every product, a second sum into the output and into the gradient of the
+inputs, and a multiplication by the scale as large as the activations. Here both low-rank products are added in place,
+and the scale goes onto x A^T, which is K wide. A gated MLP is one operation too: it keeps its input alone, and backward
+makes what lies between again, at two products of seven.
+
+Dimensions: R rows (sequences), T tokens of a row, N tokens of all rows, I inputs, O outputs, W width of an MLP, K rank,
+G groups (neighbouring tokens of one adapter), M tokens of a group.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear, silu
 
-from prime_rl.lora.grouped import Layer, Plan, TokenGroup, grouped_lora, make_plan
+
+@dataclass(frozen=True)
+class TokenGroup:
+    """Tokens `start` to `stop` use `adapter`, whose output is multiplied by `scale`."""
+
+    adapter: int
+    start: int
+    stop: int
+    scale: float
+
+    @property
+    def tokens(self) -> slice:
+        """The group's tokens among all N."""
+        return slice(self.start, self.stop)
+
+
+class Plan(Protocol):
+    """The way in which the low-rank products of the groups are computed; made once for all layers of a pass."""
+
+    @property
+    def adapters(self) -> list[int]:
+        """The adapter of each group."""
+
+    def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
+        """`h`, that is `scale * (x A^T)`, which backward needs too."""
+
+    def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:
+        """Add `h B^T` to `out_NO`, in place."""
+
+    def differentiate(
+        self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Add to `grad_x_NI`, in place, and return the gradients of each A and of each B, in float32 or wider."""
+
+
+def make_plan(groups: Sequence[TokenGroup], num_tokens: int, *, one_kernel: bool = False) -> Plan:
+    """Groups of one size that leave no token out go through batched products, others one by one.
+
+    Args:
+        one_kernel: the device has products of uneven groups in one kernel, so their number costs nothing. On a CPU the
+            loop was measured to be the quickest, also quicker than padding the groups to one size.
+    """
+    size = groups[0].stop - groups[0].start
+    is_whole = sum(group.stop - group.start for group in groups) == num_tokens
+    if is_whole and len(groups) > 1:
+        if all(group.stop - group.start == size for group in groups):
+            return BatchedPlan(groups)
+        if one_kernel:
+            return GroupedPlan(groups)
+    return LoopedPlan(groups)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A frozen layer, weight `[O, I]`, and A `[K, I]` and B `[O, K]` of each group, in any floating type."""
+
+    weight_OI: Tensor
+    bias_O: Tensor | None
+    A_G: Sequence[Tensor]
+    B_G: Sequence[Tensor]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """A of each group, then B of each group: where backward adds gradients."""
+        return [*self.A_G, *self.B_G]
+
+    def kept(self, x_NI: Tensor, plan: Plan) -> _Kept:
+        """The tables that backward needs."""
+        A_GKI, B_GOK = (torch.stack(list(part)).to(x_NI.dtype) for part in (self.A_G, self.B_G))
+        return _Kept(plan.project(x_NI, A_GKI), A_GKI, B_GOK)
+
+    def run(self, x_NI: Tensor, plan: Plan, out_NO: Tensor | None = None) -> tuple[Tensor, _Kept]:
+        """The output, in `out_NO` where that is given, and what backward needs."""
+        if out_NO is None:
+            out_NO = linear(x_NI, self.weight_OI, self.bias_O)
+        else:
+            torch.mm(x_NI, self.weight_OI.T, out=out_NO)
+            if self.bias_O is not None:
+                out_NO.add_(self.bias_O)
+        kept = self.kept(x_NI, plan)
+        plan.add(out_NO, kept.h, kept.B_GOK)
+        return out_NO, kept
+
+
+class _Kept(NamedTuple):
+    h: Tensor
+    A_GKI: Tensor
+    B_GOK: Tensor
+
+
+def grouped_lora(x_NI: Tensor, layer: Layer, plan: Plan) -> Tensor:
+    """`x W^T + bias`, and for the tokens of each group `+ scale * (x A^T) B^T`. Returns `[N, O]`.
+
+    A and B are used in the type of `x_NI`. Backward adds their gradients to their own `.grad`; the frozen layer gets
+    none. Without gradients (a server) the operation goes around autograd, whose bookkeeping was measured to take a
+    tenth of a decode step.
+    """
+    if not torch.is_grad_enabled():
+        return layer.run(x_NI, plan)[0]
+    out_NO: Tensor = _GroupedLoRA.apply(x_NI, layer, plan, layer.A_G[0])  # type: ignore[no-untyped-call]
+    return out_NO
+
+
+class _GroupedLoRA(torch.autograd.Function):
+    """A grouped product whose gradients are added to the leaves here.
+
+    `anchor` is one of the leaves: autograd calls backward for it. The others are not handed to autograd, whose
+    bookkeeping for the hundreds of small leaves of a pass was measured to take a twentieth of a short step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, layer: Layer, plan: Plan, anchor: Tensor) -> Tensor:
+        out_NO, kept = layer.run(x_NI, plan)
+        ctx.plan, ctx.leaves = plan, layer.leaves
+        ctx.save_for_backward(x_NI, layer.weight_OI, *kept)
+        return out_NO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, weight_OI, h, A_GKI, B_GOK = ctx.saved_tensors
+        grad_x_NI = grad_NO @ weight_OI if ctx.needs_input_grad[0] else None
+        _accumulate(ctx.leaves, ctx.plan.differentiate(grad_NO, grad_x_NI, x_NI, h, A_GKI, B_GOK))
+        return grad_x_NI, None, None, None
+
+
+def gated_mlp(
+    x_NI: Tensor, gate: Layer, up: Layer, down: Layer, plan: Plan, *, keeps: bool, for_backward: bool = False
+) -> Tensor:
+    """`down(silu(gate(x)) * up(x))`, each layer with its adapters as in `grouped_lora`. Returns `[N, I]`.
+
+    Args:
+        keeps: keep what gate and up gave for backward, two tables of `[N, W]`, instead of making them again there.
+        for_backward: the result is NaN, and only what backward needs is computed.
+    """
+    out_NI: Tensor = _GatedMLP.apply(  # type: ignore[no-untyped-call]
+        x_NI, gate, up, down, plan, keeps, for_backward, gate.A_G[0]
+    )
+    return out_NI
+
+
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NI: Tensor,
+        gate: Layer,
+        up: Layer,
+        down: Layer,
+        plan: Plan,
+        keeps: bool,
+        for_backward: bool,
+        anchor: Tensor,
+    ) -> Tensor:
+        out_NI = x_NI.new_empty(len(x_NI), len(down.weight_OI))  # what stays is made before what goes: fewer holes
+        gate_NW, of_gate = gate.run(x_NI, plan)
+        up_NW, of_up = up.run(x_NI, plan)
+        kept = (gate_NW, up_NW) if keeps else (None, None)
+        product_NW = silu(gate_NW, inplace=not keeps).mul_(up_NW)
+        of_down = down.kept(product_NW, plan) if for_backward else down.run(product_NW, plan, out_NI)[1]
+        if for_backward:
+            out_NI.fill_(math.nan)
+        ctx.plan, ctx.layers = plan, (gate, up, down)
+        weights = (each.weight_OI for each in (gate, up, down))
+        ctx.save_for_backward(x_NI, *kept, *weights, *of_gate, *of_up, *of_down)
+        return out_NI
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NI: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, gate_NW, up_NW, gate_WI, up_WI, down_IW, *kept = ctx.saved_tensors
+        of_gate, of_up, of_down = kept[:3], kept[3:6], kept[6:]
+        plan: Plan = ctx.plan
+        gate, up, down = ctx.layers
+        if gate_NW is None:
+            gate_NW, up_NW = gate.run(x_NI, plan)[0], up.run(x_NI, plan)[0]
+        product_NW = silu(gate_NW).mul_(up_NW)
+        grad_NW = grad_NI @ down_IW
+        _accumulate(down.leaves, plan.differentiate(grad_NI, grad_NW, product_NW, *of_down))
+        grad_up_NW, grad_gate_NW = _differentiate_gated(grad_NW, up_NW, gate_NW, product_NW)
+        del product_NW, grad_NW, gate_NW, up_NW
+        grad_x_NI = grad_up_NW @ up_WI if ctx.needs_input_grad[0] else None
+        _accumulate(up.leaves, plan.differentiate(grad_up_NW, grad_x_NI, x_NI, *of_up))
+        del grad_up_NW
+        rest_NI = grad_gate_NW @ gate_WI if grad_x_NI is not None else None
+        _accumulate(gate.leaves, plan.differentiate(grad_gate_NW, rest_NI, x_NI, *of_gate))
+        if grad_x_NI is not None:
+            grad_x_NI.add_(rest_NI)
+        return grad_x_NI, *[None] * 7
+
+
+def _differentiate_gated(grad_NW: Tensor, up_NW: Tensor, gate_NW: Tensor, spare_NW: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of up and of the gate, in the order and with the rounding of torch's own.
+
+    `grad_NW` and `spare_NW` are overwritten: memory that the system must clear first costs more than the operation.
+    """
+    grad_up_NW = torch.ops.aten.silu.out(gate_NW, out=spare_NW).mul_(grad_NW)
+    grad_NW.mul_(up_NW)
+    return grad_up_NW, torch.ops.aten.silu_backward.grad_input(grad_NW, gate_NW, grad_input=grad_NW)
+
+
+def _accumulate(leaves: Sequence[Tensor], grads: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
+    """Add to each leaf's `.grad`, those of A and then of B; in few launches, however many leaves there are."""
+    old, new = [], []
+    for leaf, grad in zip(leaves, [*grads[0], *grads[1]], strict=True):
+        if leaf.grad is None:
+            leaf.grad = grad
+        else:
+            old.append(leaf.grad)
+            new.append(grad)
+    if old:
+        torch._foreach_add_(old, new)
+
+
+class BatchedPlan:
+    """All groups in one batched product each time. `h` is `[G, M, K]`."""
+
+    def __init__(self, groups: Sequence[TokenGroup]) -> None:
+        self.adapters = [group.adapter for group in groups]
+        self._shape = len(groups), groups[0].stop - groups[0].start, -1
+        self._scales_G11 = torch.tensor([group.scale for group in groups]).view(-1, 1, 1)
+
+    def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
+        """`scale * (x A^T)`, `[G, M, K]`."""
+        return torch.bmm(x_NI.view(self._shape), A_GKI.mT).mul_(self._scales_like(x_NI))
+
+    def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:
+        """Add `h B^T` to `out_NO`, in place."""
+        out_NO.view(self._shape).baddbmm_(h, B_GOK.mT)
+
+    def differentiate(
+        self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Add to `grad_x_NI`, in place, and return the gradients of each A and of each B."""
+        grad_GMO = grad_NO.reshape(self._shape)
+        grad_h_GMK = torch.bmm(grad_GMO, B_GOK).mul_(self._scales_like(x_NI))
+        if grad_x_NI is not None:
+            grad_x_NI.view(self._shape).baddbmm_(grad_h_GMK, A_GKI)
+        grad_A_GKI = torch.bmm(grad_h_GMK.mT, x_NI.view(self._shape))
+        return _unbind(grad_A_GKI), _unbind(torch.bmm(grad_GMO.mT, h))
+
+    def _scales_like(self, x_NI: Tensor) -> Tensor:
+        if self._scales_G11.dtype != x_NI.dtype or self._scales_G11.device != x_NI.device:
+            self._scales_G11 = self._scales_G11.to(x_NI)
+        return self._scales_G11
+
+
+class LoopedPlan:
+    """Each group separately. `h` is `[N, K]`."""
+
+    def __init__(self, groups: Sequence[TokenGroup]) -> None:
+        self.adapters = [group.adapter for group in groups]
+        self._groups = groups
+
+    def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
+        """`scale * (x A^T)`, `[N, K]`; undefined for tokens that are in no group."""
+        h_NK = x_NI.new_empty(len(x_NI), A_GKI.shape[1])
+        for group, A_KI in zip(self._groups, A_GKI.unbind(), strict=True):
+            torch.mm(x_NI[group.tokens], A_KI.T, out=h_NK[group.tokens]).mul_(group.scale)
+        return h_NK
+
+    def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:
+        """Add `h B^T` to the groups' tokens of `out_NO`, in place."""
+        for group, B_OK in zip(self._groups, B_GOK.unbind(), strict=True):
+            out_NO[group.tokens].addmm_(h[group.tokens], B_OK.T)
+
+    def differentiate(
+        self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Add to the groups' tokens of `grad_x_NI`, in place, and return the gradients of each A and of each B."""
+        grads_A, grads_B = [], []
+        for group, A_KI, B_OK in zip(self._groups, A_GKI.unbind(), B_GOK.unbind(), strict=True):
+            grad_MO = grad_NO[group.tokens]
+            grad_h_MK = (grad_MO @ B_OK).mul_(group.scale)
+            if grad_x_NI is not None:
+                grad_x_NI[group.tokens].addmm_(grad_h_MK, A_KI)
+            grads_A.append(_widened(grad_h_MK.T @ x_NI[group.tokens]))
+            grads_B.append(_widened(grad_MO.T @ h[group.tokens]))
+        return grads_A, grads_B
+
+
+class GroupedPlan:
+    """Groups of any size that follow each other without a gap, in one kernel each time. `h` is `[N, K]`.
+
+    `torch._grouped_mm`: bfloat16 on a GPU, strides of a multiple of 16 bytes. No group is empty: one is made of rows.
+    """
+
+    def __init__(self, groups: Sequence[TokenGroup]) -> None:
+        self.adapters = [group.adapter for group in groups]
+        self._ends_G = torch.tensor([group.stop for group in groups], dtype=torch.int32)
+        sizes_G = torch.tensor([group.stop - group.start for group in groups])
+        scales_G = torch.tensor([group.scale for group in groups])
+        self._scales_N1 = scales_G.repeat_interleave(sizes_G, output_size=groups[-1].stop)[:, None]
+
+    def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
+        """`scale * (x A^T)`, `[N, K]`."""
+        self._move_to(x_NI)
+        return torch._grouped_mm(x_NI, A_GKI.mT, offs=self._ends_G).mul_(self._scales_N1)
+
+    def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:
+        """Add `h B^T` to `out_NO`, in place."""
+        out_NO.add_(torch._grouped_mm(h, B_GOK.mT, offs=self._ends_G))
+
+    def differentiate(
+        self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Add to `grad_x_NI`, in place, and return the gradients of each A and of each B."""
+        grad_NO = grad_NO.contiguous()  # the kernels read rows
+        grad_h_NK = torch._grouped_mm(grad_NO, B_GOK, offs=self._ends_G).mul_(self._scales_N1)
+        if grad_x_NI is not None:
+            grad_x_NI.add_(torch._grouped_mm(grad_h_NK, A_GKI, offs=self._ends_G))
+        grad_A_GKI = torch._grouped_mm(grad_h_NK.T, x_NI, offs=self._ends_G)
+        return _unbind(grad_A_GKI), _unbind(torch._grouped_mm(grad_NO.T, h, offs=self._ends_G))
+
+    def _move_to(self, x_NI: Tensor) -> None:
+        if self._ends_G.device != x_NI.device or self._scales_N1.dtype != x_NI.dtype:
+            self._ends_G, self._scales_N1 = self._ends_G.to(x_NI.device), self._scales_N1.to(x_NI)
+
+
+def _widened(grad: Tensor) -> Tensor:
+    """Gradients of many passes are summed: not in sixteen bits."""
+    return grad.to(torch.promote_types(grad.dtype, torch.float32))
+
+
+def _unbind(grad_G: Tensor) -> Sequence[Tensor]:
+    return _widened(grad_G).unbind()
 
 
 @dataclass(frozen=True)
@@ -29,7 +364,7 @@ class RowGroup:
 
 
 class AdapterRouting:
-    """Which row of the activations uses which adapter. One object for all layers of a model.
+    """The map from rows of the activations to adapters. One object for all layers of a model.
 
     Attributes:
         scaling: alpha / rank of each adapter.
@@ -62,11 +397,11 @@ class AdapterRouting:
 
     @property
     def all_base(self) -> bool:
-        """Whether all rows use the base model alone."""
+        """True when all rows use the base model alone."""
         return all(group.adapter is None for group in self.groups)
 
     def plan(self, num_tokens: int, *, one_kernel: bool = False) -> Plan:
-        """How the products of rows of `num_tokens` are computed: worked out once, and the same for all layers."""
+        """The plan of the products of rows of `num_tokens`: worked out once, and the same for all layers."""
         if self._plan is None or self._plan[0] != num_tokens:
             groups = self._token_groups(num_tokens)
             self._plan = num_tokens, make_plan(groups, self.num_rows * num_tokens, one_kernel=one_kernel)
@@ -125,7 +460,7 @@ class MultiLoRALinear(nn.Module):
         return self._pairs[idx]
 
     def plan_for(self, x_RTI: Tensor) -> Plan | None:
-        """How the products of these activations are computed; None where all rows are the base model's alone."""
+        """The plan of the products of these activations; None where all rows are the base model's alone."""
         routing = self.routing
         if x_RTI.shape[0] != routing.num_rows:
             raise ValueError(f"activations have {x_RTI.shape[0]} rows, the routing was set for {routing.num_rows}")

@@ -87,7 +87,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 
 
 def misfit(found: Shapes, wanted: Shapes) -> str | None:
-    """What is wrong with `found`, the first few of it; None when names and shapes are exactly as expected."""
+    """The problems of `found`, the first few of them; None when names and shapes are exactly as expected."""
     problems = [f"{name[:MAX_NAME_CHARS]} is not in the model" for name in sorted(found.keys() - wanted.keys())]
     problems += [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
     problems += [

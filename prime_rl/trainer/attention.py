@@ -42,7 +42,7 @@ ROTARY_ATTENTIONS = frozenset({"LlamaAttention", "MistralAttention", "Qwen2Atten
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the samples of a packed row lie.
+    """The places of the samples of a packed row.
 
     Attributes:
         stretches: (number of neighbours of one length, that length), in order.
@@ -66,7 +66,7 @@ class Segments:
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Whether attention of `model` is causal and nothing else: a window or a score of its own needs its own mask."""
+    """True when attention of `model` is causal and nothing else: a window or a score of its own needs its own mask."""
     config: Any = model.config
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
     return kinds == {"full_attention"} and config._attn_implementation in ("sdpa", PACKED_ATTENTION)

@@ -120,7 +120,11 @@ class Packer:
         """
         active = self._manager.active
         for run in active:
-            self._want(run, is_due=run.run_id not in held)
+            # While a batch of the run is in work, the one after it is read.
+            step = run.progress.step + (1 if run.in_work is None else 2)
+            limits = BatchLimits.of(run.config, run.run_id, step, self._vocab_size)
+            is_due = run.in_work is None and run.run_id not in held
+            self._reader.want(run.dir.rollout_file(step), limits, due=is_due)
         found = self._reader.take(0.0 if self._queue else READ_WAIT_S)
         batches = {}
         for run in active:
@@ -128,12 +132,6 @@ class Packer:
                 with self._manager.run_boundary(run, f"reading rollouts/step_{run.progress.step + 1}"):
                     batches[run.run_idx] = self._take_in(run, found[run.run_id])
         return batches
-
-    def _want(self, run: TrainerRun, is_due: bool) -> None:
-        """Have the batch read that the run needs next: while one is in work, the one after it."""
-        step = run.progress.step + (1 if run.in_work is None else 2)
-        limits = BatchLimits.of(run.config, run.run_id, step, self._vocab_size)
-        self._reader.want(run.dir.rollout_file(step), limits, due=is_due and run.in_work is None)
 
     def _take_in(self, run: TrainerRun, found: BatchColumns | str) -> BatchColumns:
         if isinstance(found, str):
@@ -171,7 +169,7 @@ class Packer:
         return batch
 
     def waits_for(self) -> str | None:
-        """What the trainer waits for when nothing is in work, in words; None when rows wait."""
+        """The batches that the trainer waits for when nothing is in work, in words; None when rows wait."""
         if self._queue:
             return None
         wanted = [f"{run.run_id} (step {run.progress.step + 1})" for run in self._manager.active]
@@ -278,7 +276,7 @@ def _number_problem(sample: SampleColumns, limits: BatchLimits) -> str | None:
 
 
 def _fits(value: float) -> bool:
-    """Whether float32 has a place for `value`. False for nan."""
+    """True when float32 has a place for `value`. False for nan."""
     return math.fabs(value) <= MAX_FLOAT
 
 
@@ -397,7 +395,7 @@ class BatchReader:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _has_looked(self) -> bool:
-        """Whether nothing whose turn has come is still to be read."""
+        """True when nothing whose turn has come is still to be read."""
         return not self._queues[True] and not (self._current and self._current.due)
 
     def _put(self, order: _Order, due: bool) -> None:

@@ -25,7 +25,7 @@ import math
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,10 +65,10 @@ PROGRESS_FILE = "progress.json"
 
 
 class WeightsSnapshot(Protocol):
-    """What a run has trained."""
+    """The weights that a run has trained."""
 
     def published(self) -> WeightsSnapshot:
-        """What inference gets of it."""
+        """The snapshot that inference gets of it."""
 
     def save(self, folder: Path) -> None:
         """Write its files into `folder`, which must exist. Raises OSError."""
@@ -117,7 +117,7 @@ class RunSnapshot:
         return cls(run.dir, run.inode, run.config, replace(run.progress), weights, state)
 
     def is_at_home(self) -> bool:
-        """Whether the folder is still the run's own: not deleted, and not another one of the same name."""
+        """True when the folder is still the run's own: not deleted, and not another one of the same name."""
         try:
             return self.run.path.stat().st_ino == self.inode
         except OSError as error:
@@ -147,7 +147,7 @@ class Snapshots(ABC):
 
     @abstractmethod
     def read(self, run: TrainerRun, folder: Path) -> dict[str, Tensor]:
-        """What the weights' `save` wrote. ValueError or OSError when it is damaged or does not fit the run's config."""
+        """The tensors that `save` wrote. ValueError or OSError when they are damaged or do not fit the run's config."""
 
     def begin(self, run: TrainerRun) -> None:
         """Put the adapter of the run's `init/` into its slot. ValueError or OSError when it cannot be."""
@@ -236,7 +236,7 @@ def copy_to_cpu(value: Any) -> Any:
 
 
 class _Version(msgspec.Struct, frozen=True):
-    """What every version of `progress.json` has."""
+    """The part that every version of `progress.json` has."""
 
     version: int = 1
 
@@ -252,7 +252,7 @@ class SavedProgress(msgspec.Struct, frozen=True):
 
 
 def is_due(config: OrchestratorConfig, step: int) -> bool:
-    """Whether the run's config asks for a checkpoint after `step` updates."""
+    """True when the run's config asks for a checkpoint after `step` updates."""
     return step % config.ckpt.interval == 0 or step == config.max_steps
 
 
@@ -294,13 +294,12 @@ class CheckpointManager:
                 self._begin(run)
             return
         folder = run.dir.trainer_checkpoint(step)
-        saved, weights, state = self._read(run, folder)
+        saved, state = self._read_state(run, folder)
+        weights = self._snapshots.read(run, folder)
         if saved.step != step:
             raise ValueError(f"{folder / PROGRESS_FILE} is of step {saved.step}, expected {step}")
-        try:
+        with _damaged(folder):
             self._snapshots.restore(run, weights, state)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
         run.progress.total_tokens, run.progress.total_samples = saved.total_tokens, saved.total_samples
         logger.info("%s resumes from its checkpoint of step %d", run.run_id, step)
 
@@ -308,15 +307,9 @@ class CheckpointManager:
         folder = run.dir.init
         self._snapshots.begin(run)
         if os.path.lexists(folder / PROGRESS_FILE):
-            try:
+            with _damaged(folder):
                 run.training.load_moments(self._read_state(run, folder)[1]["optimizer"])
-            except (KeyError, TypeError) as error:
-                raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
         logger.info("%s starts from %s", run.run_id, run.config.init.from_)
-
-    def _read(self, run: TrainerRun, folder: Path) -> tuple[SavedProgress, dict[str, Tensor], dict[str, Any]]:
-        saved, state = self._read_state(run, folder)
-        return saved, self._snapshots.read(run, folder), state
 
     def _read_state(self, run: TrainerRun, folder: Path) -> tuple[SavedProgress, dict[str, Any]]:
         limit = MOST_MOMENTS * 4 * run.training.weights.num_weights + ADAPTER_HEAD_BYTES
@@ -345,18 +338,23 @@ class CheckpointManager:
         make_folder(run.checkpoints)
         make_folder(run.checkpoint_dir(step))
         with staged_dir(run.trainer_checkpoint(step)) as folder:
-            _write(folder, snapshot)
+            plain, tensors = split_tensors(snapshot.state)
+            snapshot.weights.save(folder)
+            (folder / STATE_FILE).write_bytes(save(tensors))
+            now = snapshot.progress
+            saved = SavedProgress(now.step, now.total_tokens, now.total_samples, plain)
+            (folder / PROGRESS_FILE).write_bytes(msgspec.json.encode(saved))
         mark_stable(run.checkpoint_dir(step))
         logger.info("%s: checkpoint of step %d is complete", run.run_id, step)
 
 
-def _write(folder: Path, snapshot: RunSnapshot) -> None:
-    plain, tensors = split_tensors(snapshot.state)
-    snapshot.weights.save(folder)
-    (folder / STATE_FILE).write_bytes(save(tensors))
-    now = snapshot.progress
-    saved = SavedProgress(now.step, now.total_tokens, now.total_samples, plain)
-    (folder / PROGRESS_FILE).write_bytes(msgspec.json.encode(saved))
+@contextlib.contextmanager
+def _damaged(folder: Path) -> Iterator[None]:
+    """Inside, a state that lacks something raises ValueError with the folder that it comes from."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
 
 
 # Nested training state as tensors by path and plain values, and back.
@@ -385,7 +383,7 @@ def split_tensors(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def join_tensors(plain: Any, tensors: dict[str, Tensor]) -> Any:
-    """What `split_tensors` took apart; ValueError when a tensor is missing."""
+    """The value that `split_tensors` took apart; ValueError when a tensor is missing."""
     if isinstance(plain, dict):
         if plain.keys() == {_TENSOR}:
             if plain[_TENSOR] not in tensors:
@@ -432,7 +430,7 @@ def begun_from(
 
 
 def _problem(fresh: Mapping[str, Tensor], source: Mapping[str, Tensor], rank: int) -> str | None:
-    """What is wrong with `source`; None when each of its modules is in the model and whole."""
+    """The problem of `source`; None when each of its modules is in the model and whole."""
     adapted = {_module(name) for name in source}
     wanted = {
         name: (rank, whole.shape[1]) if _is_a(name) else (whole.shape[0], rank)
@@ -512,7 +510,7 @@ def _fragments(run: RunDir, complete: Sequence[int]) -> list[int]:
 
 
 def _has_files(folder: Path) -> bool:
-    """Whether something is in `folder` under its final name."""
+    """True when something is in `folder` under its final name."""
     return (
         folder.is_dir()
         and not folder.is_symlink()

@@ -1,4 +1,4 @@
-"""Which rows go into the next forward/backward pass. Pure: no files, no tensors, no clock.
+"""The choice of the rows of the next forward/backward pass. Pure: no files, no tensors, no clock.
 
 Runs take turns row by row: next is always the run with the largest deficit, the one that had the fewest tokens for its
 weight. So a run with a large batch cannot hold up one with a small batch, and while all have work one of weight 2 gets
@@ -263,7 +263,7 @@ class _Taken:
         return self.num_positions * SMALLEST_SHARE < self.whole
 
     def takes(self, row: Row) -> bool:
-        """Whether `row` would not make too much of the pass padding."""
+        """True when `row` would not make too much of the pass padding."""
         if self.packs:
             return True
         if 2 * row.num_tokens <= self.longest:

@@ -35,8 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 
-from prime_rl.lora.grouped import gated_mlp
-from prime_rl.lora.linear import MultiLoRALinear
+from prime_rl.lora.linear import MultiLoRALinear, gated_mlp
 
 # Results that are remembered: from a norm to the last operation that keeps its result there are two others.
 _NUM_REMEMBERED = 3
@@ -84,7 +83,7 @@ def remember(result: Tensor, make: Callable[..., Tensor], *inputs: Any) -> None:
 
 
 def recipe_of(tensor: Tensor) -> _Recipe | None:
-    """How `tensor` is made again, if it is a view of what was remembered."""
+    """The recipe that makes `tensor` again, if it is a view of what was remembered."""
     view = _pack(tensor)
     return view.make if isinstance(view, _View) else None
 

@@ -35,7 +35,7 @@ LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Delta:
-    """What an adapter adds to one layer's weight `[out, in]`: `scaling` times B `[out, rank]` times A `[rank, in]`."""
+    """The change of a weight `[out, in]` by an adapter: `scaling` times B `[out, rank]` times A `[rank, in]`."""
 
     lora_A: Tensor
     lora_B: Tensor

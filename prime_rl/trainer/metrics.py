@@ -1,4 +1,4 @@
-"""What the trainer reports: metrics of each update of a run, `trainer/status.json`, and `usage/trainer.jsonl`.
+"""The reports of the trainer: metrics of each update of a run, `trainer/status.json`, and `usage/trainer.jsonl`.
 
 All are written by rank 0 alone. A replayed update (after a restart) writes no second line of metrics of the same step.
 """
@@ -150,7 +150,7 @@ class StatusReporter:
         self._total_s = dict.fromkeys(PHASES, 0.0)
 
     def published(self, run: TrainerRun, progress: Progress) -> None:
-        """What a run did up to here is on disk, and may be reported."""
+        """The progress of a run up to here is on disk, and may be reported."""
         self._progress += 1
         run.published = progress
 
@@ -172,7 +172,7 @@ class StatusReporter:
         self.training()
 
     def spent(self, time_s: dict[str, float]) -> None:
-        """Where more time went."""
+        """Add to the time of each phase."""
         self._total_s = {phase: seconds + time_s[phase] for phase, seconds in self._total_s.items()}
 
     def close(self) -> None:

@@ -166,7 +166,7 @@ def load_model(config: TrainerModelConfig, lora: LoRAConfig | None, n_adapters: 
 
 
 def dtype_on(config: TrainerModelConfig, world: World) -> torch.dtype:
-    """What the model computes in."""
+    """The type that the model computes in."""
     dtype: torch.dtype = getattr(torch, config.dtype_on(world.device.type))
     return dtype
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -55,49 +56,59 @@ _NUM_STEPS = 5
 _EPS = 1e-7
 
 
-class RunWeights(Protocol):
-    """What a run's optimizer works on: `vectors`, or `matrices` where it looks at shapes. `names` are the slot's."""
+class RunWeights(ABC):
+    """The weights that a run's optimizer works on: `vectors`, or `matrices` where it looks at shapes.
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the slot's parameters; a saved state must have the same ones."""
+    Attributes:
+        names: of the slot's parameters; a saved state must have the same ones.
+        leaves: the slot's parameters, whose `grad` collects the gradients.
+        vectors: what most optimizers update; the gradients are there after `begin`.
+        num_weights: how many numbers the optimizer updates, on all ranks together.
+    """
 
-    @property
-    def leaves(self) -> list[nn.Parameter]:
-        """The slot's parameters, whose `grad` collects the gradients."""
+    vectors: list[nn.Parameter]
+    num_weights: int
 
-    @property
-    def num_weights(self) -> int:
-        """How many numbers the optimizer updates, on all ranks together."""
-
-    @property
-    def vectors(self) -> list[nn.Parameter]:
-        """What most optimizers update; the gradients are there after `begin`."""
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self.names = [name for name, _ in named]
+        self.leaves = [leaf for _, leaf in named]
 
     @property
     def matrices(self) -> list[nn.Parameter]:
-        """The same, each in the shape of its parameter. Raises ValueError where only parts are here."""
+        """The same as `vectors`, each in the shape of its parameter. Raises ValueError where only parts are here."""
+        raise ValueError("an optimizer that looks at whole matrices is for adapters")
 
+    @abstractmethod
     def begin(self, world: World) -> float:
         """Give the optimizer weights and gradients, summed over ranks; returns the norm of these. A collective."""
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by `factor`, in place; after `begin`."""
+        for vector in self.vectors:
+            assert vector.grad is not None, "begin comes first"
+            vector.grad.mul_(factor)
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027 (the optimizer may have worked in place)
         """Put the updated weights into the slot."""
 
     def drop_gradients(self) -> None:
         """Forget what was accumulated in the slot."""
+        for leaf in self.leaves:
+            leaf.grad = None
 
     def are_within(self, limit: float) -> bool:
-        """Whether all updated weights that are on this rank are numbers from -`limit` to `limit`."""
+        """True when all updated weights that are on this rank are numbers from -`limit` to `limit`."""
+        # The largest is NaN as soon as one of them is.
+        vectors = (vector.detach() for vector in self.vectors if vector.numel())
+        return all(float(torch.linalg.vector_norm(vector, math.inf)) <= limit for vector in vectors)
 
     def join_state(self, state: Moments, world: World) -> Moments:
-        """An optimizer's state as one rank alone would have it."""
+        """An optimizer's state as one rank alone would have it: `state` itself where every rank has all of it."""
+        return state
 
     def cut_state(self, state: Moments) -> Moments:
-        """The reverse."""
+        """The reverse of `join_state`."""
+        return state
 
 
 class RunOptimizer:
@@ -288,35 +299,36 @@ def make_scheduler(optimizer: Optimizer, config: OrchestratorConfig, step: int) 
     return LambdaLR(optimizer, factor, last_epoch=step - 1)
 
 
-class FlatWeights:
+class FlatWeights(RunWeights):
     """`named` are the slot's parameters, A `[K, in]` under a name that ends in `.lora_A`, B `[out, K]` in `.lora_B`.
+
+    All ranks have the same.
 
     Attributes:
         values_P: what the optimizer updates, with its gradient; `vectors` is the list of it.
-        matrices: views of both by parameter, for an optimizer that looks at shapes.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], rank: int) -> None:
-        self.names = [name for name, _ in named]
-        self.leaves = [leaf for _, leaf in named]
+        super().__init__(named)
         self._own = [_own(name, leaf.detach(), rank) for name, leaf in named]
         self._rank = rank
         self.values_P = nn.Parameter(self._own[0].new_zeros(sum(own.numel() for own in self._own)))
         self.vectors = [self.values_P]
+        self.num_weights = self.values_P.numel()
         self._gradients_P = torch.zeros_like(self.values_P)
         # Views: what is done to the vectors is done to them.
         self._values = self._parts(self.values_P.detach())
         self._gradients = self._parts(self._gradients_P)
-        self.matrices = [nn.Parameter(values) for values in self._values]
-        for matrix, gradients in zip(self.matrices, self._gradients, strict=True):
+        self._matrices = [nn.Parameter(values) for values in self._values]
+        for matrix, gradients in zip(self._matrices, self._gradients, strict=True):
             matrix.grad = gradients
         self.values_P.grad = self._gradients_P
         self._apart = [at for at, leaf in enumerate(self.leaves) if not self._moved_in(leaf, self._values[at])]
 
     @property
-    def num_weights(self) -> int:
-        """P, the length of `values_P`."""
-        return self.values_P.numel()
+    def matrices(self) -> list[nn.Parameter]:
+        """Views of `values_P` and its gradient by parameter."""
+        return self._matrices
 
     @torch.no_grad()
     def begin(self, world: World) -> float:
@@ -336,37 +348,15 @@ class FlatWeights:
             torch._foreach_copy_(parts, grads)
         return float(torch.linalg.vector_norm(world.sum(self._gradients_P)))
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the vector of gradients by `factor`, in place."""
-        self._gradients_P.mul_(factor)
-
     @torch.no_grad()
     def finish(self) -> None:
         """Put the updated weights into the slot."""
         self._copy_apart(self._own, self._values)
 
-    def drop_gradients(self) -> None:
-        """Set the gradients of the slot's parameters to None."""
-        for leaf in self.leaves:
-            leaf.grad = None
-
-    def are_within(self, limit: float) -> bool:
-        """Whether all updated weights are numbers from -`limit` to `limit`. All ranks have the same."""
-        # The largest is NaN as soon as one of them is.
-        return float(torch.linalg.vector_norm(self.values_P.detach(), math.inf)) <= limit
-
-    def join_state(self, state: Moments, world: World) -> Moments:
-        """`state` as it is: every rank has all of it."""
-        return state
-
-    def cut_state(self, state: Moments) -> Moments:
-        """`state` as it is: every rank needs all of it."""
-        return state
-
     @staticmethod
     @torch.no_grad()
     def _moved_in(leaf: nn.Parameter, values: Tensor) -> bool:
-        """Whether the slot's parameter is all the run's own; it is then in the vector and never copied again."""
+        """True when the slot's parameter is all the run's own; it is then in the vector and never copied again."""
         if leaf.shape == values.shape:
             values.copy_(leaf)
             leaf.data = values

@@ -1,4 +1,4 @@
-"""What follows an update of a run: publish, checkpoint, metrics, prune, always in this order, off the critical path.
+"""The work after an update of a run: publish, checkpoint, metrics, prune, always in this order, off the critical path.
 
 The main thread takes a snapshot and hands it to the background writer, which has a thread for each run; training goes
 on while the disk works, and a disk that is slow or hangs for one run's folder holds up that run alone. Whatever fails
@@ -25,7 +25,7 @@ from pathlib import Path
 from prime_rl.configs.shared import BroadcastConfig
 from prime_rl.contract.disk import NotWritten, held, holding
 from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, make_folder, mark_stable, staged_dir, wait_for
-from prime_rl.contract.layout import RunDir, list_steps, stable_marker
+from prime_rl.contract.layout import list_steps, stable_marker
 from prime_rl.trainer.checkpoint import (
     CheckpointManager,
     RunSnapshot,
@@ -141,7 +141,7 @@ class Publisher:
         self._writer.forget(run.run_id)
 
     def may_leave(self, run: TrainerRun) -> bool:
-        """Whether what the run made is written, or the disk has had its time."""
+        """True when what the run made is written, or the disk has had its time."""
         what, now = self._writer.waits_for(run.run_id), time.monotonic()
         self.collect()
         if what is None:
@@ -240,7 +240,8 @@ class FileSystemWeightBroadcast:
         """Publish what was taken, from any thread; returns the folder. Raises OSError."""
         run, target = snapshot.run, snapshot.run.broadcast_dir(snapshot.progress.step)
         self._put(target, snapshot.weights)
-        self._prune(run, keep=snapshot.config.max_async_level + NUM_SPARE_VERSIONS)
+        for old in list_steps(run.broadcast)[: -(snapshot.config.max_async_level + NUM_SPARE_VERSIONS)]:
+            remove_step(run.broadcast_dir(old))
         return target
 
     def close(self) -> None:
@@ -249,11 +250,6 @@ class FileSystemWeightBroadcast:
     def _put(self, target: Path, weights: WeightsSnapshot) -> None:
         if not stable_marker(target).exists():
             write_version(target, weights.published().save)
-
-    @staticmethod
-    def _prune(run: RunDir, keep: int) -> None:
-        for old in list_steps(run.broadcast)[:-keep]:
-            remove_step(run.broadcast_dir(old))
 
 
 def write_version(target: Path, save: Callable[[Path], None]) -> None:
@@ -265,7 +261,7 @@ def write_version(target: Path, save: Callable[[Path], None]) -> None:
 
 
 def open_broadcast(config: BroadcastConfig) -> FileSystemWeightBroadcast:
-    """What `config.type` names (rank 0). Raises OSError with address and reason when the sender cannot be opened."""
+    """The broadcast of `config.type` (rank 0). Raises OSError with address and reason when its sender cannot open."""
     if config.type == "filesystem":
         return FileSystemWeightBroadcast()
     try:
@@ -301,7 +297,7 @@ class NCCLWeightBroadcast(FileSystemWeightBroadcast):
 
 
 def label_of(folder: Path) -> str:
-    """What both sides call the version in `output_dir/run_X/broadcast/step_N`: the path below `output_dir`."""
+    """The name on both sides of the version in `output_dir/run_X/broadcast/step_N`: the path below `output_dir`."""
     return folder.relative_to(folder.parent.parent.parent).as_posix()
 
 
@@ -362,7 +358,7 @@ class BackgroundWriter:
             return {run_id: _what(jobs) for run_id, jobs in self._queues.items() if len(jobs) >= MAX_WAITING_PER_RUN}
 
     def waits_for(self, run_id: str) -> str | None:
-        """What of the run is still to be written, in words; None when all is done."""
+        """The write that the run still waits for, in words; None when all is done."""
         with self._changed:
             jobs = self._queues.get(run_id)
             return _what(jobs) if jobs else None
@@ -375,7 +371,7 @@ class BackgroundWriter:
                 self._changed.wait_for(lambda: self._num_unfinished() < num_unfinished, timeout_s)
 
     def take_results(self) -> list[Result]:
-        """What ended since the last call, in order."""
+        """The jobs that ended since the last call, in order."""
         with self._changed:
             results, self._results = self._results, []
             return results

@@ -50,7 +50,7 @@ MAX_LIMIT_BYTES = 100_000
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What one update of a run did. `problem` is set when it was not done, with the numbers.
+    """The result of one update of a run. `problem` is set when it was not done, with the numbers.
 
     `compares_with_base`: the loss has a KL to the base model, and `sums.kl_base` is it. `ratios`: log-ratios of the
     kept rollouts, by place in the batch.
@@ -274,7 +274,7 @@ def add_gradients(leaves: Sequence[Tensor], before: Sequence[Tensor | None]) -> 
 
 
 def not_finite(step: int, what: str, loss: float, grad_norm: float, lr: float) -> str:
-    """Why a run is evicted whose update is not done, with the numbers."""
+    """The reason, with the numbers, for which a run is evicted whose update is not done."""
     return f"update {step}: {what} {NOT_FINITE}: loss {loss:g}, gradient norm {grad_norm:g}, lr {lr:g}"
 
 
@@ -358,7 +358,7 @@ def _advantages(batch: MicroBatch, columns_K: npt.NDArray[np.int64]) -> npt.NDAr
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass found, without gradient: for reports."""
+    """The results of a pass, without gradient: for reports."""
 
     inputs: LossInputs
     losses: RowLosses

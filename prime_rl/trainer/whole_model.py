@@ -26,7 +26,7 @@ from transformers.utils.hub import cached_file
 from prime_rl.lora.tensor_files import load_tensors, misfit, shapes_of
 from prime_rl.trainer.checkpoint import Snapshots
 from prime_rl.trainer.model import cut, join, part_here
-from prime_rl.trainer.optim import Moments
+from prime_rl.trainer.optim import Moments, RunWeights
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.world import World
 
@@ -64,7 +64,7 @@ class WholeModel:
 
     @property
     def device(self) -> torch.device:
-        """What this rank trains on."""
+        """The device that this rank trains on."""
         return self._named[0][1].device
 
     def export(self, run: TrainerRun) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ class ModelSnapshot:
     files: ModelFiles
 
     def published(self) -> ModelSnapshot:
-        """What inference gets."""
+        """The snapshot that inference gets."""
         return replace(self, tensors=self.for_inference)
 
     def save(self, folder: Path) -> None:
@@ -181,7 +181,7 @@ def finish_copies(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-class ShardedWeights:
+class ShardedWeights(RunWeights):
     """This rank's part of every parameter; nearly all optimizers look at one number at a time, so a part is enough.
 
     Attributes:
@@ -189,15 +189,9 @@ class ShardedWeights:
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        self.names = [name for name, _ in named]
-        self.num_weights = sum(leaf.numel() for _, leaf in named)
-        self.vectors = [nn.Parameter(part_here(leaf.detach())) for _, leaf in named]
-        self.leaves = [leaf for _, leaf in named]
-
-    @property
-    def matrices(self) -> list[nn.Parameter]:
-        """Not available: raises ValueError, since a rank has parts only."""
-        raise ValueError("an optimizer that looks at whole matrices is for adapters")
+        super().__init__(named)
+        self.num_weights = sum(leaf.numel() for leaf in self.leaves)
+        self.vectors = [nn.Parameter(part_here(leaf.detach())) for leaf in self.leaves]
 
     def begin(self, world: World) -> float:
         """FSDP summed the gradients over ranks in every pass. Returns the norm over all parts. A collective."""
@@ -207,24 +201,10 @@ class ShardedWeights:
             square += part.grad.square().sum()
         return math.sqrt(float(world.sum(square)))
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients of this rank's parts by `factor`, in place; after `begin`."""
-        for part in self.vectors:
-            assert part.grad is not None, "begin comes first"
-            part.grad.mul_(factor)
-
-    def finish(self) -> None:
-        """The optimizer worked in place."""
-
     def drop_gradients(self) -> None:
         """Set the gradients of parameters and parts to None."""
         for parameter in (*self.leaves, *self.vectors):
             parameter.grad = None
-
-    def are_within(self, limit: float) -> bool:
-        """Whether all updated weights of this rank's parts are numbers from -`limit` to `limit`."""
-        parts = (part.detach() for part in self.vectors if part.numel())
-        return all(float(torch.linalg.vector_norm(part, math.inf)) <= limit for part in parts)
 
     def join_state(self, state: Moments, world: World) -> Moments:
         """On the CPU of rank 0, one tensor after another; the others keep nothing. A collective."""

@@ -47,7 +47,7 @@ class WorldError(RuntimeError):
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands among the ranks."""
+    """The place of this process among the ranks."""
 
     rank: int
     size: int
@@ -57,7 +57,7 @@ class World:
 
     @property
     def is_master(self) -> bool:
-        """Whether this is rank 0."""
+        """True when this is rank 0."""
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class World:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """What fails in here because another rank is gone raises WorldError with the number of that rank."""
+        """A failure in here because another rank is gone raises WorldError with the number of that rank."""
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
@@ -192,7 +192,7 @@ class Pulse:
 
     @property
     def all_left(self) -> bool:
-        """Whether every rank has announced its end."""
+        """True when every rank has announced its end."""
         return all(beat == LEFT for beat in self._beats)
 
 

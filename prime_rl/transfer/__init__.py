@@ -1,6 +1,5 @@
 """Whole weights from the trainer to inference without a disk between them. Layer 1: both sides import it."""
 
-from prime_rl.transfer.link import WeightSender
-from prime_rl.transfer.receiver import TransferError, WeightReceiver
+from prime_rl.transfer.link import TransferError, WeightReceiver, WeightSender
 
 __all__ = ["TransferError", "WeightReceiver", "WeightSender"]

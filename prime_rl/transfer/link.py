@@ -1,10 +1,12 @@
-"""How the two sides meet, and the trainer's side: a thread that hands the newest weights to every server that asks.
+"""The two sides of a transfer, and how they meet.
 
-They meet by a store that the trainer keeps open, and a process group that lasts over many transfers. Every worker of a
-server leaves a `Hello` in the store, the first of them also a `Request`. The sender puts down one `Answer`: a refusal,
-or the group in which it is rank 0 and which tensors come. That group is the one of the last transfer if all of them
-still have it, else a new one, so either side may die and come back at any time. Groups are gloo's between CPUs, NCCL's
-between GPUs. The store is as trusting as torch's: for machines that trust each other.
+`WeightSender` is the trainer's side: a thread that hands the newest weights to every server that asks. `WeightReceiver`
+is one worker of a server, which gets the whole weights or fails with a one-line error. They meet by a store that the
+trainer keeps open, and a process group that lasts over many transfers. Every worker of a server leaves a `Hello` in the
+store, the first of them also a `Request`. The sender puts down one `Answer`: a refusal, or the group in which it is
+rank 0 and which tensors come. That group is the one of the last transfer if all of them still have it, else a new one,
+so either side may die and come back at any time. Groups are gloo's between CPUs, NCCL's between GPUs. The store is as
+trusting as torch's: for machines that trust each other.
 """
 
 from __future__ import annotations
@@ -24,11 +26,16 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import Tensor
-
-# torch.distributed shows these too, but does not export them by name.
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
+logger = logging.getLogger(__name__)
+
 NUM_REQUESTS_KEY = "num_requests"
+POLL_S = 0.05
+# A server that fetched none of so many versions is gone, or gets a new group when it asks again.
+MOST_MISSED = 3
+# What a server needs beside the weights while it loads them.
+SPARE_BYTES = 1 << 30
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -64,22 +71,22 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def request_key(number: int) -> str:
-    """Where the store has the `Request` of that number, from 1."""
+    """The key of the `Request` of that number, from 1."""
     return f"request/{number}"
 
 
 def hello_key(ticket: str, rank: int) -> str:
-    """Where the store has the `Hello` of worker `rank`, from 1, for the request with that ticket."""
+    """The key of the `Hello` of worker `rank`, from 1, for the request with that ticket."""
     return f"hello/{ticket}/{rank}"
 
 
 def answer_key(ticket: str) -> str:
-    """Where the store has the `Answer` to the request with that ticket."""
+    """The key of the `Answer` to the request with that ticket."""
     return f"answer/{ticket}"
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """What identifies a GPU, on any machine; None for a CPU."""
+    """The name of a GPU that is its own on any machine; None for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
@@ -187,13 +194,6 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-logger = logging.getLogger(__name__)
-
-POLL_S = 0.05
-# A server that fetched none of so many versions is gone, or gets a new group when it asks again.
-MOST_MISSED = 3
-
-
 class Offer(NamedTuple):
     """Weights to hand out. `number` counts offers; `device` is where they are."""
 
@@ -277,7 +277,8 @@ class WeightSender:
         except BaseException:
             self._drop(group_id)
             raise
-        self._drop_missing(offer.number)
+        for missing in [key for key, server in self._servers.items() if server.offer < offer.number - MOST_MISSED]:
+            self._drop(missing)
         logger.info("inference received %s", request.label)
 
     def _hellos(self, request: Request) -> list[Hello]:
@@ -335,10 +336,6 @@ class WeightSender:
         server.offer, server.ticket = offer.number, request.ticket
         return server.group
 
-    def _drop_missing(self, newest: int) -> None:
-        for group_id in [key for key, server in self._servers.items() if server.offer < newest - MOST_MISSED]:
-            self._drop(group_id)
-
     def _drop(self, group_id: str) -> None:
         server = self._servers.pop(group_id, None)
         if server is not None:
@@ -370,3 +367,146 @@ def _descriptions(tensors: Mapping[str, Tensor]) -> tuple[Description, ...]:
         Description(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in tensors.items()
     )
+
+
+class TransferError(RuntimeError):
+    """The weights were not received; the message is one line with the reason."""
+
+
+class WeightReceiver:
+    """Connection and process group stay open between transfers, and are made again when either side was restarted.
+
+    Args:
+        host, port: where the trainer listens.
+        rank: 1 to `num_receivers`, the workers of the server; the first asks for all.
+        timeout_s: how long the trainer may take to be reached, and each tensor to get through.
+        device: where the model of this worker is.
+        gpu: name of that device; default: `gpu_name`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        rank: int = 1,
+        num_receivers: int = 1,
+        timeout_s: float,
+        device: torch.device | None = None,
+        gpu: str | None = None,
+    ) -> None:
+        self._host, self._port = host, port
+        self._rank, self._num_receivers = rank, num_receivers
+        self._timeout_s = timeout_s
+        self._device = device or torch.device("cpu")
+        self._gpu = gpu or gpu_name(self._device)
+        self._where = f"the trainer's weight sender at {host}:{port}"
+        self._store: TCPStore | None = None
+        self._group: tuple[str, Group] | None = None
+        self._lock = threading.Lock()
+
+    def receive(self, label: str, ticket: str) -> dict[str, Tensor]:
+        """The weights called `label`: on the worker's GPU where it has room for them, else in host memory.
+
+        Args:
+            ticket: the same for all workers of one transfer, and never used before.
+        """
+        with self._lock:
+            try:
+                return self._receive(label, ticket)
+            except TransferError:
+                raise
+            except BaseException as error:
+                # Half a transfer may still be on its way: this group cannot be used again.
+                self.close()
+                if not isinstance(error, RuntimeError):
+                    raise
+                first_line = next(iter(str(error).splitlines()), type(error).__name__)
+                raise TransferError(
+                    f"{self._where} disconnected, or sent nothing for {self._timeout_s:g} s: {first_line}"
+                ) from error
+
+    def close(self) -> None:
+        """Drop connection and group; the next transfer makes new ones."""
+        if self._group is not None:
+            self._group[1].close()
+        self._store = self._group = None
+
+    def _receive(self, label: str, ticket: str) -> dict[str, Tensor]:
+        store = self._connected()
+        hello = Hello(self._group[0] if self._group else None, self._gpu)
+        store.set(hello_key(ticket, self._rank), msgspec.json.encode(hello).decode())
+        if self._rank == 1:
+            _ask(store, Request(ticket, label, self._num_receivers))
+        answer = self._wait_for_answer(store, ticket)
+        group = self._join(store, answer)
+        home = group.device if _has_room(group.device, answer.tensors) else torch.device("cpu")
+        return {each.name: _get(group, each, home) for each in answer.tensors}
+
+    def _connected(self) -> TCPStore:
+        """To the trainer that runs now, which may not be that of the last transfer."""
+        if self._store is not None:
+            try:
+                self._store.add(NUM_REQUESTS_KEY, 0)
+            except RuntimeError:
+                self.close()
+        if self._store is None:
+            try:
+                self._store = connect(self._host, self._port, self._timeout_s)
+            except RuntimeError as error:
+                raise TransferError(f"{self._where} cannot be reached within {self._timeout_s:g} s") from error
+        return self._store
+
+    def _wait_for_answer(self, store: TCPStore, ticket: str) -> Answer:
+        # Twice: the sender waits once itself, for the other workers.
+        timeout_s = 2 * self._timeout_s
+        try:
+            store.wait([answer_key(ticket)], timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            self.close()
+            raise TransferError(f"{self._where} did not answer within {timeout_s:g} s") from error
+        answer = msgspec.json.decode(store.get(answer_key(ticket)), type=Answer)
+        if answer.problem is not None:
+            raise TransferError(f"{self._where} refused: {answer.problem}")
+        return answer
+
+    def _join(self, store: TCPStore, answer: Answer) -> Group:
+        """The group that the sender named."""
+        if self._group is not None and self._group[0] == answer.group_id:
+            return self._group[1]
+        if self._group is not None:
+            self._group[1].close()
+            self._group = None
+        group = Group(
+            store,
+            answer.group_id,
+            device=self._device if answer.backend == "nccl" else torch.device("cpu"),
+            host=self._host,
+            rank=self._rank,
+            size=1 + self._num_receivers,
+            timeout_s=self._timeout_s,
+        )
+        self._group = answer.group_id, group
+        return group
+
+
+def _ask(store: TCPStore, request: Request) -> None:
+    number = store.add("next_request", 1)
+    store.set(request_key(number), msgspec.json.encode(request).decode())
+    # Counted when it is there, so the sender never waits for one.
+    store.add(NUM_REQUESTS_KEY, 1)
+
+
+def _has_room(device: torch.device, tensors: Sequence[Description]) -> bool:
+    """True when `device` holds them beside the weights in force."""
+    if device.type != "cuda":
+        return True
+    needed = sum(getattr(torch, each.dtype).itemsize * torch.Size(each.shape).numel() for each in tensors)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return bool(needed + SPARE_BYTES <= torch.cuda.mem_get_info(device)[0] + unused)
+
+
+def _get(group: Group, described: Description, home: torch.device) -> Tensor:
+    tensor = torch.empty(described.shape, dtype=getattr(torch, described.dtype), device=group.device)
+    group.broadcast(tensor)
+    return tensor.to(home)

@@ -22,8 +22,17 @@ from prime_rl.lora.adapter_state import (
     save_peft,
     served_parts,
 )
-from prime_rl.lora.grouped import GroupedPlan, LoopedPlan, Plan, TokenGroup, grouped_lora, make_plan
-from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
+from prime_rl.lora.linear import (
+    AdapterRouting,
+    GroupedPlan,
+    LoopedPlan,
+    MultiLoRALinear,
+    Plan,
+    TokenGroup,
+    apply_lora_to_model,
+    grouped_lora,
+    make_plan,
+)
 from tests.numeric import check_same, num_terms
 from tests.trainer_support import VOCAB, tiny_model
 

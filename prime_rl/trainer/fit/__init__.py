@@ -1,1 +1,1 @@
-"""What a pass of the trainer needs in memory, found without the memory: `prl fit`."""
+"""The memory that a pass of the trainer needs, found without the memory: `prl fit`."""

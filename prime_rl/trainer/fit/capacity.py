@@ -1,4 +1,4 @@
-"""What fits into a GPU: the largest micro-batch, the most runs, and what is left for inference. Pure but for passes.
+"""The room on a GPU: the largest micro-batch, the most runs, and what is left for inference. Pure but for passes.
 
 The numbers that "auto" stands for in a trainer's config are such: slots first, then the micro-batch takes the rest.
 `prl fit` asks for those of some hardware (`answer`), the trainer for those of what is free on its ranks
@@ -54,7 +54,7 @@ ASSUMED_GPU_GIB = 80.0
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a GPU of `usable` bytes holds when the trainer has it to itself; 0 where not even the least fits."""
+    """The most that a GPU of `usable` bytes holds with the trainer alone; 0 where not even the least fits."""
 
     usable: float
     max_tokens: int
@@ -118,13 +118,13 @@ def most_tokens(setting: Setting, memory: PassMemory, usable: float) -> int:
 
 
 def _crossing(one: tuple[int, float], other: tuple[int, float], usable: float) -> int:
-    """Where the line through two passes (tokens, peak) reaches `usable`."""
+    """The tokens at which the line through two passes (tokens, peak) reaches `usable`."""
     (tokens, peak), each = other, (other[1] - one[1]) / max(1, other[0] - one[0])
     return math.floor((tokens + (usable - peak) / max(each, 1.0)) / TOKENS_STEP) * TOKENS_STEP
 
 
 def split(setting: Setting, memory: PassMemory, gpu_gib: float, num_adapters: int) -> Split | None:
-    """How one GPU is divided between the trainer, for passes of `setting`, and vLLM; None when both do not fit.
+    """The parts of one GPU for the trainer, with passes of `setting`, and for vLLM; None when both do not fit.
 
     Args:
         num_adapters: policy versions that vLLM holds at one time: of all runs, and that of a chat.
@@ -352,7 +352,7 @@ def _share_of_inference(system: SystemConfig) -> float:
 
 
 def _has_one_gpu(system: SystemConfig) -> bool:
-    """Whether trainer and vLLM have one GPU between them."""
+    """True when trainer and vLLM have one GPU between them."""
     return system.inference.engine == "vllm" and torch.cuda.device_count() == 1
 
 

@@ -181,7 +181,7 @@ def model_config(name: str) -> PretrainedConfig:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked: a model, what is trained of it, and the passes.
+    """The question: a model, what is trained of it, and the passes.
 
     Attributes:
         dtype: what the model computes in; frozen weights are in it too.
@@ -222,7 +222,7 @@ class Setting:
 
     @property
     def modes(self) -> dict[str, bool]:
-        """What `adapt_model` and `train_whole` take, by the names of their arguments."""
+        """The modes of `adapt_model` and `train_whole`, by the names of their arguments."""
         return {"checkpoints": self.checkpoints, "offloads": self.offloads, "packs": self.packs}
 
 

@@ -89,7 +89,7 @@ def print_of(path: str | Path) -> Print | None:
 
 
 class ConfigFile:
-    """What is known of a run's `orch.toml`. After a `read` that ended, either `config` or `problem` is set.
+    """The content of a run's `orch.toml`. After a `read` that ended, either `config` or `problem` is set.
 
     Attributes:
         print: the file at the last look.
@@ -136,7 +136,7 @@ class ConfigFile:
         return None
 
     def has_changed(self) -> bool:
-        """Whether the content is another one than at the last look; for a run that is not to be judged."""
+        """True when the content is another one than at the last look; for a run that is not to be judged."""
         with contextlib.suppress(OSError):
             path = self.run.orch_toml
             found = print_of(path)
@@ -162,7 +162,7 @@ class ConfigFile:
         self.is_reported = True
 
     def _take_in(self, path: Path) -> bool:
-        """Whether the content is another one than before; then what was found of that one is forgotten."""
+        """True when the content is another one than before; then what was found of that one is forgotten."""
         try:
             digest = hashlib.blake2b(read_file(path, limit=MAX_TOML_BYTES), digest_size=16).digest()
         except (PermissionError, FileRefused):
@@ -186,7 +186,7 @@ def _parse(path: Path, validate: Validate) -> tuple[OrchestratorConfig | None, s
 
 
 def is_finished(run: RunDir, config: OrchestratorConfig) -> bool:
-    """Whether the newest published version is the last one that the run asked for, and it does not ask to go back."""
+    """True when the newest published version is the last one that the run asked for, and it does not ask to go back."""
     published = list_steps(run.broadcast, stable_only=True)
     return (
         bool(published) and published[-1] >= config.max_steps and pending_request(run, config.ckpt.resume_step) is None
@@ -234,13 +234,13 @@ class Candidate:
 
     @property
     def claim(self) -> Claim:
-        """What its place in the order of admission depends on."""
+        """The facts on which its place in the order of admission depends."""
         return Claim(self.run.run_id, self.config.priority, self.landed_ns, self.config.preempt)
 
 
 @dataclass
 class Findings:
-    """What one look found.
+    """The results of one look.
 
     Attributes:
         gone: active runs that must leave their slot.
@@ -296,7 +296,7 @@ class _Entry:
         self.due = math.inf
 
     def look(self) -> None:
-        """What was found may be outdated: whether it can be a run, and what to watch."""
+        """Find out anew whether it can be a run, and what to watch: what was found may be outdated."""
         run, self.verdict, self.folder = self.run, None, None
         try:
             check_run_id(run.run_id)
@@ -311,7 +311,7 @@ class _Entry:
             self.folder = next((folder for folder in places if os.path.isdir(folder)), run.path)
 
     def must_leave(self, inode: int) -> Leave | None:
-        """Why the run that was admitted from the folder `inode` must leave its slot, or None."""
+        """The reason why the run that was admitted from the folder `inode` must leave its slot, or None."""
         if self.folder is None:
             return Leave(self.refusal or "", "refused")
         if inode != self.inode:
@@ -454,7 +454,7 @@ class Discovery:
                 self.suspect(run_id)
 
     def suspect(self, run_id: str) -> None:
-        """What was found about a run may be outdated."""
+        """Look at the run again: what was found about it may be outdated."""
         if run_id in self._entries:
             self._entries[run_id].verdict = None
 
@@ -529,7 +529,7 @@ def preempted(waiting: Sequence[Claim], held: Sequence[Claim], num_free: int) ->
 
 @dataclass(frozen=True)
 class Leave:
-    """Why a run leaves its slot, or gets none.
+    """The reason why a run leaves its slot, or gets none.
 
     Attributes:
         outcome: the list of `Findings` that has the run while it has no slot for this reason.
@@ -542,7 +542,7 @@ class Leave:
 
 
 def leave_reason(*, evicted: bool, ended: str | None, paused: str | None, given_up: str | None) -> Leave | None:
-    """What the marks in a run's folder come to; None: it may have a slot. What a person did comes first.
+    """The meaning of the marks in a run's folder; None: it may have a slot. What a person did comes first.
 
     Args:
         ended, paused: the texts of `finished.txt` and `paused.txt`.
@@ -570,7 +570,7 @@ def find_leave(run: RunDir) -> Leave | None:
 
 
 def given_up(run: RunDir) -> str | None:
-    """Why the run gets no more batches: the final state of its orchestrator or daemon; else None.
+    """The reason why the run gets no more batches: the final state of its orchestrator or daemon; else None.
 
     A run without batches would hold its slot forever while others wait.
     """

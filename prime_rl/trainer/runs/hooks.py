@@ -37,14 +37,14 @@ class DiscoveredHook(Protocol):
 
 
 class ConfigValidationHook(Protocol):
-    """Whether the trainer can serve a config: (True, "") or (False, what is wrong)."""
+    """The verdict on a config: (True, "") or (False, what is wrong)."""
 
     def __call__(self, config: OrchestratorConfig, /) -> tuple[bool, str]:
         """Judge a new config of any run; the message is what people read."""
 
 
 class RunLife:
-    """What the trainer itself does with a run that comes or goes. By default nothing: there is only a manager."""
+    """The calls of the trainer itself for a run that comes or goes. By default nothing: there is only a manager."""
 
     def admitted(self, run: TrainerRun) -> None:
         """Rank 0, before any rank creates the run. What it raises refuses the run."""
@@ -139,5 +139,5 @@ def call_leaving(calls: Sequence[Callable[[], None]], run_id: str) -> None:
 
 
 def hook_failure(hook: object, error: Exception) -> str:
-    """Which hook failed, and why: "Packer.check_room: KeyError: 3"."""
+    """The hook that failed, and why: "Packer.check_room: KeyError: 3"."""
     return f"{getattr(hook, '__qualname__', type(hook).__qualname__)}: {error_text(error)}"

@@ -93,7 +93,7 @@ class MultiRunManager(Slots):
 
     @property
     def is_master(self) -> bool:
-        """Whether this is rank 0."""
+        """True when this is rank 0."""
         return self.channel.is_master
 
     # Weights
@@ -121,7 +121,7 @@ class MultiRunManager(Slots):
         return self.run(run_idx).rank
 
     def dtype_of(self, run_idx: int) -> torch.dtype:
-        """What the run's weights are rounded to, and published in; in memory all are float32."""
+        """The type that the run's weights are rounded to, and published in; in memory all are float32."""
         return self.run(run_idx).dtype
 
     def alpha_of(self, run_idx: int) -> float:
@@ -135,7 +135,7 @@ class MultiRunManager(Slots):
         return self._weights.named_parameters(idx)
 
     def get_state_dict_for_run(self, idx: int) -> dict[str, Tensor]:
-        """What is published (PEFT names, own rank and type); copies on the CPU. A collective for a whole model."""
+        """The published tensors (PEFT names, own rank and type); copies on the CPU. A collective for a whole model."""
         return self._weights.export(self.run(idx))
 
     def load_state_dict_for_run(self, idx: int, tensors: dict[str, Tensor]) -> None:
@@ -190,7 +190,7 @@ class MultiRunManager(Slots):
 
     @contextlib.contextmanager
     def run_boundary(self, run: TrainerRun, doing: str) -> Iterator[None]:
-        """What fails in here is the run's own fault: it is evicted with the reason, and the others go on (rank 0).
+        """A failure in here is the run's own fault: it is evicted with the reason, and the others go on (rank 0).
 
         No collective may be called in here. A run whose folder was deleted meanwhile is not made again.
         """
@@ -205,13 +205,13 @@ class MultiRunManager(Slots):
 
     @property
     def needs_discovery(self) -> bool:
-        """Whether a run is to leave its slot, whatever is on disk."""
+        """True when a run is to leave its slot, whatever is on disk."""
         are_done = (run.leaving is Leaving.AFTER_BATCH and run.in_work is None for run in self.used)
         return bool(self._evictions.unwritten) or len(self.active) < len(self.used) or any(are_done)
 
     @property
     def has_changes(self) -> bool:
-        """Whether `synchronize_state` has runs that came or left to send."""
+        """True when `synchronize_state` has runs that came or left to send."""
         admitted = {(run.run_idx, run.admission) for run in self.used}
         return admitted != {(slot.run_idx, slot.admission) for slot in self._synced}
 

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
         step: updates done.
@@ -53,7 +53,7 @@ class Progress:
 
 
 class Leaving(enum.Enum):
-    """Whether and how a run is to leave its slot."""
+    """The way in which a run is to leave its slot."""
 
     NO = "it keeps its slot"
     AFTER_BATCH = "the batch in work is trained first, and it takes no other; then it is saved and leaves"
@@ -85,7 +85,8 @@ class TrainerRun:
         reported_step: up to which its metrics have a line (rank 0).
         gathered: of a whole model that is sharded over ranks, what was put together last.
         landed_ns: the time of its config file as it was admitted (rank 0).
-        leaving, reason: whether it is to leave its slot, and why (rank 0).
+        leaving: how it is to leave its slot (rank 0).
+        reason: why it leaves (rank 0).
         waits_since: it leaves when the disk has taken what it made; seconds of the monotonic clock (rank 0).
     """
 
@@ -137,17 +138,17 @@ class TrainerRun:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its weights are rounded to, and published in; in memory all are float32."""
+        """The type that its weights are rounded to, and published in; in memory all are float32."""
         return torch.bfloat16 if self.config.model.lora.dtype == "bfloat16" else torch.float32
 
     @property
     def keeping(self) -> Keeping:
-        """Which rollouts of its batches people get to read."""
+        """The rule by which people get to read some rollouts of its batches."""
         return Keeping(self.config.samples.per_step, self.config.rollouts_per_example)
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it trains no more, and only has not left its slot yet."""
+        """True when it trains no more, and only has not left its slot yet."""
         return self.leaving not in (Leaving.NO, Leaving.AFTER_BATCH)
 
     def leave(self, how: Leaving, reason: str = "") -> None:
@@ -179,7 +180,7 @@ class TrainerRun:
         self.config = config
 
     def state(self, scaling: float) -> SlotState:
-        """What the other ranks are sent of it."""
+        """The state that the other ranks are sent."""
         config, now = self.config.model_dump_json(exclude_unset=True), self.progress
         counts = now.step, now.total_tokens, now.total_samples
         return SlotState(self.run_idx, self.run_id, self.admission, config, *counts, self.ready, scaling)
@@ -296,13 +297,13 @@ class Slots:
 
 
 class SlotWeights(Protocol):
-    """What the runs train, by slot."""
+    """The weights that the runs train, by slot."""
 
     def named_parameters(self, run_idx: int) -> list[tuple[str, nn.Parameter]]:
         """The leaves that gradients collect in."""
 
     def export(self, run: TrainerRun) -> dict[str, Tensor]:
-        """What the run publishes, as copies on the CPU."""
+        """The tensors that the run publishes, as copies on the CPU."""
 
     def load(self, run: TrainerRun, tensors: dict[str, Tensor]) -> None:
         """The reverse of `export`; ValueError, and nothing changed, when a name or a shape does not fit."""
@@ -311,7 +312,7 @@ class SlotWeights(Protocol):
         """Start values, of the run's random numbers; gradients are dropped."""
 
     def scale_of(self, run: TrainerRun) -> float:
-        """What the run's weights are multiplied by in the model."""
+        """The factor of the run's weights in the model."""
 
 
 class SlotAdapters:
@@ -327,7 +328,7 @@ class SlotAdapters:
         self.scaling = [1.0] * max_runs
 
     def limits_for(self, config: OrchestratorConfig) -> TrainerLimits:
-        """What the layers can serve, where there is no trainer's config: any model, and ranks that they hold."""
+        """The limits of the layers, where there is no trainer's config: any model, and ranks that they hold."""
         max_rank = min((layer.rank for layer in self.layers.values()), default=None)
         rank = max_rank or config.model.lora.rank or LoRAConfig().rank
         seq_len = config.seq_len or TrainerConfig(max_concurrent_runs=1).seq_len

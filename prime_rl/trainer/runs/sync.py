@@ -1,4 +1,4 @@
-"""How rank 0 directs the other ranks: numbered messages over the c10d store, never a collective.
+"""Directions of rank 0 to the other ranks: numbered messages over the c10d store, never a collective.
 
 Rank 0 alone looks at the disk. What it finds reaches the others as messages, each under a key with its own number, so a
 late rank can never read the next one by mistake. A waiting rank renews its deadline as long as rank 0 beats, so an idle
@@ -137,7 +137,7 @@ class Channel:
 
     @property
     def is_master(self) -> bool:
-        """Whether this is rank 0, which sends."""
+        """True when this is rank 0, which sends."""
         return self.rank == 0
 
     def send(self, messages: Sequence[Message]) -> None:
