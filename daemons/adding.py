@@ -25,7 +25,7 @@ import tomli_w
 
 from daemons import audit
 from daemons.errors import ActionError, expand_home, in_one_line, need, one_line_errors
-from daemons.trash import existing_run
+from daemons.trash import acting_on, existing_run
 from daemons.versions import Version, find_version, parse_version
 from prime_rl.configs.base import (
     MAX_TOML_BYTES,
@@ -456,9 +456,7 @@ def fork_run(
     starts over. `new_id` defaults to the run's own id with "-fork". If the run `new_id` is this fork already, nothing
     changes. Raises ActionError.
     """
-    output = OutputDir(Path(output_dir))
-    with one_line_errors(f"forking {run_id}"):
-        run = existing_run(output, run_id)
+    with acting_on(output_dir, run_id, "forking") as (output, run):
         version = find_version(run, step, saved=with_optimizer)
         start = start_from(version, with_optimizer=with_optimizer)
         text, config = _fork_config(output, run, version.name, overrides or {})

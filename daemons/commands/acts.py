@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ import msgspec
 import typer
 
 from daemons import actions
-from daemons.actions import continue_run, parse_changes, pause_run, rollback_run, set_run_keys
+from daemons.actions import parse_changes, rollback_run, set_run_keys
 from daemons.adding import fork_run
 from daemons.commands import complete
 from daemons.commands.common import (
@@ -39,9 +40,6 @@ RunIdsArgument = Annotated[
 DeletedIdsArgument = Annotated[
     list[str], typer.Argument(metavar="ID...", help="One or more deleted runs.", autocompletion=complete.deleted_ids)
 ]
-OneRunArgument = Annotated[
-    str, typer.Argument(metavar="ID", help="A run, such as run_reverse.", autocompletion=complete.run_ids)
-]
 ReasonOption = Annotated[str, typer.Option(metavar="TEXT", help="Why; recorded in logs/audit.jsonl.")]
 
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check only; add nothing.")]
@@ -58,13 +56,7 @@ def evict(
 
     Example: prl runs evict run_reverse --reason "reward does not rise"
     """
-    place = choose_output_dir(output_dir)
-
-    def act(run_id: str) -> str:
-        new = actions.evict_run(place, run_id, reason)
-        return f"{run_id}: evicted" if new else f"{run_id}: already evicted"
-
-    each(run_ids, act)
+    each(run_ids, partial(actions.EVICT, choose_output_dir(output_dir), reason=reason))
 
 
 def readmit(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: ReasonOption = "") -> None:
@@ -74,19 +66,11 @@ def readmit(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason:
 
     Example: prl runs readmit run_reverse
     """
-    place = choose_output_dir(output_dir)
-
-    def act(run_id: str) -> str:
-        new = actions.readmit_run(place, run_id, reason=reason)
-        return (
-            f"{run_id}: readmitted" if new else f"{run_id}: neither evicted nor failed nor ended early, nothing to do"
-        )
-
-    each(run_ids, act)
+    each(run_ids, partial(actions.READMIT, choose_output_dir(output_dir), reason=reason))
 
 
 def rollback(
-    run_id: OneRunArgument,
+    run_id: RunIdArgument,
     step: Annotated[int, typer.Option(min=0, help="Step of the checkpoint; 0 starts over.")],
     output_dir: OutputDirOption = None,
     wait: Annotated[
@@ -107,7 +91,7 @@ def rollback(
 
 
 def old_rollback(
-    run_id: OneRunArgument,
+    run_id: RunIdArgument,
     step: Annotated[int, typer.Option(min=0)],
     output_dir: OutputDirOption = None,
     wait: Annotated[float, typer.Option(min=0)] = 60.0,
@@ -167,12 +151,7 @@ def undelete(run_ids: DeletedIdsArgument, output_dir: OutputDirOption = None) ->
 
     Example: prl runs undelete run_reverse
     """
-    place = choose_output_dir(output_dir)
-
-    def act(run_id: str) -> str:
-        return f"{run_id}: restored" if actions.undelete_run(place, run_id) else f"{run_id}: not deleted, nothing to do"
-
-    each(run_ids, act)
+    each(run_ids, partial(actions.UNDELETE, choose_output_dir(output_dir)))
 
 
 def purge(
@@ -241,13 +220,7 @@ def pause(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: R
 
     Example: prl runs pause run_reverse --reason "others first"
     """
-    place = choose_output_dir(output_dir)
-
-    def act(run_id: str) -> str:
-        new = pause_run(place, run_id, reason=reason)
-        return f"{run_id}: paused" if new else f"{run_id}: already paused"
-
-    each(run_ids, act)
+    each(run_ids, partial(actions.PAUSE, choose_output_dir(output_dir), reason=reason))
 
 
 def go_on(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: ReasonOption = "") -> None:
@@ -255,13 +228,7 @@ def go_on(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: R
 
     Example: prl runs continue run_reverse
     """
-    place = choose_output_dir(output_dir)
-
-    def act(run_id: str) -> str:
-        new = continue_run(place, run_id, reason=reason)
-        return f"{run_id}: continues" if new else f"{run_id}: not paused, nothing to do"
-
-    each(run_ids, act)
+    each(run_ids, partial(actions.CONTINUE, choose_output_dir(output_dir), reason=reason))
 
 
 def set_keys(
