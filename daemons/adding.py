@@ -463,8 +463,9 @@ def fork_run(
         check_start(output, start, config, trainer_limits(output.path))
         if with_optimizer:
             _check_moments(output, run, config, start.config.rank, start.config.alpha)
-        if new_id is not None and _is_there(output.run(new_id), text, with_optimizer):
-            return Fork(new_id, version.name, with_optimizer, added=False)
+        same = output.run(new_id) if new_id is not None else None
+        if same is not None and has_text(same, text) and has_optimizer(same.init) == with_optimizer:
+            return Fork(same.run_id, version.name, with_optimizer, added=False)
         names = candidates(new_id, f"{run_id[:_MAX_FORKED_CHARS]}-fork")
         if dry_run:
             return Fork(free_id(output, names), version.name, with_optimizer, added=False)
@@ -489,10 +490,6 @@ def _fork_config(
     except ConfigError as error:
         raise ActionError(in_one_line(f"the fork of {run.run_id} would be invalid: {error}")) from error
     return tomli_w.dumps(data), config
-
-
-def _is_there(run: RunDir, text: str, with_optimizer: bool) -> bool:
-    return has_text(run, text) and has_optimizer(run.init) == with_optimizer
 
 
 def _check_moments(output: OutputDir, run: RunDir, config: OrchestratorConfig, rank: int, alpha: float) -> None:

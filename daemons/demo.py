@@ -114,12 +114,9 @@ class RunStory:
         self._tail = self._tail or FileTail(run.orchestrator_metrics)
         for line in self._tail.read().lines:
             with suppress(ValueError):
-                self._take(json.loads(line))
-
-    def _take(self, record: object) -> None:
-        """Keep a line of a batch; a batch that was made again after a restart replaces its first line."""
-        if isinstance(record, dict) and "reward/mean" in record:
-            self.metrics = [old for old in self.metrics if old["step"] < record["step"]] + [record]
+                record = json.loads(line)
+                if isinstance(record, dict) and "reward/mean" in record:  # a batch made again replaces its first
+                    self.metrics = [old for old in self.metrics if old["step"] < record["step"]] + [record]
 
     def mean_reward(self, records: Sequence[Mapping[str, float]]) -> float | None:
         """The mean of the batches' mean rewards; None without `records`."""

@@ -19,6 +19,7 @@ from daemons.actions import parse_changes, rollback_run, set_run_keys
 from daemons.adding import fork_run
 from daemons.commands import complete
 from daemons.commands.common import (
+    DryRunOption,
     JsonOption,
     OutputDirOption,
     UsageError,
@@ -28,9 +29,8 @@ from daemons.commands.common import (
     print_json,
     say,
 )
-from daemons.commands.runs import RunIdArgument
+from daemons.commands.runs import RunIdArgument, parse_overrides
 from daemons.sweeps import sweep_runs
-from prime_rl.configs.base import ConfigError, parse_set
 from prime_rl.configs.lifetime import LIVE_KEYS
 
 RunIdsArgument = Annotated[
@@ -40,9 +40,10 @@ RunIdsArgument = Annotated[
 DeletedIdsArgument = Annotated[
     list[str], typer.Argument(metavar="ID...", help="One or more deleted runs.", autocompletion=complete.deleted_ids)
 ]
+WaitOption = Annotated[
+    float, typer.Option(min=0, help="Seconds to wait until trainer and orchestrator release the run.")
+]
 ReasonOption = Annotated[str, typer.Option(metavar="TEXT", help="Why; recorded in logs/audit.jsonl.")]
-
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check only; add nothing.")]
 
 
 def evict(
@@ -73,9 +74,7 @@ def rollback(
     run_id: RunIdArgument,
     step: Annotated[int, typer.Option(min=0, help="Step of the checkpoint; 0 starts over.")],
     output_dir: OutputDirOption = None,
-    wait: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait until trainer and orchestrator release the run.")
-    ] = 60.0,
+    wait: WaitOption = 60.0,
     reason: ReasonOption = "",
 ) -> None:
     """Go back to a checkpoint of a run.
@@ -112,9 +111,7 @@ def delete(
     force: Annotated[
         bool, typer.Option("--force", help="Also a run that only its own status file shows as in use; asks.")
     ] = False,
-    wait: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait until trainer and orchestrator release the run.")
-    ] = 60.0,
+    wait: WaitOption = 60.0,
     reason: ReasonOption = "",
 ) -> None:
     """Move runs to the workspace's trash.
@@ -280,16 +277,12 @@ def fork(
 
     Example: prl runs fork run_reverse --step 40 --set optim.lr=3e-5 --id run_slower
     """
-    try:
-        changed = parse_set(changes) if changes else None
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
     made = fork_run(
         choose_output_dir(output_dir),
         run_id,
         step=step,
         new_id=new_id,
-        overrides=changed,
+        overrides=parse_overrides(changes),
         with_optimizer=with_optimizer,
         dry_run=dry_run,
         reason=reason,

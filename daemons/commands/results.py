@@ -10,7 +10,7 @@ import enum
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -280,14 +280,8 @@ def chat(
         if sys.stdin.isatty():
             _talk(talk)
         else:
-            for line in _lines():
+            for line in filter(None, map(str.strip, sys.stdin)):
                 _answer(talk, line)
-
-
-def _lines() -> Iterator[str]:
-    for line in sys.stdin:
-        if line.strip():
-            yield line.strip()
 
 
 def _talk(talk: Chat) -> None:
