@@ -16,8 +16,9 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ import tomli_w
 
 from daemons import audit
 from daemons.adding import add_run, check_file, trainer_limits, validate_file
-from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors, printable
+from daemons.errors import ActionError, WrongUseError, in_one_line, printable
 from daemons.trash import (
     DELETED_NOTE,
     Progress,
+    acting_on,
     delete_run,
-    existing_run,
     list_trash,
     purge_trash,
     undelete_run,
@@ -88,9 +89,7 @@ _NULL = "null"
 
 def evict_run(output_dir: Path, run_id: str, reason: str, *, actor: str | None = None) -> bool:
     """Evict a run from training; false when it is already evicted (its first reason stays). Default: a person acts."""
-    output = OutputDir(Path(output_dir))
-    with one_line_errors(f"evicting {run_id}"):
-        run = existing_run(output, run_id)
+    with acting_on(output_dir, run_id, "evicting") as (output, run):
         if run.evicted.exists():
             return False
         write_atomic(run.evicted, printable(reason).strip() or "no reason was given")
@@ -103,9 +102,7 @@ def readmit_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
 
     One that would end again at once, by its budget or its stop rule, is refused.
     """
-    output = OutputDir(Path(output_dir))
-    with one_line_errors(f"readmitting {run_id}"):
-        run = existing_run(output, run_id)
+    with acting_on(output_dir, run_id, "readmitting") as (output, run):
         view = view_of_run(output, run_id)
         if view.state is RunState.INVALID:
             raise ActionError(in_one_line(f"{run_id} is invalid: fix its orch.toml instead ({view.reason})"))
@@ -134,9 +131,7 @@ def pause_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
     The trainer saves the run and frees its slot, the orchestrator unloads its adapters and ends, and the supervisor
     starts none until the run has a slot again.
     """
-    output = OutputDir(Path(output_dir))
-    with one_line_errors(f"pausing {run_id}"):
-        run = existing_run(output, run_id)
+    with acting_on(output_dir, run_id, "pausing") as (output, run):
         view = view_of_run(output, run_id)
         if why := _REFUSALS.get(view.state):
             raise ActionError(in_one_line(f"{run_id} cannot be paused: {why}"))
@@ -149,14 +144,32 @@ def pause_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
 
 def continue_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
     """Let a paused run go on when a slot is free; false when it is not paused."""
-    output = OutputDir(Path(output_dir))
-    with one_line_errors(f"continuing {run_id}"):
-        run = existing_run(output, run_id)
+    with acting_on(output_dir, run_id, "continuing") as (output, run):
         if not os.path.lexists(run.paused):
             return False
         remove(run.paused)
         audit.record(output, "continue", run_id, reason=reason)
         return True
+
+
+@dataclass(frozen=True)
+class Act:
+    """An act on one run, and what is said of the run after it: it was done, or there was nothing to do."""
+
+    do: Callable[..., bool]
+    done: str
+    idle: str
+
+    def __call__(self, output_dir: Path, run_id: str, **options: str) -> str:
+        """Act on the run; returns the sentence. Raises ActionError."""
+        return f"{run_id}: {self.done if self.do(output_dir, run_id, **options) else self.idle}"
+
+
+EVICT = Act(evict_run, "evicted", "already evicted; its first reason stays")
+READMIT = Act(readmit_run, "readmitted", "neither evicted nor failed nor ended early, nothing to do")
+PAUSE = Act(pause_run, "paused", "already paused; its first reason stays")
+CONTINUE = Act(continue_run, "continues", "not paused, nothing to do")
+UNDELETE = Act(undelete_run, "restored", "not deleted, nothing to do")
 
 
 def view_of_run(output: OutputDir, run_id: str) -> RunView:
@@ -223,9 +236,7 @@ def rollback_run(
     Waits up to `wait_s` seconds until trainer and orchestrator release the run; after that the run stays evicted and
     ActionError is raised.
     """
-    output = OutputDir(Path(output_dir))
-    with one_line_errors(f"rolling back {run_id}"):
-        run = existing_run(output, run_id)
+    with acting_on(output_dir, run_id, "rolling back") as (output, run):
         _check_step(run, step)
         text = _checked_text(output, run, step)
         if users(output, run):
@@ -320,9 +331,7 @@ def set_run_keys(output_dir: Path, run_id: str, changes: Mapping[str, Any], *, r
 
     Raises ActionError for a key that cannot be changed now, and for a value that makes the config invalid.
     """
-    output = OutputDir(Path(output_dir))
-    with one_line_errors(f"setting keys of {run_id}"):
-        run = existing_run(output, run_id)
+    with acting_on(output_dir, run_id, "setting keys of") as (output, run):
         _check_live(output, run, changes)
         text, before = _read_config(run)
         wanted = _without_nulls(merge(before, changes))

@@ -25,7 +25,7 @@ import tomli_w
 
 from daemons import audit
 from daemons.errors import ActionError, expand_home, in_one_line, need, one_line_errors
-from daemons.trash import existing_run
+from daemons.trash import acting_on, existing_run
 from daemons.versions import Version, find_version, parse_version
 from prime_rl.configs.base import (
     MAX_TOML_BYTES,
@@ -456,17 +456,16 @@ def fork_run(
     starts over. `new_id` defaults to the run's own id with "-fork". If the run `new_id` is this fork already, nothing
     changes. Raises ActionError.
     """
-    output = OutputDir(Path(output_dir))
-    with one_line_errors(f"forking {run_id}"):
-        run = existing_run(output, run_id)
+    with acting_on(output_dir, run_id, "forking") as (output, run):
         version = find_version(run, step, saved=with_optimizer)
         start = start_from(version, with_optimizer=with_optimizer)
         text, config = _fork_config(output, run, version.name, overrides or {})
         check_start(output, start, config, trainer_limits(output.path))
         if with_optimizer:
             _check_moments(output, run, config, start.config.rank, start.config.alpha)
-        if new_id is not None and _is_there(output.run(new_id), text, with_optimizer):
-            return Fork(new_id, version.name, with_optimizer, added=False)
+        same = output.run(new_id) if new_id is not None else None
+        if same is not None and has_text(same, text) and has_optimizer(same.init) == with_optimizer:
+            return Fork(same.run_id, version.name, with_optimizer, added=False)
         names = candidates(new_id, f"{run_id[:_MAX_FORKED_CHARS]}-fork")
         if dry_run:
             return Fork(free_id(output, names), version.name, with_optimizer, added=False)
@@ -491,10 +490,6 @@ def _fork_config(
     except ConfigError as error:
         raise ActionError(in_one_line(f"the fork of {run.run_id} would be invalid: {error}")) from error
     return tomli_w.dumps(data), config
-
-
-def _is_there(run: RunDir, text: str, with_optimizer: bool) -> bool:
-    return has_text(run, text) and has_optimizer(run.init) == with_optimizer
 
 
 def _check_moments(output: OutputDir, run: RunDir, config: OrchestratorConfig, rank: int, alpha: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -26,17 +25,20 @@ from rich.console import RenderableType
 
 from daemons import actions, supervisor_process
 from daemons.commands.common import console, make_table, number, say
+from daemons.commands.lifecycle import Progress
+from daemons.errors import need_daemons
 from daemons.supervisor_process import Look, Say, make_base_model
 from daemons.workspace import RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs import EXAMPLES
-from prime_rl.configs.base import merge
+from prime_rl.configs.base import build, load_toml, merge, read_argv
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.validate import load_run_config
-from prime_rl.contract.files import open_file, write_atomic
+from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 from prime_rl.utils.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, StopFlag
+from prime_rl.utils.tail import FileTail
 
 SYSTEM_FILE = "system.toml"
 REPORT_VERSION = 1
@@ -105,23 +107,16 @@ class RunStory:
     finished_s: float | None = None
     num_told: int = 0
     metrics: list[dict[str, float]] = field(default_factory=list)
-    _position: int = 0
+    _tail: FileTail | None = None
 
     def read_metrics(self, run: RunDir) -> None:
         """Read the whole lines that were appended since the last call."""
-        with suppress(FileNotFoundError), os.fdopen(open_file(run.orchestrator_metrics), "rb") as file:
-            file.seek(self._position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._position += len(line)
-                with suppress(ValueError):
-                    self._take(json.loads(line))
-
-    def _take(self, record: object) -> None:
-        """Keep a line of a batch; a batch that was made again after a restart replaces its first line."""
-        if isinstance(record, dict) and "reward/mean" in record:
-            self.metrics = [old for old in self.metrics if old["step"] < record["step"]] + [record]
+        self._tail = self._tail or FileTail(run.orchestrator_metrics)
+        for line in self._tail.read().lines:
+            with suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and "reward/mean" in record:  # a batch made again replaces its first
+                    self.metrics = [old for old in self.metrics if old["step"] < record["step"]] + [record]
 
     def mean_reward(self, records: Sequence[Mapping[str, float]]) -> float | None:
         """The mean of the batches' mean rewards; None without `records`."""
@@ -402,13 +397,6 @@ def demo(
 
     Example: prl demo --engine vllm
     """
-    from daemons.commands.lifecycle import Progress
-    from daemons.demo import Recipe, run_demo, with_settings
-    from daemons.errors import need_daemons
-    from prime_rl.configs.base import build, load_toml, merge, read_argv
-    from prime_rl.configs.system import SystemConfig
-    from prime_rl.utils.signals import StopFlag
-
     stop = StopFlag().install()
     folder, base_model = RECIPES[recipe]
     shown = Recipe(configs or folder, base_model)

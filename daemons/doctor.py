@@ -355,8 +355,7 @@ def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Ite
 def _place(output: OutputDir) -> Iterator[Check]:
     yield check_output_dir(output.path)
     yield check_file_system(output.path)
-    there = next((each for each in (output.path.absolute(), *output.path.absolute().parents) if each.is_dir()), None)
-    yield check_disk(DiskReader(there).read(walk=False) if there else None)
+    yield check_disk(DiskReader(_existing(output.path)).read(walk=False))
     yield check_inodes(output.path)
 
 

@@ -23,12 +23,11 @@ from typing import IO, Any
 import tomli_w
 
 from daemons import audit
-from daemons.details import hide_secrets
-from daemons.errors import ActionError, WrongUseError, in_one_line, need, need_cpu, one_line_errors
+from daemons.details import RunResult, hide_secrets, read_result
+from daemons.errors import ActionError, WrongUseError, in_one_line, need, need_cpu
 from daemons.process import python_module, run_child
-from daemons.results import RunResult, read_result
 from daemons.specs import MERGE_MODULE
-from daemons.trash import Progress, existing_run
+from daemons.trash import Progress, acting_on
 from daemons.versions import Version, find_version, versions_of
 from prime_rl import __version__
 from prime_rl.configs.base import load_toml
@@ -90,9 +89,8 @@ def export_run(
 
     A merge ends early when `stop()` is true. Raises ActionError; then `out` is not there, unless only the push failed.
     """
-    output, out = OutputDir(Path(output_dir)), Path(os.path.abspath(out))
-    with one_line_errors(f"exporting {run_id}"):
-        run = existing_run(output, run_id)
+    out = Path(os.path.abspath(out))
+    with acting_on(output_dir, run_id, "exporting") as (output, run):
         _, planned = _plan(run, find_version(run, step), out, merge)
         _check_place(output, out)
         if planned.kind == MERGED:

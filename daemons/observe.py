@@ -11,23 +11,21 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from daemons.decide import Daemon, Seen
 from daemons.launchers.base import Alive, Ended
 from daemons.specs import INFERENCE, OPTIONAL, TRAINER, DaemonSpec, RunNow
-from daemons.workspace_reader import NO_FILE, Stamp, stamp_of
+from daemons.workspace_reader import Stamp, StatusFiles, stamp_of
 from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.condition import stalled_since
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
-from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerStatus, is_there, read_status
+from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerStatus, is_there
 from prime_rl.contract.work import Work, read_work
 from prime_rl.utils.process import ProcessId, is_below
 
 _READY = {TRAINER: ("waiting", "training"), INFERENCE: ("serving",)}
 _FINAL_STATES = ("finished", "evicted", "paused", "failed")
-StatusT = TypeVar("StatusT", bound=Status)
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Observer:
     def __init__(self, output: OutputDir, complain: Callable[[str], None] = lambda why: None) -> None:
         self.output = output
         self._complain = complain
-        self._statuses: dict[Path, tuple[Stamp, Status | None]] = {}
+        self._statuses = StatusFiles()
         self._runs: dict[str, _Folder] = {}
         self._monitored: dict[str, tuple[Stamp, bool]] = {}
         self._unchanged: dict[tuple[str, str], tuple[object, float]] = {}
@@ -80,7 +78,7 @@ class Observer:
 
     def runs(self, known: Iterable[str]) -> dict[str, RunNow]:
         """Runs that hold a slot of a living trainer, and the `known` ones."""
-        trainer = self._read(self.output.trainer_status, TrainerStatus)
+        trainer = self._statuses.read(self.output.trainer_status, TrainerStatus)
         self._held = self._trainer_runs()
         held = self._held if trainer is not None and is_there(trainer) else frozenset()
         found = {run_id: self._guarded(run_id, run_id in held) for run_id in sorted(held | set(known))}
@@ -128,7 +126,7 @@ class Observer:
         self._monitored.pop(name, None)
         for what in ("beat", "progress"):
             self._unchanged.pop((name, what), None)
-        self._statuses.pop(RunDir(self.output.path / name).status, None)
+        self._statuses.forget(RunDir(self.output.path / name).status)
 
     def _still_s(self, name: str, own: Status | None, now: float) -> float | None:
         if own is None or own.progress is None or not has_work(own):
@@ -147,13 +145,13 @@ class Observer:
         """The daemon's own status file, if its current process wrote it."""
         status: Status | None
         if daemon.spec.name == TRAINER:
-            status = self._read(self.output.trainer_status, TrainerStatus)
+            status = self._statuses.read(self.output.trainer_status, TrainerStatus)
         elif daemon.spec.kind == INFERENCE:
             number = daemon.spec.replica
             path = self.output.replica_status(number) if number else self.output.inference_status
-            status = self._read(path, InferenceStatus)
+            status = self._statuses.read(path, InferenceStatus)
         elif daemon.spec.name in OPTIONAL:
-            status = self._read(self.output.own_status(daemon.spec.name), Status)
+            status = self._statuses.read(self.output.own_status(daemon.spec.name), Status)
         else:
             status = run.status if run else None
         return status if status and daemon.process and _wrote(daemon.process, status) else None
@@ -172,7 +170,7 @@ class Observer:
         return work
 
     def _trainer_runs(self) -> frozenset[str]:
-        trainer = self._read(self.output.trainer_status, TrainerStatus)
+        trainer = self._statuses.read(self.output.trainer_status, TrainerStatus)
         return frozenset(trainer.runs) if trainer is not None else frozenset()
 
     def _guarded(self, run_id: str, in_slot: bool) -> RunNow | None:
@@ -192,7 +190,7 @@ class Observer:
         folder = self._checked(run_id)
         if folder is None:
             return RunNow(run_id, in_slot, evicted=False, gone=True, status=None, max_steps=None)
-        status = self._read(folder.status, RunStatus)
+        status = self._statuses.read(folder.status, RunStatus)
         max_steps = _max_steps(folder.run) if in_slot and status is not None and status.state == "finished" else None
         evicted, ended = os.path.lexists(folder.evicted), os.path.lexists(folder.finished)
         paused = any(map(os.path.lexists, folder.pauses))
@@ -216,13 +214,6 @@ class Observer:
                 return None
         self._runs[run_id] = known
         return known
-
-    def _read(self, path: Path, kind: type[StatusT]) -> StatusT | None:
-        now = stamp_of(path)
-        known = self._statuses.get(path)
-        if known is None or known[0] != now:
-            known = self._statuses[path] = (now, read_status(path, kind) if now != NO_FILE else None)
-        return known[1] if isinstance(known[1], kind) else None
 
 
 def work_file(output: OutputDir, spec: DaemonSpec) -> Path:

@@ -15,7 +15,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -37,7 +36,7 @@ from daemons.workspace import SUPERVISOR
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import read_text, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir
-from prime_rl.contract.status import HEARTBEAT_S, Crash, DaemonStatus, read_status
+from prime_rl.contract.status import HEARTBEAT_S, DaemonStatus, read_status
 from prime_rl.utils.process import ProcessId, boot_id
 
 _ADOPTED_AS = {"starting": State.STARTING, "running": State.RUNNING, "stalled": State.RUNNING}
@@ -122,14 +121,6 @@ def _state(daemon: Daemon) -> str:
     return str(daemon.state)
 
 
-@dataclass(frozen=True)
-class Past:
-    """An earlier supervisor's record of a daemon."""
-
-    crashes: tuple[Crash, ...]
-    log_tail: list[str]
-
-
 def recorded(output: OutputDir) -> dict[str, DaemonStatus]:
     """The daemons as the last supervisor recorded them, by name."""
     found = {}
@@ -166,11 +157,10 @@ def adoptable(
     }
 
 
-def adopt(output: OutputDir, launcher: Launcher) -> tuple[dict[str, Daemon], dict[str, Past]]:
-    """For a new supervisor: the daemons that live, and what is remembered of all."""
-    daemons, pasts = {}, {}
-    for name, status in recorded(output).items():
-        pasts[name] = Past(tuple(status.crashes), status.log_tail)
+def adopt(output: OutputDir, launcher: Launcher) -> tuple[dict[str, Daemon], dict[str, DaemonStatus]]:
+    """For a new supervisor: the daemons that live, and the records of all."""
+    daemons, pasts = {}, recorded(output)
+    for name, status in pasts.items():
         handle, spec = launcher.adopt(status), _spec(output, name)
         if handle is not None and spec is not None and status.state in _ADOPTED_AS:
             daemons[name] = Daemon(

@@ -272,7 +272,10 @@ def plan_of(system: SystemConfig, output: OutputDir) -> Plan:
     if system.deployment.engine == "slurm":
         return _on_slurm(system, output, specs, run)
     if system.deployment.engine == "ray":
-        daemons = [_planned(spec, Place((), tuple(range(spec.gpus))), _on_ray(spec)) for spec in (*specs, run)]
+        daemons = []
+        for spec in (*specs, run):  # Ray chooses the node where ranks meet, and a port there
+            argv = on_nodes(spec.argv, spec.num_nodes, "NODE:PORT", _START) if spec.num_nodes > 1 else spec.argv
+            daemons.append(_planned(spec, Place((), tuple(range(spec.gpus))), argv))
         return Plan("ray", (), (), "", tuple(daemons))
     here = (socket.gethostname(),)
     daemons = [_planned(spec, Place(here, spec.devices), spec.argv) for spec in (*specs, run)]
@@ -297,11 +300,6 @@ def _on_slurm(system: SystemConfig, output: OutputDir, specs: Sequence[DaemonSpe
         daemons.append(_planned(spec, place, tuple(command)))
     submit = tuple(submission(system, output)) if is_submitted else ()
     return Plan("slurm", tuple(nodes), submit, script(output) if is_submitted else "", tuple(daemons))
-
-
-def _on_ray(spec: DaemonSpec) -> tuple[str, ...]:
-    """Ray chooses the node where ranks meet, and a port there."""
-    return on_nodes(spec.argv, spec.num_nodes, "NODE:PORT", _START) if spec.num_nodes > 1 else spec.argv
 
 
 def _planned(spec: DaemonSpec, place: Place, command: Sequence[str]) -> Planned:

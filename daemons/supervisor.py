@@ -30,7 +30,7 @@ from daemons.logs import JOB_LOG, SRUN_LOG, LogRelay, node_log, rotate
 from daemons.observe import Observer, held_runs, work_file
 from daemons.pidfile import SupervisorLock
 from daemons.process import log_tail
-from daemons.records import Past, Records, adopt
+from daemons.records import Records, adopt
 from daemons.specs import (
     ALERTS,
     DEVICES_VARIABLE,
@@ -104,7 +104,7 @@ class Supervisor:
         self._next_look_s = 0.0
         self._rest_until_s = 0.0
         self._next_rotation_s = 0.0
-        self._pasts: dict[str, Past] = {}
+        self._pasts: dict[str, DaemonStatus] = {}
         self._was_up = False
         self.start_failure: str | None = None
 
@@ -270,7 +270,7 @@ class Supervisor:
     def _start(self, daemon: Daemon) -> Daemon:
         spec = daemon.spec
         if past := self._pasts.pop(spec.name, None):
-            daemon = replace(daemon, crashes=daemon.crashes or past.crashes)
+            daemon = replace(daemon, crashes=daemon.crashes or tuple(past.crashes))
             self._records.keep_tail(spec.name, past.log_tail)
         self._follow(spec)
         try:

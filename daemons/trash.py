@@ -197,6 +197,14 @@ def purge_trash(output_dir: Path, *, older_than_s: float = 0.0, now: float | Non
         return len(removed)
 
 
+@contextlib.contextmanager
+def acting_on(output_dir: Path, run_id: str, doing: str) -> Iterator[tuple[OutputDir, RunDir]]:
+    """The workspace, and a run that exists in it. Failures in the block are ActionErrors: `doing` the run failed."""
+    output = OutputDir(Path(output_dir))
+    with one_line_errors(f"{doing} {run_id}"):
+        yield output, existing_run(output, run_id)
+
+
 def existing_run(output: OutputDir, run_id: str) -> RunDir:
     """The run's folder. Raises ActionError when it is missing and LayoutError for an invalid id."""
     run = output.run(run_id)

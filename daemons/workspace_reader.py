@@ -106,6 +106,29 @@ def read_status_file(path: Path, stamp: Stamp, kind: type[StatusT]) -> StatusT |
         return None
 
 
+class StatusFiles:
+    """Status files by path, each parsed again only when its stamp has changed. Their texts are clean, on one line."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[Stamp, Status | None]] = {}
+
+    def read(self, path: Path, kind: type[StatusT]) -> StatusT | None:
+        """The status in a file; None when it is missing, damaged, too large or of another kind."""
+        stamp = stamp_of(path)
+        known = self._known.get(path)
+        if known is None or known[0] != stamp:
+            known = self._known[path] = (stamp, read_status_file(path, stamp, kind))
+        return known[1] if isinstance(known[1], kind) else None
+
+    def tidy(self) -> None:
+        """Drop what is kept of files that were gone, or could not be read, at their last look."""
+        self._known = {path: value for path, value in self._known.items() if value[0].readable}
+
+    def forget(self, path: Path) -> None:
+        """Drop what is kept of one file."""
+        self._known.pop(path, None)
+
+
 class ConfigFacts(NamedTuple):
     """What is shown of a run's config: a config itself takes kilobytes, and a workspace may have thousands."""
 
@@ -266,7 +289,7 @@ class WorkspaceReader:
         self._clock = clock
         self._files: dict[str, RunFiles] = {}
         self._views: dict[str, tuple[_Facts, RunView]] = {}
-        self._statuses: dict[Path, tuple[Stamp, Status | None]] = {}
+        self._statuses = StatusFiles()
         self._scanned: tuple[Stamp, list[RefusedRun]] = (NO_FILE, [])
         self._runs: tuple[list[RunView], tuple[RunView, ...]] = ([], ())
         self._is_home = False
@@ -349,7 +372,7 @@ class WorkspaceReader:
             self._scanned = (stamp, refused)
             self._files = {run.run_id: self._files.get(run.run_id) or RunFiles(run) for run in runs}
             self._views = {run_id: view for run_id, view in self._views.items() if run_id in self._files}
-            self._statuses = {path: value for path, value in self._statuses.items() if value[0].readable}
+            self._statuses.tidy()
         return self._files
 
     def _view(self, run_id: str, facts: _Facts) -> RunView:
@@ -372,19 +395,10 @@ class WorkspaceReader:
         order = {SUPERVISOR: 0, "trainer": 1, "inference": 2}
         views = {}
         for path in sorted(paths, key=lambda path: (order.get(path.stem, 3), path.name)):
-            status = self._status(path, DaemonStatus)
+            status = self._statuses.read(path, DaemonStatus)
             if status is not None and path.name == f"{status.name}.json":
                 views[status.name] = daemon_view(status, now, is_home=self._is_home, disk=disk)
         return views
-
-    def _status(self, path: Path, kind: type[StatusT]) -> StatusT | None:
-        stamp = stamp_of(path)
-        known = self._statuses.get(path)
-        if known and known[0] == stamp:
-            return known[1] if isinstance(known[1], kind) else None
-        status = read_status_file(path, stamp, kind)
-        self._statuses[path] = (stamp, status)
-        return status
 
     def _replicas(self, now: float) -> tuple[tuple[int, InferenceStatus], ...]:
         try:
@@ -396,7 +410,7 @@ class WorkspaceReader:
 
     def _living(self, path: Path, kind: type[StatusT], now: float) -> StatusT | None:
         """The status whose writer runs; also one that does not respond, if it is this workspace's and not of a copy."""
-        status = self._status(path, kind)
+        status = self._statuses.read(path, kind)
         is_silent = self._is_home and status is not None and is_there(status)
         return status if is_alive(status, now) or is_silent else None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.frame import machine
 from daemons.demo import REPORT, RunStory
-from daemons.results import REWARD
+from daemons.details import REWARD
 from prime_rl.contract.layout import OutputDir
 
 # Pixels. Colours are readable on white and on black.

@@ -22,12 +22,11 @@ from daemons.adding import Fork
 from daemons.alerts.incident_file import OpenIncident
 from daemons.commands.config import Origin
 from daemons.commands.results import Use
-from daemons.details import CheckpointView
+from daemons.details import CheckpointView, Difference
 from daemons.doctor import Check
 from daemons.exports import Export
 from daemons.machine import DiskView
 from daemons.quiet import Silence
-from daemons.results import Difference
 from daemons.submit import Planned
 from daemons.workspace import DaemonView, RefusedView, RunView
 from prime_rl.configs.explain import FieldFacts

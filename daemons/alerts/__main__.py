@@ -25,8 +25,8 @@ from daemons.alerts.incident_file import OpenIncident, read_open, write_open
 from daemons.alerts.rules import Incident, incidents, is_well, unproven
 from daemons.alerts.stacks import keep_stack
 from daemons.alerts.targets import Target, TargetError, dead_man, message, message_targets
+from daemons.details import REWARD
 from daemons.quiet import Named, Silence, forget, is_silenced, muting, name_of, read_silences
-from daemons.results import REWARD
 from daemons.workspace import RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.alerts import AlertsConfig, RewardRule

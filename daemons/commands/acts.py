@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,10 +15,11 @@ import msgspec
 import typer
 
 from daemons import actions
-from daemons.actions import continue_run, parse_changes, pause_run, rollback_run, set_run_keys
+from daemons.actions import parse_changes, rollback_run, set_run_keys
 from daemons.adding import fork_run
 from daemons.commands import complete
 from daemons.commands.common import (
+    DryRunOption,
     JsonOption,
     OutputDirOption,
     UsageError,
@@ -27,9 +29,8 @@ from daemons.commands.common import (
     print_json,
     say,
 )
-from daemons.commands.runs import RunIdArgument
+from daemons.commands.runs import RunIdArgument, parse_overrides
 from daemons.sweeps import sweep_runs
-from prime_rl.configs.base import ConfigError, parse_set
 from prime_rl.configs.lifetime import LIVE_KEYS
 
 RunIdsArgument = Annotated[
@@ -39,12 +40,10 @@ RunIdsArgument = Annotated[
 DeletedIdsArgument = Annotated[
     list[str], typer.Argument(metavar="ID...", help="One or more deleted runs.", autocompletion=complete.deleted_ids)
 ]
-OneRunArgument = Annotated[
-    str, typer.Argument(metavar="ID", help="A run, such as run_reverse.", autocompletion=complete.run_ids)
+WaitOption = Annotated[
+    float, typer.Option(min=0, help="Seconds to wait until trainer and orchestrator release the run.")
 ]
 ReasonOption = Annotated[str, typer.Option(metavar="TEXT", help="Why; recorded in logs/audit.jsonl.")]
-
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check only; add nothing.")]
 
 
 def evict(
@@ -58,13 +57,7 @@ def evict(
 
     Example: prl runs evict run_reverse --reason "reward does not rise"
     """
-    place = choose_output_dir(output_dir)
-
-    def act(run_id: str) -> str:
-        new = actions.evict_run(place, run_id, reason)
-        return f"{run_id}: evicted" if new else f"{run_id}: already evicted"
-
-    each(run_ids, act)
+    each(run_ids, partial(actions.EVICT, choose_output_dir(output_dir), reason=reason))
 
 
 def readmit(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: ReasonOption = "") -> None:
@@ -74,24 +67,14 @@ def readmit(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason:
 
     Example: prl runs readmit run_reverse
     """
-    place = choose_output_dir(output_dir)
-
-    def act(run_id: str) -> str:
-        new = actions.readmit_run(place, run_id, reason=reason)
-        return (
-            f"{run_id}: readmitted" if new else f"{run_id}: neither evicted nor failed nor ended early, nothing to do"
-        )
-
-    each(run_ids, act)
+    each(run_ids, partial(actions.READMIT, choose_output_dir(output_dir), reason=reason))
 
 
 def rollback(
-    run_id: OneRunArgument,
+    run_id: RunIdArgument,
     step: Annotated[int, typer.Option(min=0, help="Step of the checkpoint; 0 starts over.")],
     output_dir: OutputDirOption = None,
-    wait: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait until trainer and orchestrator release the run.")
-    ] = 60.0,
+    wait: WaitOption = 60.0,
     reason: ReasonOption = "",
 ) -> None:
     """Go back to a checkpoint of a run.
@@ -107,7 +90,7 @@ def rollback(
 
 
 def old_rollback(
-    run_id: OneRunArgument,
+    run_id: RunIdArgument,
     step: Annotated[int, typer.Option(min=0)],
     output_dir: OutputDirOption = None,
     wait: Annotated[float, typer.Option(min=0)] = 60.0,
@@ -128,9 +111,7 @@ def delete(
     force: Annotated[
         bool, typer.Option("--force", help="Also a run that only its own status file shows as in use; asks.")
     ] = False,
-    wait: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait until trainer and orchestrator release the run.")
-    ] = 60.0,
+    wait: WaitOption = 60.0,
     reason: ReasonOption = "",
 ) -> None:
     """Move runs to the workspace's trash.
@@ -167,12 +148,7 @@ def undelete(run_ids: DeletedIdsArgument, output_dir: OutputDirOption = None) ->
 
     Example: prl runs undelete run_reverse
     """
-    place = choose_output_dir(output_dir)
-
-    def act(run_id: str) -> str:
-        return f"{run_id}: restored" if actions.undelete_run(place, run_id) else f"{run_id}: not deleted, nothing to do"
-
-    each(run_ids, act)
+    each(run_ids, partial(actions.UNDELETE, choose_output_dir(output_dir)))
 
 
 def purge(
@@ -241,13 +217,7 @@ def pause(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: R
 
     Example: prl runs pause run_reverse --reason "others first"
     """
-    place = choose_output_dir(output_dir)
-
-    def act(run_id: str) -> str:
-        new = pause_run(place, run_id, reason=reason)
-        return f"{run_id}: paused" if new else f"{run_id}: already paused"
-
-    each(run_ids, act)
+    each(run_ids, partial(actions.PAUSE, choose_output_dir(output_dir), reason=reason))
 
 
 def go_on(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: ReasonOption = "") -> None:
@@ -255,13 +225,7 @@ def go_on(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: R
 
     Example: prl runs continue run_reverse
     """
-    place = choose_output_dir(output_dir)
-
-    def act(run_id: str) -> str:
-        new = continue_run(place, run_id, reason=reason)
-        return f"{run_id}: continues" if new else f"{run_id}: not paused, nothing to do"
-
-    each(run_ids, act)
+    each(run_ids, partial(actions.CONTINUE, choose_output_dir(output_dir), reason=reason))
 
 
 def set_keys(
@@ -313,16 +277,12 @@ def fork(
 
     Example: prl runs fork run_reverse --step 40 --set optim.lr=3e-5 --id run_slower
     """
-    try:
-        changed = parse_set(changes) if changes else None
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
     made = fork_run(
         choose_output_dir(output_dir),
         run_id,
         step=step,
         new_id=new_id,
-        overrides=changed,
+        overrides=parse_overrides(changes),
         with_optimizer=with_optimizer,
         dry_run=dry_run,
         reason=reason,

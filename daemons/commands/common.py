@@ -46,6 +46,7 @@ OutputDirOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table; its format is stable.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check only; add nothing.")]
 WatchOption = Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")]
 
 

@@ -25,7 +25,7 @@ from daemons.commands.common import (
     print_json,
     say,
 )
-from daemons.commands.runs import SetOption, parse_changes
+from daemons.commands.runs import SetOption, parse_overrides
 from daemons.details import hide_secret
 from prime_rl.configs import EXAMPLES
 from prime_rl.configs.base import BaseConfig, ConfigError, build, merge, parse_toml, read_text
@@ -84,7 +84,7 @@ def show(
     place = choose_output_dir(output_dir)
     path, is_run = _file_of(file, place)
     kind = kind or ("orch" if is_run else None)
-    name, origins = read_origins(path, kind, parse_changes(changes), trainer_limits(place))
+    name, origins = read_origins(path, kind, parse_overrides(changes), trainer_limits(place))
     chosen = [each for each in origins if each.source != "default" or not only_set]
     if as_json:
         rows = [{**asdict(each), "value": hide_secret(each.key, each.value)} for each in chosen]

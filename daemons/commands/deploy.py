@@ -17,7 +17,7 @@ import tomli_w
 import typer
 
 from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, UsageError, say
-from daemons.commands.lifecycle import choose_system, ignore
+from daemons.commands.lifecycle import choose_system
 from daemons.launchers.base import LaunchError
 from daemons.launchers.placement import nodes_needed
 from daemons.specs import service_specs, without_nulls
@@ -188,7 +188,7 @@ def kubernetes(
 
     if not any(word.startswith("@") for word in context.args):
         raise UsageError("missing @ FILE: the system file whose workspace is to be deployed")
-    system = choose_system(context.args, None, say=ignore).system
+    system = choose_system(context.args, None, say=lambda line: None).system
     pods = Pods(image, name, gpus, cpus, memory, storage, storage_class)
     files = manifests(system, pods)
     out.mkdir(parents=True, exist_ok=True)

@@ -108,7 +108,7 @@ def up(
     if as_json and not dry_run:
         raise UsageError("--json is for prl up --dry-run")
     if dry_run:
-        _show_plan(choose_system(context.args, output_dir, say=ignore), as_json)
+        _show_plan(choose_system(context.args, output_dir, say=lambda line: None), as_json)
         return
     from daemons import supervisor
     from prime_rl.utils.signals import StopFlag
@@ -143,10 +143,6 @@ def choose_system(
 ) -> up_and_down.Wanted:
     """The system config that the command line describes. Raises ConfigError."""
     return up_and_down.choose_system(args, output_dir, say=say, default=lambda: choose_output_dir(None))
-
-
-def ignore(line: str) -> None:
-    """What is said on the way is no part of what was asked for."""
 
 
 def _show_plan(wanted: up_and_down.Wanted, as_json: bool) -> None:

@@ -10,7 +10,7 @@ import enum
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,9 +31,10 @@ from daemons.commands.common import (
     print_json,
     say,
 )
+from daemons.commands.runs import RunIdArgument
+from daemons.details import Difference, diff_runs
 from daemons.errors import ActionError
 from daemons.exports import export_run
-from daemons.results import Difference, diff_runs
 from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
 from prime_rl.contract.usage import UsageLine, read_usage
 from prime_rl.utils.text import one_line, size_text
@@ -42,9 +43,6 @@ _COLUMNS = ("trainer", "sampled", "trained", "inference", "hours")
 TRAINER = "trainer"
 NO_TAG = "(no tag)"
 
-RunArgument = Annotated[
-    str, typer.Argument(metavar="ID", help="A run, such as run_reverse.", autocompletion=complete.run_ids)
-]
 QUIT, RESET = "/quit", "/reset"
 
 
@@ -178,7 +176,7 @@ def _cells(use: Use) -> list[object]:
 
 
 def export(
-    run_id: RunArgument,
+    run_id: RunIdArgument,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The new folder; its parent must exist.")],
     output_dir: OutputDirOption = None,
     step: Annotated[int | None, typer.Option(min=0, help="The version. Default: the newest on disk.")] = None,
@@ -282,14 +280,8 @@ def chat(
         if sys.stdin.isatty():
             _talk(talk)
         else:
-            for line in _lines():
+            for line in filter(None, map(str.strip, sys.stdin)):
                 _answer(talk, line)
-
-
-def _lines() -> Iterator[str]:
-    for line in sys.stdin:
-        if line.strip():
-            yield line.strip()
 
 
 def _talk(talk: Chat) -> None:

@@ -21,6 +21,7 @@ from rich.text import Text
 from daemons import actions
 from daemons.commands import complete
 from daemons.commands.common import (
+    DryRunOption,
     FittingTable,
     JsonOption,
     OutputDirOption,
@@ -42,6 +43,7 @@ from daemons.commands.common import (
 from daemons.details import RunDetails, read_details
 from daemons.machine import DiskView
 from daemons.pidfile import SupervisorInfo
+from daemons.trash import acting_on
 from daemons.workspace import DaemonView, RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.base import NOT_FOUND, ConfigError, ConfigProblem, load_toml, merge, parse_set
@@ -318,14 +320,8 @@ def samples(
 
     Example: prl runs samples run_reverse -n 8
     """
-    place = choose_output_dir(output_dir)
-    try:
-        run = OutputDir(place).run(run_id)
-    except LayoutError as error:
-        raise UsageError(str(error)) from error
-    if not run.path.is_dir():
-        raise actions.ActionError(f"run {run_id!r} not found in {place}: prl runs list shows all runs")
-    found = read_samples(run.samples, number)
+    with acting_on(choose_output_dir(output_dir), run_id, "reading") as (_, run):
+        found = read_samples(run.samples, number)
     if as_json:
         print_json({"samples": msgspec.to_builtins(found)})
         return
@@ -346,7 +342,7 @@ def validate(
     Example: prl runs validate configs/demo/reverse.toml
     """
     place = choose_output_dir(output_dir)
-    changed = parse_changes(changes)
+    changed = parse_overrides(changes)
     problems = actions.check_file(place, file, overrides=changed)
     limits = actions.trainer_limits(place)
     if as_json:
@@ -371,7 +367,7 @@ def add(
         str | None, typer.Option("--id", metavar="ID", help="The run's id. Default: run_ and the file's name.")
     ] = None,
     changes: SetOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check only; add nothing.")] = False,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Add runs to the workspace.
 
@@ -382,7 +378,7 @@ def add(
     """
     if run_id is not None and len(files) > 1:
         raise UsageError(f"--id names one run, and there are {len(files)} files: leave it out, or add one at a time")
-    place, changed = choose_output_dir(output_dir), parse_changes(changes)
+    place, changed = choose_output_dir(output_dir), parse_overrides(changes)
     if len(files) > 1:
         for file in files:
             actions.add_run(place, file, overrides=changed, dry_run=True)
@@ -399,7 +395,7 @@ def _states(words: list[str] | None) -> set[RunState]:
     return {RunState(name) for name in names}
 
 
-def parse_changes(changes: list[str] | None) -> dict[str, object] | None:
+def parse_overrides(changes: list[str] | None) -> dict[str, object] | None:
     """What `--set` was given, nested; None without it. Raises UsageError."""
     try:
         return parse_set(changes) if changes else None

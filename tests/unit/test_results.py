@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from daemons.cli import run as prl
+from daemons.details import RunResult, config_differences, read_result
 from daemons.exports import CardFacts, model_card, sparkline
-from daemons.results import RunResult, config_differences, read_result
 from prime_rl.contract.layout import RunDir
 
 CONFIG = {

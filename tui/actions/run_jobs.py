@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from daemons.actions import continue_run, parse_changes, pause_run, set_run_keys
+from daemons.actions import CONTINUE, PAUSE, parse_changes, set_run_keys
 from daemons.adding import fork_run
 from daemons.errors import ActionError, expand_home, in_one_line
 from daemons.exports import export_run
@@ -51,8 +51,7 @@ def pause_job(output_dir: Path, run_ids: Sequence[str], reason: str = "") -> Job
     """Pause runs; `reason` is kept in `paused.txt`."""
 
     def act(run_id: str, progress: Progress) -> str:
-        done = pause_run(output_dir, run_id, reason=reason)
-        return f"{run_id}: paused" if done else f"{run_id}: already paused; its first reason stays"
+        return PAUSE(output_dir, run_id, reason=reason)
 
     words = ["--reason", reason] if reason else []
     return Job(prl_command(output_dir, "runs", "pause", *run_ids, *words), each(run_ids, "paused", act))
@@ -62,8 +61,7 @@ def continue_job(output_dir: Path, run_ids: Sequence[str]) -> Job:
     """End the pause of runs."""
 
     def act(run_id: str, progress: Progress) -> str:
-        done = continue_run(output_dir, run_id)
-        return f"{run_id}: continues" if done else f"{run_id}: not paused, nothing to do"
+        return CONTINUE(output_dir, run_id)
 
     return Job(prl_command(output_dir, "runs", "continue", *run_ids), each(run_ids, "continue", act))
 

@@ -117,8 +117,7 @@ class EvictDialog(JobDialog):
         output_dir, run_ids = self._output_dir, self._run_ids
 
         def act(run_id: str, progress: Progress) -> str:
-            done = actions.evict_run(output_dir, run_id, reason)
-            return f"{run_id}: evicted" if done else f"{run_id}: already evicted; its first reason stays"
+            return actions.EVICT(output_dir, run_id, reason=reason)
 
         command = prl_command(output_dir, "runs", "evict", *run_ids, "--reason", reason)
         self.start(Job(command, each(run_ids, "evicted", act)))

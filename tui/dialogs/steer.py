@@ -18,8 +18,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Checkbox, Static, TextArea
 from textual.widgets.button import ButtonVariant
 
+from daemons.details import Difference, RunDifference
 from daemons.errors import ActionError
-from daemons.results import Difference, RunDifference
 from daemons.sweeps import Sweep
 from prime_rl.utils.text import CleanText, one_line
 from tui import fmt

@@ -76,12 +76,7 @@ class ActsOnRuns(SteersRuns):
         output_dir = self.output_dir
 
         def act(run_id: str, progress: Progress) -> str:
-            done = actions.readmit_run(output_dir, run_id)
-            return (
-                f"{run_id}: readmitted"
-                if done
-                else f"{run_id}: neither evicted nor failed nor ended early, nothing to do"
-            )
+            return actions.READMIT(output_dir, run_id)
 
         if run_ids:
             job = Job(prl_command(output_dir, "runs", "readmit", *run_ids), each(run_ids, "readmitted", act))
@@ -113,8 +108,7 @@ class ActsOnRuns(SteersRuns):
         run_ids = last or [trash[-1]]
 
         def act(run_id: str, progress: Progress) -> str:
-            done = actions.undelete_run(output_dir, run_id)
-            return f"{run_id}: restored" if done else f"{run_id}: not deleted, nothing to do"
+            return actions.UNDELETE(output_dir, run_id)
 
         self.perform(Job(prl_command(output_dir, "runs", "undelete", *run_ids), each(run_ids, "restored", act)))
 

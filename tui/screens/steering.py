@@ -179,7 +179,7 @@ class SteersRuns(Performs):
         if (row := self._only("a comparison")) is None:
             return
         run_id = row.run_id
-        from daemons.results import RunDifference, diff_runs
+        from daemons.details import RunDifference, diff_runs
         from tui.dialogs.steer import DiffDialog
 
         command = prl_command(self.output_dir, "runs", "diff", run_id, words)
