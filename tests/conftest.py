@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not item.get_closest_marker("xdist_group") and _shares(item):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        slow[_group(item)] = slow.get(_group(item), False) or item.get_closest_marker("slow") is not None
+        is_slow = any(item.get_closest_marker(name) for name in ("slow", "release"))
+        slow[_group(item)] = slow.get(_group(item), False) or is_slow
     items.sort(key=lambda item: not slow[_group(item)])
 
 

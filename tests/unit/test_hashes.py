@@ -32,7 +32,7 @@ def test_every_version_has_its_hashes(versions: Path) -> None:
     assert not [key for key, files in locked.items() if not files]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("versions", LOCKS, ids=lambda path: path.name)
 def test_the_hashes_are_those_of_the_index(versions: Path) -> None:
     """All but those of torch's build for CPUs, which another index has; a version may have got further files."""

@@ -235,7 +235,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("common", "columns", "rows"), TABLES, ids=["one GPU", "eight GPUs", "laptop"])
 def test_the_documents_have_what_prl_fit_answers(common: str, columns: str, rows: str) -> None:
     """In a process of its own: another test may have made a process group of one."""
