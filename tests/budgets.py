@@ -23,9 +23,9 @@ def _number(name: str, *, small: int, full: int) -> int:
 KILL_ROUNDS = _number("PRL_KILL_ROUNDS", small=8, full=12)
 KILL_SEED = int(os.environ.get("PRL_KILL_SEED", "20261121"))
 # Simulated lives of groups of nodes, in each of five tests; a tenth of a second each.
-SIMULATIONS = _number("PRL_SIMULATIONS", small=10, full=30)
+SIMULATIONS = _number("PRL_SIMULATIONS", small=5, full=30)
 # Requests to a server, made from the types of its requests.
-FUZZ_REQUESTS = _number("PRL_FUZZ_REQUESTS", small=160, full=2000)
+FUZZ_REQUESTS = _number("PRL_FUZZ_REQUESTS", small=80, full=2000)
 # Whether a node is cut off and also killed in each of the phases of a group, and not only one of the two.
 ALL_PHASES = bool(os.environ.get("PRL_ALL_PHASES"))
 

@@ -22,6 +22,7 @@ import pytest
 from prime_rl.contract.files import append_line, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import Status, TrainerRunStatus, TrainerStatus, read_status
+from tests.budgets import in_full
 from tests.daemons_support import ROOT, Prl
 from tests.orchestrator_support import config_data, make_run, write_toml
 from tests.patience import PATIENCE_S
@@ -194,7 +195,7 @@ def test_every_line_of_two_runs_reaches_all_monitors_over_a_kill_and_nothing_out
     assert not (daemon.output.path / "wandb").exists()
 
 
-@pytest.mark.parametrize("mode", ["sqlite", "jsonl"])
+@pytest.mark.parametrize("mode", ["sqlite", *in_full("jsonl")])
 def test_trackio_reads_every_line_of_two_runs_once_over_a_kill_and_nothing_is_sent(daemon: Daemon, mode: str) -> None:
     """With "jsonl", which trackio takes on a network file system, the lines wait in files for `trackio show`."""
     runs = [add_run(daemon, "run_a"), add_run(daemon, "run_b")]

@@ -22,10 +22,11 @@ from daemons.monitors.services import TensorBoardMonitor, TrackioMonitor, WandbM
 from prime_rl.configs.monitors import PrometheusConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 from prime_rl.contract.files import append_line, wait_for
 from prime_rl.contract.layout import RunDir
+from tests.budgets import in_full
 from tests.orchestrator_support import make_run
 from tests.page_attacks import answered, ask
 from tests.patience import PATIENCE_S
-from tests.text_attacks import ATTACKS, check_clean, texts
+from tests.text_attacks import ATTACKS, SOME_ATTACKS, check_clean, texts
 
 
 class Recorder:
@@ -335,7 +336,9 @@ def test_a_page_of_a_run_alone_ends_with_it(run: RunDir, feeds: Feeds, caplog: p
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
-@pytest.mark.parametrize("attack", [*ATTACKS, "label"])
+@pytest.mark.parametrize(
+    "attack", ["label", *SOME_ATTACKS, *in_full(*(each for each in ATTACKS if each not in SOME_ATTACKS))]
+)
 def test_names_that_attack_reach_no_monitor_as_they_are(tmp_path: Path, page: PrometheusPage, attack: str) -> None:
     """Names of metrics, of the run, and texts of its config. A label of Prometheus must not end before its end."""
     from prometheus_client.parser import text_string_to_metric_families
