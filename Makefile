@@ -1,8 +1,9 @@
 # The commands people use daily. `make` alone lists them.
 PYTHON ?= python3
 BIN := .venv/bin
-# Processes that run the tests side by side; 0 runs them one after another. Much of their time they wait.
-WORKERS ?= 4
+# Processes that run the tests side by side; 0 runs them one after another. Much of their time they wait, but each imports
+# and collects all tests.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 # Checked here, in words that every Python understands: an old one could not even read the install script.
 define CHECK_PYTHON
