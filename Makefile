@@ -1,8 +1,9 @@
 # The commands people use daily. `make` alone lists them.
 PYTHON ?= python3
 BIN := .venv/bin
-# Processes that run the tests side by side; 0 runs them one after another. Much of their time they wait.
-WORKERS ?= 4
+# Processes that run the tests side by side; 0 runs them one after another. Much of their time they wait, but each imports
+# and collects all tests.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 # Checked here, in words that every Python understands: an old one could not even read the install script.
 define CHECK_PYTHON
@@ -12,7 +13,7 @@ define CHECK_PYTHON
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-gpu lock demo test test-slow test-all coverage test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs docs-check wheel clean
+.PHONY: help install install-test install-gpu lock demo test test-slow test-release test-all coverage test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs docs-check wheel clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -39,11 +40,14 @@ $(BIN)/uv:
 demo: install ## three runs on two slots, on this machine, from nothing to a report
 	@$(BIN)/prl demo
 
-test: install-test ## what to run before every commit: all tests but the slow ones, in some minutes
-	@$(PYTEST) -m "not slow"
+test: install-test ## what to run before every commit: a guard of every promise, in some minutes
+	@$(PYTEST) -m "not slow and not release"
 
-test-slow: install-test ## what `make test` leaves out, with the full budgets
-	@PRL_TEST_BUDGET=full $(PYTEST) -m slow
+test-slow: install-test ## real engines, kills, learning, and what `make test` tries once of each kind, with the full budgets
+	@PRL_TEST_BUDGET=full $(PYTEST) -m "slow and not release"
+
+test-release: install-test ## before a release: what needs a package index, other Pythons, a container, or long learning
+	@PRL_TEST_BUDGET=full $(PYTEST) -m release
 
 test-all: install-test ## every test (real processes, real vLLM on the CPU), with the full budgets
 	@PRL_TEST_BUDGET=full $(PYTEST)

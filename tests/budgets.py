@@ -1,7 +1,7 @@
 """How much of what has no natural end is tried: random histories, rounds of kills, phases.
 
-`PRL_TEST_BUDGET` is `small` (the default: enough for a commit) or `full` (`make test-all`). Each number has a variable
-of its own besides, which counts more: PRL_KILL_ROUNDS, PRL_SIMULATIONS, PRL_FUZZ_REQUESTS; PRL_KILL_SEED and
+`PRL_TEST_BUDGET` is `small` (the default: enough for a commit) or `full` (in all but `make test`). Each number has a
+variable of its own besides, which counts more: PRL_KILL_ROUNDS, PRL_SIMULATIONS, PRL_FUZZ_REQUESTS; PRL_KILL_SEED and
 PRL_ALL_PHASES choose what.
 """
 
@@ -23,13 +23,21 @@ def _number(name: str, *, small: int, full: int) -> int:
 KILL_ROUNDS = _number("PRL_KILL_ROUNDS", small=8, full=12)
 KILL_SEED = int(os.environ.get("PRL_KILL_SEED", "20261121"))
 # Simulated lives of groups of nodes, in each of five tests; a tenth of a second each.
-SIMULATIONS = _number("PRL_SIMULATIONS", small=10, full=30)
+SIMULATIONS = _number("PRL_SIMULATIONS", small=5, full=30)
 # Requests to a server, made from the types of its requests.
-FUZZ_REQUESTS = _number("PRL_FUZZ_REQUESTS", small=160, full=2000)
+FUZZ_REQUESTS = _number("PRL_FUZZ_REQUESTS", small=80, full=2000)
 # Whether a node is cut off and also killed in each of the phases of a group, and not only one of the two.
 ALL_PHASES = bool(os.environ.get("PRL_ALL_PHASES"))
 
 
-def in_full(*values: Any) -> list[Any]:
-    """Parameters of a test that only `make test-all` tries; the others beside them guard the same."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+def in_full(*values: Any, marks: Any = pytest.mark.slow) -> list[Any]:
+    """Return parameters of a test that `make test` leaves to `make test-slow`; the others beside them guard the same.
+
+    A tuple is one set of several parameters.
+    """
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks) for value in values]
+
+
+def in_release(*values: Any) -> list[Any]:
+    """Return parameters of a test that only `make test-release` tries."""
+    return in_full(*values, marks=pytest.mark.release)

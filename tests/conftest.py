@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+import time
 import uuid
 from typing import Any
 
@@ -41,6 +42,8 @@ _MARK = "PRL_TEST_SESSION"
 os.environ.setdefault(_MARK, uuid.uuid4().hex)
 
 
+# What was told to end may still be at it when the last test is over, on a busy machine for some seconds.
+LEAVING_S = 30.0
 # Fixtures of tests/integration/conftest.py that are made once for all workers.
 ONCE = {"base_model", "untaught_model", "number_model", "tool_model", "tiny", "model", "alone"}
 
@@ -71,7 +74,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not item.get_closest_marker("xdist_group") and _shares(item):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        slow[_group(item)] = slow.get(_group(item), False) or item.get_closest_marker("slow") is not None
+        is_slow = any(item.get_closest_marker(name) for name in ("slow", "release"))
+        slow[_group(item)] = slow.get(_group(item), False) or is_slow
     items.sort(key=lambda item: not slow[_group(item)])
 
 
@@ -104,7 +108,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """The main process looks, after its workers have ended."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    left = processes_of_this_session()
+    deadline = time.monotonic() + LEAVING_S
+    while (left := processes_of_this_session()) and time.monotonic() < deadline:
+        time.sleep(0.1)
     commands = []
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since

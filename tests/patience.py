@@ -12,10 +12,17 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from prime_rl.contract.files import wait_for
+
 if TYPE_CHECKING:
     from textual.pilot import Pilot
 
 PATIENCE_S = float(os.environ.get("PRL_TEST_PATIENCE_S", "600"))
+
+
+def until_seen(condition: Callable[[], bool], what: str) -> None:
+    """Wait for `condition()`; fails naming `what`."""
+    wait_for(condition, what, timeout_s=PATIENCE_S)
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S) -> None:

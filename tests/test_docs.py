@@ -35,22 +35,27 @@ def found(pattern: re.Pattern[str]) -> list[tuple[str, str]]:
     return sorted({(path.name, match) for path, text in TEXT.items() for match in pattern.findall(text)})
 
 
-@pytest.mark.parametrize(("document", "path"), found(OUR_PATH))
-def test_paths_exist(document: str, path: str) -> None:
-    assert (ROOT / path).exists(), f"{document} names {path}"
+def test_paths_exist() -> None:
+    named = found(OUR_PATH)
+    assert len(named) > 50
+    assert [f"{document} names {path}" for document, path in named if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize(("folder", "link"), sorted({(p.parent, m) for p in DOCUMENTS for m in LINK.findall(TEXT[p])}))
-def test_links_lead_somewhere(folder: Path, link: str) -> None:
-    assert (folder / link).exists(), f"a page in {folder} links to {link}"
+def test_links_lead_somewhere() -> None:
+    links = sorted({(path.parent, link) for path in DOCUMENTS for link in LINK.findall(TEXT[path])})
+    assert len(links) > 50
+    assert [f"a page in {folder} links to {link}" for folder, link in links if not (folder / link).exists()] == []
 
 
-@pytest.mark.parametrize(
-    ("document", "path", "name"),
-    [(p.name, *found) for p in DOCUMENTS for found in sorted(set(TEST_NAME.findall(TEXT[p])))],
-)
-def test_tests_exist(document: str, path: str, name: str) -> None:
-    assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{document}: {path}::{name}"
+def test_tests_exist() -> None:
+    named = sorted({(page.name, *test) for page in DOCUMENTS for test in TEST_NAME.findall(TEXT[page])})
+    source = {path: (ROOT / path).read_text() if (ROOT / path).exists() else "" for _, path, _ in named}
+    assert len(named) > 10
+    assert [
+        f"{document}: {path}::{name}"
+        for document, path, name in named
+        if not re.search(rf"^(async )?def {name}\(", source[path], re.MULTILINE)
+    ] == []
 
 
 def test_each_promise_of_security_names_its_tests() -> None:
@@ -59,14 +64,17 @@ def test_each_promise_of_security_names_its_tests() -> None:
     assert [row for row in rows if not TEST_NAME.search(row.strip("| ").rpartition(" | ")[2])] == []
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_no_sentence_breaks_off(path: Path) -> None:
+def test_no_sentence_breaks_off() -> None:
     """A paragraph and an item of a list end with a mark, unless a list or a table goes on from there."""
-    text = re.sub(r"^```.*?^```$|(?<=\n\n)(?:    [^\n]*\n)+|<!--.*?-->", "", TEXT[path], flags=re.DOTALL | re.MULTILINE)
-    blocks = [block.strip() for block in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) |#)", text) if block.strip()]
-    for block, following in pairwise([*blocks, ""]):
-        if not re.match(r"[#|]|!\[", block) and not following.startswith(("- ", "1. ", "| ")):
-            assert re.search(r"\w.*[.:;!?,]\W*$", block.splitlines()[-1]), f"{path.name}: {block!r}"
+    broken = []
+    for path, whole in TEXT.items():
+        text = re.sub(r"^```.*?^```$|(?<=\n\n)(?:    [^\n]*\n)+|<!--.*?-->", "", whole, flags=re.DOTALL | re.MULTILINE)
+        blocks = [block.strip() for block in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) |#)", text) if block.strip()]
+        for block, following in pairwise([*blocks, ""]):
+            ends = re.search(r"\w.*[.:;!?,]\W*$", block.splitlines()[-1])
+            if not ends and not re.match(r"[#|]|!\[", block) and not following.startswith(("- ", "1. ", "| ")):
+                broken.append(f"{path.name}: {block!r}")
+    assert broken == []
 
 
 def test_make_targets_exist() -> None:

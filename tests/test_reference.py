@@ -44,6 +44,7 @@ from scripts import reference
 from scripts.members import members, rows_of
 from scripts.outputs import OUTPUTS, And, fields_of, is_model, leaves_out
 from tests.daemons_support import RUN_TOML
+from tests.trainer_support import write_model
 from tests.unit.test_daemons_forks import put_version
 
 ROOT = Path(__file__).parent.parent
@@ -202,8 +203,9 @@ def test_every_command_with_json_is_on_the_page() -> None:
     assert found - ELSEWHERE == told - ELSEWHERE
 
 
-def test_prl_fit_prints_the_keys_and_types_of_its_page(capsys: Any) -> None:
-    assert fit(["--model", "smollm2-135m", "--seq-len", "64", "--runs", "2", "--gpu-memory", "16", "--json"]) == 0
+def test_prl_fit_prints_the_keys_and_types_of_its_page(tmp_path: Path, capsys: Any) -> None:
+    argv = ["--model", str(write_model(tmp_path)), "--seq-len", "64", "--runs", "2", "--gpu-memory", "16", "--json"]
+    assert fit(argv) == 0
     found = json.loads(capsys.readouterr().out)
     assert found.pop("version") == 1
     check(found, OUTPUTS["prl fit"], "prl fit")

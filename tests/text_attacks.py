@@ -48,6 +48,8 @@ ATTACKS = {
     "lines": "{}\n\n2026-01-01T00:00:00Z ERROR forged\n",
     "megabyte": "{} \x1b[31m" + "a" * MEGABYTE + "\x1b[2J",
 }
+# One of each kind.
+SOME_ATTACKS = ("csi", "markup", "bidi", "lines")
 ALL = " ".join(text for name, text in ATTACKS.items() if name not in ("lines", "megabyte"))
 
 # What must not reach a terminal: said here once more, so that the code that is tested does not judge itself.

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from prime_rl.base_model.store import Recipe
 from prime_rl.base_model.teach import Demonstrator, PromptEncoder, build_model, build_tokenizer, teach
 from prime_rl.utils.tasks import TASKS, similarity, split_of
-from tests.budgets import in_full
+from tests.budgets import in_release
 from tests.patience import PATIENCE_S
 
 COMMAND = [sys.executable, "-m", "prime_rl.base_model"]
@@ -100,7 +100,7 @@ def test_a_damaged_model_is_made_again(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, *in_full(signal.SIGINT)])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, *in_release(signal.SIGINT)])
 def test_a_signal_leaves_nothing(tmp_path: Path, signum: int) -> None:
     out = tmp_path / "base"
     command = [*COMMAND, "--out", str(out), "--num_threads", "1"]

@@ -153,6 +153,7 @@ async def test_what_cannot_be_is_one_line_and_the_question_is_given_back(tmp_pat
         assert "Chat" not in screen_text(o.app) and "chat" not in o.screen.tab_names
 
 
+@pytest.mark.slow
 async def test_a_question_during_an_answer_stays_in_the_line_with_the_reason(tmp_path: Path) -> None:
     add_run(OutputDir(tmp_path), "run_a", step=3)
     async with opened_chat(tmp_path) as (o, view):

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 IMAGE = "localhost/prl:test"
 # The base image, or a package, cannot be had here.
 NO_NETWORK = ("dial tcp", "dns error", "error sending request", "NewConnectionError", "Temporary failure")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("container")]
+pytestmark = [pytest.mark.release, pytest.mark.xdist_group("container")]
 
 
 def engine(*words: str | Path, program: str, exit_code: int = 0) -> str:

@@ -19,6 +19,7 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, read_status
 from prime_rl.utils.process import ProcessId, boot_id
+from tests.budgets import in_full
 from tests.daemons_support import PATIENCE_S, Prl, age_records, step_clock
 from tests.text_attacks import ATTACKS, check_clean
 
@@ -248,7 +249,7 @@ def test_one_of_two_ups_wins(prl: Prl) -> None:
     assert sorted(each.environ()["PRL_DAEMON"] for each in prl.members()).count("trainer") == 1
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, *in_full(signal.SIGTERM)])
 def test_ctrl_c_during_up_stops_everything(prl: Prl, signum: signal.Signals) -> None:
     prl.modules["inference"] = "slow_start"
     (prl.output_dir.parent / "modules" / "slow_start.py").write_text(

@@ -111,6 +111,7 @@ def test_the_head_of_a_list_is_enough(prl: Prl) -> None:
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
+@pytest.mark.slow
 def test_down_ends_a_start_that_builds_the_base_model(tmp_path: Path) -> None:
     """From another terminal, which sees it under way; nothing is left of it."""
     prl = [sys.executable, "-m", "daemons.cli"]

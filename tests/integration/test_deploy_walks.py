@@ -44,7 +44,7 @@ def check(output_dir: Path) -> None:
 
 
 @pytest.mark.slurm
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.xdist_group("slurm")
 @pytest.mark.skipif(bool(MISSING), reason=WHY_SKIPPED)
 def test_the_walk_on_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_the_walk_on_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.xdist_group("ray")
 @ray_support.MARKS[3]
 def test_the_walk_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def bash(folder: Path, script: list[str], environment: dict[str, str]) -> subpro
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_pages_with_commands_work_as_they_stand(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
     try:

@@ -104,7 +104,7 @@ def test_the_targets_of_alerts_are_valid() -> None:
     AlertsConfig.model_validate(tomllib.loads(block)["alerts"])
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_how_to_pages_work_as_they_stand(tmp_path: Path, untaught_model: Path) -> None:
     server = Server()
     write_files(tmp_path, untaught_model)

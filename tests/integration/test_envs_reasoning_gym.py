@@ -21,6 +21,7 @@ from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.envs import Example, Message, ProcessEnvironment
 from prime_rl.orchestrator.orchestrator import run_to_the_end
+from tests.budgets import in_full
 from tests.orchestrator_support import (
     IM_END,
     FakeInference,
@@ -163,7 +164,7 @@ async def test_it_runs_in_a_process_of_its_own() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of the library's own data
-@pytest.mark.parametrize("family", ["arc_agi", "rearc"])
+@pytest.mark.parametrize("family", ["arc_agi", *in_full("rearc")])
 async def test_grids_are_right_across_the_process(family: str) -> None:
     """These two score their own answer wrong after their entries were JSON. Entries stay in the process here."""
     args = {"num_examples": 4, "num_eval_examples": 2}

@@ -132,7 +132,7 @@ def test_no_request_that_can_be_drawn_harms_the_server(server: RunningServer) ->
     assert [each["id"] for each in server.get("/v1/models").json()["data"]][:1] == [server.model]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("server", ["embedded"], indirect=True)
 def test_a_neighbour_waits_no_longer_than_beside_ordinary_requests(server: RunningServer) -> None:
     with neighbour(server) as seconds, ThreadPoolExecutor(NUM_CLIENTS) as pool:

@@ -11,7 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -19,20 +19,17 @@ import msgspec
 import psutil
 import pytest
 
-from prime_rl.contract.files import append_line, wait_for, write_atomic
+from prime_rl.contract.files import append_line, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import Status, TrainerRunStatus, TrainerStatus, read_status
+from tests.budgets import in_full
 from tests.daemons_support import ROOT, Prl
 from tests.orchestrator_support import config_data, make_run, write_toml
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until_seen
 from tests.text_attacks import ATTACKS, check_clean
 
 PAGE = re.compile(r"http://127\.0\.0\.1:\d+/metrics")
 CANARY = "canary-that-only-the-monitors-may-see-4711"
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    wait_for(condition, what, timeout_s=PATIENCE_S)
 
 
 class Daemon:
@@ -60,7 +57,7 @@ class Daemon:
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signum)
         code = self.process.wait(PATIENCE_S)
-        until(lambda: living(children) == [], "what it had started to be gone")
+        until_seen(lambda: living(children) == [], "what it had started to be gone")
         return code
 
     def hold(self, *runs: RunDir) -> None:
@@ -174,8 +171,8 @@ def test_every_line_of_two_runs_reaches_all_monitors_over_a_kill_and_nothing_out
     def all_passed_on() -> bool:
         return all(passed_on(run, monitor) for run in runs for monitor in ("wandb", "tensorboard"))
 
-    until(all_passed_on, "the first lines")
-    until(lambda: daemon.page().count("prl_trainer_loss{") == 2, "both runs on one page")
+    until_seen(all_passed_on, "the first lines")
+    until_seen(lambda: daemon.page().count("prl_trainer_loss{") == 2, "both runs on one page")
     assert "wandb-core" in children_of(process)
     assert len(process.children()) == 1, "one W&B process for all runs"
     assert not any("libtorch" in mapped.path for mapped in process.memory_maps())
@@ -184,7 +181,7 @@ def test_every_line_of_two_runs_reaches_all_monitors_over_a_kill_and_nothing_out
         write(run, 2)
     daemon.hold()  # both are finished
     daemon.start(ALL)
-    until(all_passed_on, "the lines that came meanwhile")
+    until_seen(all_passed_on, "the lines that came meanwhile")
     write(runs[0], 3)
     assert daemon.end(signal.SIGTERM) == 0
     # What W&B had not written when it was killed is lost; what it was given is given once.
@@ -194,7 +191,7 @@ def test_every_line_of_two_runs_reaches_all_monitors_over_a_kill_and_nothing_out
     assert not (daemon.output.path / "wandb").exists()
 
 
-@pytest.mark.parametrize("mode", ["sqlite", "jsonl"])
+@pytest.mark.parametrize("mode", ["sqlite", *in_full("jsonl")])
 def test_trackio_reads_every_line_of_two_runs_once_over_a_kill_and_nothing_is_sent(daemon: Daemon, mode: str) -> None:
     """With "jsonl", which trackio takes on a network file system, the lines wait in files for `trackio show`."""
     runs = [add_run(daemon, "run_a"), add_run(daemon, "run_b")]
@@ -218,14 +215,14 @@ def test_trackio_reads_every_line_of_two_runs_once_over_a_kill_and_nothing_is_se
         for run in runs:
             write(run, 1)
         append_line(runs[0].orchestrator_metrics, json.dumps({"step": 1, "reward/mean": 0.5}))
-        until(all_passed_on, "the first lines")
+        until_seen(all_passed_on, "the first lines")
         assert process.children() == [] and not any(each.status == "LISTEN" for each in process.net_connections())
         daemon.end(signal.SIGKILL)
         (runs[0].monitors / "state.json").unlink()  # as if it was killed before it could keep how far it was
         for run in runs:
             write(run, 2)
         daemon.start('[trackio]\nproject = "tests"\n')
-        until(all_passed_on, "the lines that came meanwhile")
+        until_seen(all_passed_on, "the lines that came meanwhile")
         assert daemon.end(signal.SIGTERM) == 0
         with pytest.raises(BlockingIOError):
             hub.accept()
@@ -243,13 +240,13 @@ def test_a_run_that_is_added_again_is_another_run_of_trackio_and_its_text_is_cle
     daemon.hold(run)
     daemon.start("[prometheus]\n")
     write(run, 1)
-    until(lambda: passed_on(run, "trackio"), "the first run's line")
+    until_seen(lambda: passed_on(run, "trackio"), "the first run's line")
     run.path.rename(daemon.output.path / "deleted")
     run = add_run(daemon, "run_a", trackio={})
     attacks = [text for name, text in ATTACKS.items() if name != "megabyte"]  # too long for a line
     for number, text in enumerate(attacks):
         append_line(run.trainer_metrics, json.dumps({"step": number, text.format("shown"): 0.5, text: 0.25}))
-    until(lambda: passed_on(run, "trackio"), "its successor's lines")
+    until_seen(lambda: passed_on(run, "trackio"), "its successor's lines")
     assert daemon.end(signal.SIGTERM) == 0
     (id_1, _, _, rows_1), (id_2, _, _, rows_2) = sorted(
         trackio_runs(daemon.output, "prl-multirun"), key=lambda run: len(run[3])
@@ -271,13 +268,13 @@ def test_wandb_without_a_network_holds_up_neither_other_runs_nor_the_end(daemon:
         hangs, works = add_run(daemon, "run_hangs", wandb={}), add_run(daemon, "run_works", wandb={"mode": "offline"})
         daemon.hold(hangs, works)
         process = daemon.start("[prometheus]\n")
-        until(lambda: "wandb-core" in children_of(process), "W&B to start")
+        until_seen(lambda: "wandb-core" in children_of(process), "W&B to start")
         for run in (hangs, works):
             write(run, 1)
-        until(lambda: passed_on(works, "wandb"), "the other run's line")
-        until(lambda: daemon.page().count("prl_trainer_loss{") == 2, "both on the page")
+        until_seen(lambda: passed_on(works, "wandb"), "the other run's line")
+        until_seen(lambda: daemon.page().count("prl_trainer_loss{") == 2, "both on the page")
         before = turns(daemon)
-        until(lambda: turns(daemon) > before, "the loop")
+        until_seen(lambda: turns(daemon) > before, "the loop")
         assert daemon.end(signal.SIGTERM) == 0
     assert wandb_steps(works) == [[1]] and "wandb" not in read(hangs)
 
@@ -318,7 +315,7 @@ def test_the_daemon_lives_while_a_run_asks_for_it_and_has_the_key_alone(prl: Prl
     assert ways == {"monitors", "supervisor"}
     assert "daemons.monitors" in prl("logs", "monitors").stdout
     run = RunDir(prl.output_dir / "run_asks")
-    until(lambda: read(run) != "", "its monitor to have begun")  # its import may take longer than its end may
+    until_seen(lambda: read(run) != "", "its monitor to have begun")  # its import may take longer than its end may
     (prl.output_dir / "pause_run_asks").unlink()
     prl.wait_state("run_asks", "finished")
     prl.wait_state("monitors", "done")

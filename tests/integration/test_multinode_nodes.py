@@ -87,7 +87,7 @@ def batches(nodes: Nodes) -> list[TrainingBatch]:
     return [read_batch(nodes.output.run("run_multinode").rollout_file(step)) for step in (1, 2)]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_nodes_that_are_started_again_draw_what_one_draws(tmp_path: Path, base_model: Path) -> None:
     """The base model works out no sum: iteration 1 settles four of five examples, and the fifth stands in for them."""
     text = config(base_model).replace("[run]\n", "[run]\nsettled_share = 0.1\n")

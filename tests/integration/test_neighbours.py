@@ -37,7 +37,7 @@ def neighbours(request: pytest.FixtureRequest, tmp_path: Path, untaught_model: P
 
 on_embedded = pytest.mark.parametrize("neighbours", ["embedded"], indirect=True)
 on_both = pytest.mark.parametrize(
-    "neighbours", ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True
+    "neighbours", ["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.release])], indirect=True
 )
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -17,10 +17,9 @@ from daemons.launchers.agent import START_MARK, AgentRecord, log_of, read_starts
 from daemons.launchers.base import Alive, Ended, Handle
 from daemons.launchers.ray import RayLauncher
 from daemons.specs import TRAINER, DaemonSpec
-from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until_seen
 from tests.ray_support import MARKS, Cluster, groups, ray_cluster
 
 pytestmark = MARKS
@@ -104,10 +103,6 @@ def members(output: OutputDir) -> list[psutil.Process]:
     return found
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    wait_for(condition, what, timeout_s=PATIENCE_S)
-
-
 def records(output: OutputDir, handle: Handle) -> Mapping[int, AgentRecord]:
     return read_starts(output, handle.name, handle.start_id)
 
@@ -120,7 +115,7 @@ def until_ready(launcher: RayLauncher, handle: Handle, num_nodes: int = 1) -> No
         logs = [log_of(launcher.output, handle.name, node) for node in range(num_nodes)]
         return len(records(launcher.output, handle)) == num_nodes and all("\nready" in log.read_text() for log in logs)
 
-    until(is_ready, "the daemon to run")
+    until_seen(is_ready, "the daemon to run")
 
 
 def until_ended(launcher: RayLauncher, handle: Handle) -> Ended:
@@ -130,9 +125,9 @@ def until_ended(launcher: RayLauncher, handle: Handle) -> Ended:
         seen.append(launcher.look(handle))
         return isinstance(seen[-1], Ended)
 
-    until(has_ended, "the daemon to end")
-    until(lambda: members(launcher.output) == [], "all of it to end")
-    until(lambda: handle.ref not in groups(), "its placement group to go")
+    until_seen(has_ended, "the daemon to end")
+    until_seen(lambda: members(launcher.output) == [], "all of it to end")
+    until_seen(lambda: handle.ref not in groups(), "its placement group to go")
     assert isinstance(seen[-1], Ended)
     return seen[-1]
 
@@ -162,7 +157,7 @@ def test_a_daemon_ends_as_asked_with_time_and_without(launcher: RayLauncher, out
     stubborn = launcher.start(spec(output, STUBBORN))
     until_ready(launcher, stubborn)
     log = log_of(output, stubborn.name)
-    until(lambda: log.read_text().count("\nready") == 2, "the second daemon to run, in the log of the first")
+    until_seen(lambda: log.read_text().count("\nready") == 2, "the second daemon to run, in the log of the first")
     launcher.stop(stubborn, 0)
     launcher.stop(stubborn, 0)
     assert until_ended(launcher, stubborn).exit_code in (None, -signal.SIGKILL)
@@ -175,13 +170,15 @@ def test_a_daemon_outlives_a_killed_supervisor_and_is_adopted(
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as supervisor:
         assert supervisor.stdout is not None
         handle = msgspec.json.decode(supervisor.stdout.readline(), type=Handle)
-        until(lambda: launcher.logs(handle).exists() and "\nready" in launcher.logs(handle).read_text(), "the daemon")
-        until(lambda: 0 in records(output, handle), "the first record of its agent")
+        until_seen(
+            lambda: launcher.logs(handle).exists() and "\nready" in launcher.logs(handle).read_text(), "the daemon"
+        )
+        until_seen(lambda: 0 in records(output, handle), "the first record of its agent")
         supervisor.kill()
     status = DaemonStatus(name=TRAINER, state="running", handle=handle)
     assert launcher.adopt(status) == handle
     before = records(output, handle)[0].beat
-    until(lambda: records(output, handle)[0].beat > before + 2, "some beats after the kill")
+    until_seen(lambda: records(output, handle)[0].beat > before + 2, "some beats after the kill")
     seen = launcher.look(handle)
     assert isinstance(seen, Alive) and seen.process is not None and seen.process.is_running()
     launcher.stop(handle, PATIENCE_S)
@@ -212,7 +209,7 @@ def test_a_lost_node_ends_its_start_and_a_new_one_takes_its_place(
     launcher.stop(fewer, 0)
     until_ended(launcher, fewer)
     waits = launcher.start(spec(output, WAITS, num_nodes=3, min_nodes=3))
-    until(lambda: waits.ref in groups(), "its placement group")
+    until_seen(lambda: waits.ref in groups(), "its placement group")
     assert launcher.look(waits) == Alive(None) and records(output, waits) == {}
     cluster.ask("add", "n4")
     until_ready(launcher, waits, num_nodes=3)

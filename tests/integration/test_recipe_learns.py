@@ -21,7 +21,7 @@ from tests.learning import ascent_of_adapter
 from tests.patience import PATIENCE_S
 from tests.system_support import ROOT, Workspace, closed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 RECIPE = ROOT / "configs" / "recipes" / "smollm2-sums"
 # From the first five updates to the last five.
 NUM_UPDATES, MIN_RISE = 16, 0.15

@@ -20,6 +20,7 @@ from daemons.workspace import SUPERVISOR
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import list_steps
+from tests.budgets import in_release
 from tests.patience import PATIENCE_S
 from tests.several_nodes import NUM_RANKS, SeveralNodes, install_paced, path_with
 from tests.slurm_support import MISSING, WHY_SKIPPED, SlurmCluster, slurm_cluster
@@ -94,15 +95,18 @@ def test_up_places_two_ranks_and_two_servers_on_nodes_of_their_own(training: Sev
     training.wait(training.serve_all, "both servers to have the adapters of all runs")
 
 
+@pytest.mark.release
 def test_a_killed_rank_ends_its_group_which_starts_again(training: SeveralNodes) -> None:
     training.crash("trainer", training.ranks()[1])
     assert set(training.ranks()) == {0, 1}
 
 
+@pytest.mark.release
 def test_a_killed_orchestrator_starts_again(training: SeveralNodes) -> None:
     training.crash("run_b", training.process("run_b"))
 
 
+@pytest.mark.release
 def test_a_killed_inference_server_starts_again_and_gets_the_adapters(training: SeveralNodes) -> None:
     training.crash("inference-1", training.process("inference-1"))
     training.wait(training.serve_all, "both servers to have the adapters of all runs")
@@ -156,7 +160,7 @@ def test_a_requeued_job_goes_on(training: SeveralNodes, cluster: SlurmCluster) -
     assert job_of(training) == job and set(training.ranks()) == {0, 1}
 
 
-@pytest.mark.parametrize("how", ["supervisor killed", "first node down"])
+@pytest.mark.parametrize("how", ["supervisor killed", *in_release("first node down")])
 def test_the_death_of_the_supervisor_ends_the_job_and_the_next_one_goes_on(
     training: SeveralNodes, cluster: SlurmCluster, how: str
 ) -> None:
@@ -187,6 +191,7 @@ def test_the_time_limit_is_announced_and_everything_is_saved(training: SeveralNo
         assert list_steps(training.workspace.run_dir(run_id).checkpoints, stable_only=True)[-1] == step, run_id
 
 
+@pytest.mark.release
 def test_all_runs_finish_with_the_weights_of_one_machine_and_down_leaves_nothing(
     training: SeveralNodes, cluster: SlurmCluster
 ) -> None:

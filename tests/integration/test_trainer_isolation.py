@@ -58,7 +58,7 @@ def test_training_changes_the_adapters_and_every_step_matters(
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("max_tokens", [*in_full(24, 100), 256, 4096])
+@pytest.mark.parametrize("max_tokens", [*in_full(24, 100, 4096), 256])
 def test_together_equals_alone_however_batches_are_split(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path, max_tokens: int
 ) -> None:
@@ -121,6 +121,7 @@ def test_together_equals_alone_with_neighbours_of_every_kind(
     check(runs, alone)
 
 
+@pytest.mark.slow
 def test_in_whatever_slot_a_run_sits(alone: dict[str, Adapter], tiny: Path, tmp_path: Path) -> None:
     """The slots are dealt in the order in which the configs landed: here the other way round."""
     runs = put_runs(tmp_path, tiny)

@@ -19,6 +19,7 @@ WEIGHTS = {"run_a": 1.0, "run_b": 2.0, "run_c": 4.0}
 NUM_UPDATES = 116
 
 
+@pytest.mark.slow
 def test_tokens_are_shared_by_weight(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No disk decides: one that is slow to write holds up the heaviest run most, one that is slow to read any run."""
     monkeypatch.setattr(publish, "MAX_WAITING_PER_RUN", 1_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from textual.widgets import OptionList
 
 from daemons.alerts.incident_file import OpenIncident, write_open
@@ -70,6 +71,7 @@ async def test_alerts_are_acknowledged_and_muted_among_the_problems(tmp_path: Pa
         assert audited(output)[-1] == ("mute", "run_upper for 7200 s")
 
 
+@pytest.mark.slow
 async def test_what_was_not_reported_is_not_acknowledged(tmp_path: Path) -> None:
     output = build_workspace(tmp_path / "lab")
     async with opened_app(output, "5", size=(120, 40)) as (app, pilot):

@@ -121,6 +121,7 @@ async def test_a_run_of_the_list_opens(workspace: OutputDir) -> None:
         assert isinstance(o.app.screen, RunScreen) and o.app.screen.run_id == OTHER
 
 
+@pytest.mark.slow
 async def test_what_groups_and_what_is_compared_are_picked_from_lists(workspace: OutputDir) -> None:
     async with opened(workspace) as o:
         await o.pick("b", "optim.lr")
@@ -132,6 +133,7 @@ async def test_what_groups_and_what_is_compared_are_picked_from_lists(workspace:
         assert o.screen.request.metric == "grad_norm", "escape changes nothing"
 
 
+@pytest.mark.slow
 async def test_a_command_takes_a_part_of_a_name_and_tells_of_a_wrong_one(workspace: OutputDir) -> None:
     async with opened(workspace) as o:
         await command(o.pilot, "metric grad")
@@ -142,6 +144,7 @@ async def test_a_command_takes_a_part_of_a_name_and_tells_of_a_wrong_one(workspa
         await o.told("grouping 'r' is ambiguous")
 
 
+@pytest.mark.slow
 async def test_smoothing_goes_round(workspace: OutputDir) -> None:
     async with opened(workspace) as o:
         before = o.screen.request.view.smoothing
@@ -170,6 +173,7 @@ async def test_a_filter_narrows_and_escape_takes_it_away_before_it_leaves(worksp
         await until(o.pilot, lambda: isinstance(o.app.screen, RunsScreen), "home")
 
 
+@pytest.mark.slow
 async def test_it_begins_with_the_filter_of_the_home_screen(workspace: OutputDir) -> None:
     async with opened(workspace, filtered="tag:high") as o:
         await o.shows({BEST, SECOND})

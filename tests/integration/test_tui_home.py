@@ -11,6 +11,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from prime_rl.contract.layout import OutputDir
+from tests.budgets import in_full
 from tests.tui_support import (
     add_run,
     build_workspace,
@@ -208,7 +209,7 @@ async def test_a_command_for_a_run_tells_that_there_is_none_under_the_cursor(wor
         await until(pilot, lambda: any(note.message == words for note in home.app._notifications), words)
 
 
-@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("read_only", [True, *in_full(False)])
 async def test_it_remembers_order_filter_pins_and_theme_and_the_workspace_stays_untouched(
     workspace: OutputDir, tmp_path: Path, read_only: bool
 ) -> None:
@@ -237,6 +238,7 @@ async def test_the_curves_below_the_table_are_those_of_the_selected_run(workspac
             await pilot.press("j")
 
 
+@pytest.mark.slow
 async def test_more_marked_runs_than_fit_into_the_charts_are_counted(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (home, table, pilot):
         app, first = home.app, table.selected_id

@@ -54,6 +54,7 @@ async def check(app: PrlApp, pilot: Pilot[None], *seen: str) -> None:
     assert not FORBIDDEN & set(screen_text(app))
 
 
+@pytest.mark.slow
 async def test_hostile_text_in_every_row_of_the_home_screen(tmp_path: Path) -> None:
     workspace = build_workspace(tmp_path / "workspace")
     for number, attack in enumerate(ATTACKS):

@@ -172,6 +172,7 @@ async def test_keys_on_system(workspace: OutputDir) -> None:
         assert isinstance(app.screen, RunScreen) and app.screen.run_id == "run_crashed"
 
 
+@pytest.mark.slow
 async def test_a_click_chooses_a_daemon_and_a_double_click_opens_it(workspace: OutputDir) -> None:
     async with opened(workspace, "3") as (app, pilot):
         screen = app.screen

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from prime_rl.contract.layout import RunDir
 from tests.rollouts_support import add_batches
 from tests.tui_run_support import RUN, opened_run
@@ -54,6 +56,7 @@ async def test_views_examples_steps_and_a_search(tmp_path: Path) -> None:
         await run.until(lambda: run.app.screen is not run.screen, "the home screen")
 
 
+@pytest.mark.slow
 async def test_a_file_without_tokens_shows_its_texts(tmp_path: Path) -> None:
     workspace = build_workspace(tmp_path / "lab")
     add_samples(RunDir(workspace.path / RUN), 3)

@@ -51,6 +51,7 @@ async def test_tabs_by_number_letter_and_arrow(workspace: OutputDir) -> None:
         assert o.screen.charts.has_focus
 
 
+@pytest.mark.slow
 async def test_a_tab_that_is_asked_for_while_they_are_made_is_opened(workspace: OutputDir) -> None:
     async with opened_run(workspace.path) as o:
         o.app.open_run(RUN)
@@ -62,6 +63,7 @@ async def test_a_tab_that_is_asked_for_while_they_are_made_is_opened(workspace: 
         assert screen.tab == "checkpoints" and "charts" not in screen.shown
 
 
+@pytest.mark.slow
 async def test_a_focus_that_comes_late_does_not_bring_the_tab_before_back(workspace: OutputDir) -> None:
     async with opened_run(workspace.path) as o:
         before = o.screen.charts
@@ -86,6 +88,7 @@ async def test_escape_and_q_lead_back(workspace: OutputDir) -> None:
             await o.until(lambda o=o: isinstance(o.app.screen, RunsScreen), "home")
 
 
+@pytest.mark.slow
 async def test_all_charts_have_room_on_a_large_screen(workspace: OutputDir) -> None:
     async with opened_run(workspace.path, size=(200, 50)) as o:
         charts, grid = o.screen.charts.charts, o.screen.charts.grid
@@ -98,6 +101,7 @@ async def test_all_charts_have_room_on_a_large_screen(workspace: OutputDir) -> N
         await o.until(lambda: all(grid.region.contains_region(chart.region) for chart in charts), "room for all")
 
 
+@pytest.mark.slow
 async def test_charts_on_a_small_screen_come_four_at_a_time(workspace: OutputDir) -> None:
     async with opened_run(workspace.path, size=(80, 24)) as o:
         view = o.screen.charts
@@ -156,6 +160,7 @@ async def test_the_mouse_points_chooses_and_maximises(workspace: OutputDir) -> N
         assert [each for each in view.charts if each.display] == [chart]
 
 
+@pytest.mark.slow
 async def test_one_chart_is_maximised_and_finer(workspace: OutputDir) -> None:
     async with opened_run(workspace.path, size=(120, 40)) as o:
         view = o.screen.charts
@@ -253,6 +258,7 @@ async def test_other_runs_in_the_same_charts(workspace: OutputDir) -> None:
         await o.until(lambda: view.view.compare == ("run_sort-rank16",), "the one under the cursor")
 
 
+@pytest.mark.slow
 async def test_a_long_history_is_thinned_and_its_spikes_stay(workspace: OutputDir) -> None:
     lines, _ = metrics_lines(20_000, seed=1)
     lines[12_345] = '{"step": 12346, "reward/mean": 9.5}'
@@ -309,6 +315,7 @@ async def test_config_with_defaults_and_differences(workspace: OutputDir) -> Non
         await o.until(lambda: isinstance(o.app.screen, RunsScreen), "home")
 
 
+@pytest.mark.slow
 async def test_rollouts_in_every_order_turn_by_turn(workspace: OutputDir) -> None:
     add_history(workspace, RUN)
     async with opened_run(workspace.path) as o:

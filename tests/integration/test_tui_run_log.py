@@ -126,6 +126,7 @@ def where(o: Opened) -> str:
     return str(o.screen.log_view.query_one("#where", Static).render())
 
 
+@pytest.mark.slow
 async def test_the_start_is_reached_again_from_a_few_lines_below(workspace: OutputDir) -> None:
     async with opened_run(workspace.path) as o:
         await open_log(o)
@@ -143,6 +144,7 @@ async def test_the_start_is_reached_again_from_a_few_lines_below(workspace: Outp
         assert view.rows.top == 3, "what was reached already moves nothing later"
 
 
+@pytest.mark.slow
 async def test_following_forgets_the_start_that_was_not_there_yet(workspace: OutputDir) -> None:
     async with opened_run(workspace.path) as o:
         await open_log(o)
@@ -156,6 +158,7 @@ async def test_following_forgets_the_start_that_was_not_there_yet(workspace: Out
         assert view._go_to is None, "the place that was asked for last counts"
 
 
+@pytest.mark.slow
 async def test_the_only_match_is_reached_again(workspace: OutputDir) -> None:
     async with opened_run(workspace.path) as o:
         await open_log(o)
@@ -169,6 +172,7 @@ async def test_the_only_match_is_reached_again(workspace: OutputDir) -> None:
         await o.until(lambda: view.rows.top == top, "the place of the match")
 
 
+@pytest.mark.slow
 async def test_a_search_starts_at_the_last_line_on_the_screen_where_lines_are_long(workspace: OutputDir) -> None:
     log = RunDir(workspace.path / RUN).log
     log.write_text("".join(f"INFO data: x line {n:04} {'word ' * 60}\n" for n in range(200)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from textual import events
 from textual.pilot import Pilot
 from textual.widgets import Input
@@ -45,6 +46,7 @@ async def test_a_line_that_a_key_opens_gets_all_that_is_typed_after_it(tmp_path:
         await until(pilot, lambda: not app.is_running, "all of it to be done, to the end")
 
 
+@pytest.mark.slow
 async def test_a_list_that_a_tab_asks_its_screen_for_gets_them_too(tmp_path: Path) -> None:
     """The way is longer: a message goes from the tab to the screen, which opens the list."""
     async with opened_run(build_workspace(tmp_path / "workspace").path, size=(200, 50)) as o:
@@ -53,6 +55,7 @@ async def test_a_list_that_a_tab_asks_its_screen_for_gets_them_too(tmp_path: Pat
         assert isinstance(o.app.screen, PickRuns)
 
 
+@pytest.mark.slow
 async def test_keys_whose_screen_is_gone_hold_up_no_others(tmp_path: Path) -> None:
     app = PrlApp(tmp_path)
     async with app.run_test(size=(120, 40)) as pilot:

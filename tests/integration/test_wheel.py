@@ -17,7 +17,7 @@ from tests.integration.test_tui_tmux import Terminal
 from tests.tui_support import build_workspace
 from tests.wheel_support import LOAD_ALL, Installed, clean_environment, find_python, install_wheel
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+pytestmark = [pytest.mark.release, pytest.mark.xdist_group("wheel")]
 MAX_BYTES = 60_000_000
 NEEDS_CPU = 'prl: not installed: torch, transformers, tokenizers, httpx, starlette; pip install "prl-multirun[cpu]"\n'
 

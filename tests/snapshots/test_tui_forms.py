@@ -10,6 +10,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input, Static, TextArea
 
 from prime_rl.contract.layout import OutputDir
+from tests.budgets import in_full
 from tests.snapshots.test_tui_snapshots import LARGE, SMALL, Compare, looked
 from tests.tui_pilot import PatientPilot
 from tests.tui_support import build_workspace, frozen_clock, orch_toml, roomy_disk, screen_text, settled, until
@@ -19,7 +20,7 @@ from tui.dialogs.form import FormDialog
 from tui.widgets.runs_table import RunsTable
 
 DONE, QUEUED = "run_done", "run_queued-a"
-SIZES = pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
+SIZES = pytest.mark.parametrize("size", [SMALL, *in_full((LARGE,))], ids=["80x24", "200x50"])
 Fill = Callable[[FormDialog], None]
 
 

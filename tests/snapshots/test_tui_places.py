@@ -26,7 +26,7 @@ def dead_nodes(app: PrlApp) -> list[int]:
 
 
 @pytest.mark.parametrize("theme", ["prl-dark", *in_full("prl-light")])
-@pytest.mark.parametrize("size", [(80, 24), (200, 50)], ids=["80x24", "200x50"])
+@pytest.mark.parametrize("size", [(80, 24), *in_full(((200, 50),))], ids=["80x24", "200x50"])
 @pytest.mark.parametrize(
     ("key", "words"),
     [("3", "87 %"), ("4", "node 3 is dead"), ("5", "dead: no heartbeat"), ("6", "★")],

@@ -10,6 +10,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from prime_rl.utils.text import one_line
+from tests.budgets import in_full
 from tests.tui_pilot import PatientPilot
 from tests.tui_support import (
     build_workspace,
@@ -69,7 +70,7 @@ def test_small_screen(snap_compare: Compare, app: PrlApp, keys: tuple[str, ...])
     assert snap_compare(app, terminal_size=SMALL, run_before=looked(*keys))
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
+@pytest.mark.parametrize("size", [SMALL, *in_full((LARGE,))], ids=["80x24", "200x50"])
 def test_home_in_the_light_theme(snap_compare: Compare, app: PrlApp, size: tuple[int, int]) -> None:
     async def steps(pilot: Pilot[None]) -> None:
         await looked()(pilot)
@@ -84,7 +85,7 @@ def test_marks_pins_an_order_and_a_filter_with_a_mistake(snap_compare: Compare, 
     assert snap_compare(app, terminal_size=(120, 32), run_before=looked(*pressed))
 
 
-@pytest.mark.parametrize("theme", ["prl-dark-256", "prl-dark-16", "prl-light-16"])
+@pytest.mark.parametrize("theme", ["prl-dark-16", *in_full("prl-dark-256", "prl-light-16")])
 def test_few_colours(snap_compare: Compare, app: PrlApp, theme: str) -> None:
     async def steps(pilot: Pilot[None]) -> None:
         await looked("space")(pilot)

@@ -127,7 +127,7 @@ def test_without_a_gpu_nothing_is_shared() -> None:
     assert not share_a_gpu(build(SystemConfig, VLLM, "said"), None)
 
 
-SHAPE = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+SHAPE = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
 @pytest.mark.usefixtures("one_gpu")

@@ -25,6 +25,7 @@ from daemons.exports import Export, export_run
 from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import RunDir
 from prime_rl.trainer.merge import merge_into
+from tests.budgets import in_full
 from tests.daemons_support import ROOT, RUN_TOML
 from tests.inference_support import make_adapter, make_model
 
@@ -136,7 +137,7 @@ def test_a_merge_that_fails_leaves_nothing_and_tells_why(run: RunDir, tmp_path: 
     assert list(place.iterdir()) == []
 
 
-@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("merge", [False, *in_full(True)])
 def test_a_version_that_goes_while_it_is_read_is_followed_by_the_next(
     run: RunDir, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merge: bool
 ) -> None:
@@ -170,6 +171,7 @@ def test_a_version_that_goes_while_it_is_read_is_followed_by_the_next(
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.slow
 def test_the_merge_needs_the_run_no_more(run: RunDir, base: Path, tmp_path: Path, monkeypatch: Any) -> None:
     expected = with_adapter(base, run.broadcast_dir(2))
     merge_of = exports._merge

@@ -63,7 +63,7 @@ def requirement_files() -> list[Path]:
     return [path.relative_to(ROOT) for path in (ROOT / "requirements").iterdir()]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_versions_still_fit_together() -> None:
     """A dry run: the resolver, held to these versions, finds exactly them, every one on the package index."""
     pytest.importorskip("uv", reason="uv is not installed: make install-test")
@@ -77,7 +77,7 @@ def test_the_versions_still_fit_together() -> None:
     assert found == GPU
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_pip_would_install_these_versions(tmp_path: Path) -> None:
     """A dry run of what `make install-gpu` does where uv cannot: every package has a wheel for this Python.
 

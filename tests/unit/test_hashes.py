@@ -32,7 +32,7 @@ def test_every_version_has_its_hashes(versions: Path) -> None:
     assert not [key for key, files in locked.items() if not files]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("versions", LOCKS, ids=lambda path: path.name)
 def test_the_hashes_are_those_of_the_index(versions: Path) -> None:
     """All but those of torch's build for CPUs, which another index has; a version may have got further files."""
@@ -96,6 +96,7 @@ def installed(place: Path) -> bool:
     return any((place / "venv").rglob("tinything.py"))
 
 
+@pytest.mark.slow
 def test_a_file_with_its_hash_is_installed(place: Path) -> None:
     install.uv("tinything")
     assert installed(place) and not install.PIP_REPORT.exists()
@@ -109,6 +110,7 @@ def test_uv_refuses_another_file_and_pip_is_not_asked(place: Path) -> None:
     assert "not the file" in install.explain(error.value)
 
 
+@pytest.mark.slow
 def test_pip_takes_the_right_file_and_removes_another(place: Path) -> None:
     """As where uv cannot install: here, without a uv."""
     (place / "venv" / "bin" / "uv").unlink()

@@ -27,10 +27,10 @@ from daemons.launchers.agent import (
 from daemons.launchers.base import Alive, Ended, Handle
 from daemons.launchers.ending import AgentLauncher, kill_strays, left_of, strays_of
 from daemons.specs import on_nodes, start_ranks
-from prime_rl.contract.files import wait_for, write_atomic
+from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until_seen
 
 START = "0123456789ab"
 STUBBORN = (
@@ -88,13 +88,9 @@ def log(output: OutputDir) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    wait_for(condition, what, timeout_s=PATIENCE_S)
-
-
 def until_ready(output: OutputDir, *words: str) -> None:
     """Until the daemon has printed these, and its agent has written it down: that may come later."""
-    until(lambda: record(output) is not None and {"ready", *words} <= {*log(output)}, "the daemon and its record")
+    until_seen(lambda: record(output) is not None and {"ready", *words} <= {*log(output)}, "the daemon and its record")
 
 
 def members(output: OutputDir) -> list[int]:
@@ -156,7 +152,7 @@ def test_a_stop_lets_the_daemon_end_by_itself(output: OutputDir, start: Start) -
     before = record(output)
     assert before is not None and before.state == "running" and before.process is not None
     assert before.process.is_running()
-    until(lambda: (now := record(output)) is not None and now.beat > before.beat, "a beat")
+    until_seen(lambda: (now := record(output)) is not None and now.beat > before.beat, "a beat")
     ask_to_stop(output, "trainer", START, PATIENCE_S)
     assert agent.wait(PATIENCE_S) == 7
     last = record(output)
@@ -198,7 +194,7 @@ def test_the_death_of_its_parent_ends_the_daemon(output: OutputDir) -> None:
     until_ready(output)
     parent.kill()
     parent.wait()
-    until(lambda: (last := record(output)) is not None and last.state == "ended", "the end of the daemon")
+    until_seen(lambda: (last := record(output)) is not None and last.state == "ended", "the end of the daemon")
     assert members(output) == []
 
 
@@ -207,9 +203,9 @@ def test_a_killed_agent_takes_its_daemon_along_and_the_next_start_what_is_left(o
     until_ready(output, "child")
     first.kill()
     first.wait()
-    until(lambda: len(members(output)) == 1, "the daemon to be gone")
+    until_seen(lambda: len(members(output)) == 1, "the daemon to be gone")
     start(POLITE, start_id="b" * 12)
-    until(lambda: (now := record(output, "b" * 12)) is not None and members(output) == [now.pid], "one daemon")
+    until_seen(lambda: (now := record(output, "b" * 12)) is not None and members(output) == [now.pid], "one daemon")
 
 
 def test_keys_come_by_standard_input_and_in_no_environment(output: OutputDir, start: Start) -> None:

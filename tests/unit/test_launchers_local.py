@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,11 +13,10 @@ import pytest
 from daemons.launchers.base import Alive, Ended, Handle
 from daemons.launchers.local import Local
 from daemons.specs import DaemonSpec
-from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus
 from prime_rl.utils.process import ProcessId
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until_seen
 
 WAITS = "import time; print('ready', flush=True); time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAITS}"
@@ -34,16 +33,12 @@ def local(tmp_path: Path) -> Iterator[Local]:
 def start(local: Local, code: str, num_ready: int = 1) -> Handle:
     handle = local.start(DaemonSpec("trainer", (sys.executable, "-c", code), local.output.log("trainer")))
     said = local.logs(handle)
-    until(lambda: said.read_text().count("\nready") >= num_ready, "the daemon to be ready")
+    until_seen(lambda: said.read_text().count("\nready") >= num_ready, "the daemon to be ready")
     return handle
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    wait_for(condition, what, timeout_s=PATIENCE_S)
-
-
 def end_of(local: Local, handle: Handle) -> Ended:
-    until(lambda: isinstance(local.look(handle), Ended), "the daemon to end")
+    until_seen(lambda: isinstance(local.look(handle), Ended), "the daemon to end")
     seen = local.look(handle)
     assert isinstance(seen, Ended)
     return seen
@@ -53,7 +48,7 @@ def test_an_end_is_news_until_it_is_looked_at(local: Local) -> None:
     handle = start(local, WAITS)
     assert not local.has_news()
     local.stop(handle, float("inf"))
-    until(local.has_news, "the end to be seen")
+    until_seen(local.has_news, "the end to be seen")
     assert end_of(local, handle) == Ended(-signal.SIGTERM)
     local.stop(handle, 0.0)
     assert not local.has_news()

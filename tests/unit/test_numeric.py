@@ -93,7 +93,7 @@ def command(tmp_path: Path, tests: str) -> list[str]:
     return [sys.executable, str(SCRIPT), "--logs", str(tmp_path / "logs"), str(tmp_path / "test_one.py")]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_each_instruction_set_is_run_twice_and_a_failure_is_named(tmp_path: Path) -> None:
     environment = {**os.environ, "FAILS_ON": "default"}
     done = subprocess.run(

@@ -115,7 +115,7 @@ def test_the_readme_has_figures_of_every_recipe_for_gpus() -> None:
     assert set(re.findall(r"recipes/([\w.-]+)/", TABLE[2])) == on_gpus
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("row", TABLE[2].splitlines() if TABLE else [], ids=lambda row: row.split("/")[2])
 def test_the_figures_are_those_of_prl_fit(row: str) -> None:
     assert TABLE is not None

@@ -21,11 +21,13 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.samples import TokenSample
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.node_watch import NodeReader
+from tests.budgets import in_full
 from tests.text_attacks import (
     ALL,
     ATTACKS,
     BASE_CONFIG,
     RUN,
+    SOME_ATTACKS,
     Attacked,
     check_clean,
     config_places,
@@ -46,7 +48,7 @@ from tui.readers.tabs import TABS
 
 WORD = "wherever"
 LONG = "megabyte"
-IN_TURN = [pytest.param(each, marks=[pytest.mark.slow] if each == LONG else []) for each in ATTACKS]
+IN_TURN = [*SOME_ATTACKS, *in_full(*(each for each in ATTACKS if each not in SOME_ATTACKS))]
 # Of some attacks nothing is left to be seen, and some files may not be as long as that.
 UNSEEN = ("title", "title, other end", LONG)
 
@@ -80,7 +82,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> OutputDir:
     return output
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", IN_TURN)
 def test_every_string_of_every_status_file(output: OutputDir, attack: str) -> None:
     text, seen = ATTACKS[attack].replace("{}", WORD), set()
     for kind in statuses():
@@ -151,7 +153,7 @@ def test_everything_at_once(tmp_path: Path, attack: str) -> None:
         details = read_details(attacked.output.run(run_id), view, workspace.daemon(run_id))
         for part in (details.run, details.metrics, details.errors, details.disk, details.log_tail):
             seen += check_clean(run_id, texts(part))
-    if attack in ("csi", "markup", "bidi", "lines"):
+    if attack in SOME_ATTACKS:
         shown = {place.partition(" ")[0] for word, place in attacked.places.items() if word in seen}
         expected = (
             "evicted.txt",
@@ -169,7 +171,7 @@ def test_everything_at_once(tmp_path: Path, attack: str) -> None:
         assert {*expected, "RunStatus.reason", "DaemonStatus.log_tail[]"} <= shown
 
 
-@pytest.fixture(scope="module", params=["all", "lines", pytest.param(LONG, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["all", *in_full("lines", LONG)])
 def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Attacked:
     attack = ALL if request.param == "all" else ATTACKS[request.param]
     return Attacked(OutputDir(tmp_path_factory.mktemp("attacked")), attack).build()

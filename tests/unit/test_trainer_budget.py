@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,17 @@ from prime_rl.trainer.fit.predict import predict, setting_of
 from prime_rl.trainer.model import ModelError
 from tests.trainer_support import solo_world, trainer_config, write_model
 
+# One worker measures each shape once.
+pytestmark = pytest.mark.xdist_group("fit")
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model")
+    """Of one layer, which is measured in a moment."""
+    file = write_model(tmp_path / "model") / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"num_hidden_layers": 1, "layer_types": config["layer_types"][:1]}))
+    return file.parent
 
 
 def free(monkeypatch: pytest.MonkeyPatch, usable: float) -> None:

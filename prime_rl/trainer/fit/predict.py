@@ -346,10 +346,18 @@ def measure(setting: Setting, num_layers: int) -> PassMemory:
     return _levels(setting, num_layers).memory()
 
 
+# By what was measured: searches for what fits come back to the same passes.
+_measured: dict[str, _Levels] = {}
+
+
 def _levels(setting: Setting, num_layers: int) -> _Levels:
     config = copy.deepcopy(setting.model)
     config.num_hidden_layers = num_layers
-    return _levels_whole(setting, config) if setting.lora is None else _levels_adapters(setting, config)
+    asked = f"{config.to_json_string(use_diff=False)}{replace(setting, model=None)}"
+    if asked not in _measured:
+        measured = _levels_whole if setting.lora is None else _levels_adapters
+        _measured[asked] = measured(setting, config)
+    return _measured[asked]
 
 
 def _levels_adapters(setting: Setting, config: PretrainedConfig) -> _Levels:
