@@ -19,16 +19,14 @@ from textual.binding import ActiveBinding, Binding, BindingType
 from textual.dom import DOMNode
 from textual.screen import Screen
 
-from tui.commands import Command, CommandError
+from tui.keys import Command, CommandError
 from tui.memory import Memory
 from tui.messages import ActionEntry
 from tui.model.snapshot import RunRow, Snapshot
-from tui.widgets.foot import CommandLine, KeyFooter
-from tui.widgets.header import WorkspaceHeader
+from tui.widgets.header import CommandLine, KeyFooter, WorkspaceHeader
 
 if TYPE_CHECKING:
-    from tui.readers.alerts import Finding
-    from tui.readers.machine import Probe
+    from tui.readers.machine import Finding, Probe
 
 # How the footer names the keys, by action; the others follow.
 KEY_ORDER = (
@@ -87,7 +85,7 @@ PLACES = (
 RUN_KEY = 2
 # From the workspace's folder to what asks the machine: `readers.machine.SystemProbe` in real life.
 ProbeMaker: TypeAlias = "Callable[[Path], Probe]"
-# From the workspace's folder to what keeps it from working: `findings.find` in real life.
+# From the workspace's folder to what keeps it from working: `readers.machine.find` in real life.
 Examine: TypeAlias = "Callable[[Path], Sequence[Finding]]"
 
 

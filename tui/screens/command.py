@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.content import Content
+from textual.screen import ModalScreen
 from textual.suggester import Suggester
 from textual.widgets import Input, Static
 
 from prime_rl.utils.text import one_line
-from tui.commands import Command, CommandError, complete, parse
-from tui.type_ahead import LineScreen
+from tui.keys import Command, CommandError, complete, parse
 from tui.widgets.filter_bar import FilterInput
 
 
@@ -26,6 +26,30 @@ class _Completer(Suggester):
 
     async def get_suggestion(self, value: str) -> str | None:
         return complete(value, self._commands)
+
+
+class LineScreen(ModalScreen[None]):
+    """A screen with one line to type in: what is typed before the line has the focus is typed into it then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ahead: list[events.Key] = []
+
+    def on_key(self, event: events.Key) -> None:
+        """Keep a key that comes before the line has the focus; escape is never kept."""
+        if event.key != "escape" and not self._line_has_focus():
+            event.stop()
+            self._ahead.append(event)
+
+    def on_descendant_focus(self) -> None:
+        """Type the kept keys into the line as soon as it has the focus."""
+        if self._line_has_focus():
+            ahead, self._ahead = self._ahead, []
+            for event in ahead:
+                self.query_one(Input).post_message(events.Key(event.key, event.character))
+
+    def _line_has_focus(self) -> bool:
+        return any(line.has_focus for line in self.query(Input))
 
 
 class CommandScreen(LineScreen):

@@ -1,6 +1,6 @@
 """Home: all runs of the workspace, the selected one in short, and the keys to everything else.
 
-What it remembers (order, filter, pins) is in `memory`, the orders are in `sorting`, the filter language in `query`.
+What it remembers (order, filter, pins) is in `memory`, the orders and the filter language are in `query`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from textual.binding import Binding, BindingType
 from textual.events import Resize
 from textual.widgets import Input
 
-from tui.commands import Command, CommandError
+from tui.keys import Command, CommandError
 from tui.messages import RunChanged
 from tui.model.query import DEFAULT_SORT, SORTS, Subject, sort_rows
 from tui.model.snapshot import RunRow, Snapshot
-from tui.readers.alerts import Finding
+from tui.readers.machine import Finding
 from tui.readers.workspace_metrics import CurvesData, CurvesReader, CurvesRequest
 from tui.screens.base import PlaceScreen, Setting, take_words
 from tui.watcher import RunWatcher

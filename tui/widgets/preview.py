@@ -14,9 +14,8 @@ from textual.widgets import Static
 from prime_rl.contract.condition import LOST
 from tui import fmt
 from tui.model.levels import STATE_WORDS
-from tui.model.snapshot import RunRow
-from tui.model.standing import budget_words, standing
-from tui.readers.alerts import Finding
+from tui.model.snapshot import RunRow, budget_words, standing
+from tui.readers.machine import Finding
 from tui.readers.workspace_metrics import CurvesData
 from tui.widgets.chart import Chart
 from tui.widgets.header import budget_text
