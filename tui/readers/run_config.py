@@ -17,7 +17,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +108,10 @@ class ConfigReader:
         try:
             if other is not None:
                 theirs = read_clean(RunDir(self._output_dir / other).orch_toml) or ""
-                return _replace(data, other_id=other, differences=find_differences(text, theirs))
-            return _replace(data, values=all_values(text)) if wants_all else data
+                return replace(data, other_id=other, differences=find_differences(text, theirs))
+            return replace(data, values=all_values(text)) if wants_all else data
         except ConfigError as problem:
-            return _replace(data, other_id=other, problem=clean_text(str(problem)))
-
-
-def _replace(data: ConfigData, **changes: Any) -> ConfigData:
-    return ConfigData(**{**data.__dict__, **changes})
+            return replace(data, other_id=other, problem=clean_text(str(problem)))
 
 
 def all_values(text: str) -> tuple[Value, ...]:
