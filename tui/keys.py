@@ -51,8 +51,8 @@ _PLACES = {
         "screens.acting:ActionLogScreen",
     ),
     "Help, command line, choice of runs": (
-        "screens.help:HelpScreen",
-        "screens.command:CommandScreen",
+        "screens.base:HelpScreen",
+        "screens.base:CommandScreen",
         "screens.compare:PickRuns",
     ),
 }

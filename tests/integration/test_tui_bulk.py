@@ -18,7 +18,7 @@ from tui.dialogs.add import AddDialog, TomlArea
 from tui.dialogs.delete import DeleteDialog, EvictDialog
 from tui.dialogs.form import ChooseDialog, ConfirmDialog
 from tui.screens.acting import ActionLogScreen
-from tui.screens.command import CommandScreen
+from tui.screens.base import CommandScreen
 from tui.screens.runs import RunsScreen
 
 
