@@ -35,16 +35,14 @@ from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
 from tui.model.levels import Level
 from tui.model.snapshot import RunRow
-from tui.readers.charts import ChartData, thin
-from tui.readers.history import History
+from tui.readers.charts import ChartData, History, thin
 from tui.readers.log_reader import LogRequest, LogTabReader
 from tui.readers.workspace_metrics import RunTail
 from tui.themes import DARK, add_row_colours, text_styles
 from tui.widgets.chart import Chart
-from tui.widgets.columns import make_cell, plain
 from tui.widgets.line_list import LineList
-from tui.widgets.log_rows import LogRows
-from tui.widgets.runs_table import RunsTable
+from tui.widgets.log_view import LogRows
+from tui.widgets.runs_table import RunsTable, make_cell, plain
 
 SIZE = (200, 50)
 NUM_ROWS, NUM_CHANGED = 1000, 100

@@ -286,7 +286,9 @@ def _lost_text(status: DaemonStatus) -> str:
     why = f"its supervisor last looked at it at {utc(status.updated_at)}" if is_there else "its supervisor is gone"
     child = status.child
     runs_on = child is not None and child.is_running()
-    return f"{why}; process {child.pid} still runs: prl up takes it over, prl down ends it" if child and runs_on else why
+    return (
+        f"{why}; process {child.pid} still runs: prl up takes it over, prl down ends it" if child and runs_on else why
+    )
 
 
 _ORDER = {state: order for order, state in enumerate([RunState.ACTIVE, RunState.WAITING])}

@@ -38,7 +38,7 @@ from tests.tui_pilot import screen_text as screen_text
 from tests.tui_pilot import settled as settled
 from tui.app import PrlApp
 from tui.model.snapshot import Disk
-from tui.screens.command import CommandScreen
+from tui.screens.base import CommandScreen
 from tui.watcher import WorkspaceWatcher
 
 # What the app has told stays told, however late a test looks.

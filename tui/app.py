@@ -4,6 +4,10 @@ Rooms, in the order in which data flows: `readers` (files) -> `model` -> `watche
 -> `screens` -> `widgets`. The app only hands on: a new look at the workspace goes to every screen, an action's outcome
 too. What acts is in `actions`, `dialogs` and the `acting*` screens, which are not imported when read-only. Closing it
 stops nothing: the daemons keep running.
+
+Over a slow line several keys come at once. Left alone, all of them go to the widget that has the focus when they come:
+of `/step` the letters would be keys of the table, and of `:open` they would be lost. So each key is handled after the
+one before it, where that one led.
 """
 
 from __future__ import annotations
@@ -12,16 +16,20 @@ import asyncio
 import gc
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from textual.app import SystemCommand
+from textual import events
+from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.dom import DOMNode
 from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.theme import Theme
+from textual.timer import Timer
 
 from prime_rl.utils.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from tui.memory import Memory
@@ -37,10 +45,62 @@ from tui.screens.base import (
     WorkspaceScreen,
 )
 from tui.themes import DARK, THEMES, add_row_colours, base_name, shown_name, text_styles
-from tui.type_ahead import KeysInOrder
 from tui.watcher import ReadDisk, WorkspaceWatcher
 
 MAX_ENTRIES = 500
+# When the widget that was to handle a key was removed, nothing reports the key as handled.
+GIVE_UP_S = 0.5
+# Never held up by other keys.
+AT_ONCE = ("ctrl+c", "ctrl+q")
+
+
+class KeysInOrder(App[None]):
+    """An app that passes on a key when the one before it was handled, with all that it did to the focus."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._keys: deque[events.Key] = deque()
+        self._num_handled = 0
+        self._giving_up: Timer | None = None
+
+    async def on_event(self, event: events.Event) -> None:
+        """Hold back a key until those before it are handled; other events and the keys of AT_ONCE pass at once."""
+        if not isinstance(event, events.Key) or event.is_forwarded or event.key in AT_ONCE:
+            await super().on_event(event)
+            return
+        self._keys.append(event)
+        if len(self._keys) == 1:
+            await self._pass_on(event)
+
+    async def _pass_on(self, event: events.Key) -> None:
+        number, target = self._num_handled, self.focused or self.screen
+        await super().on_event(event)
+
+        def handled() -> None:
+            # After what the key asked for: a line that is shown from the next refresh on, and then gets the focus.
+            if self.screen_stack:  # else the app ends
+                self.screen.call_after_refresh(self.call_later, self._next, number)
+
+        def follow(path: Sequence[DOMNode]) -> None:
+            for place, node in enumerate(path, start=1):
+                if node.call_later(follow, path[place:]):  # else it is gone
+                    return
+            handled()
+
+        # The way of the key itself, from the widget up to the app, which looks at the bindings; and of the message that
+        # a binding may send the same way.
+        follow([*target.ancestors_with_self, *target.ancestors_with_self])
+        self._giving_up = self.set_timer(GIVE_UP_S, handled)
+
+    async def _next(self, number: int) -> None:
+        if number != self._num_handled:
+            return
+        if self._giving_up is not None:
+            self._giving_up.stop()
+        self._num_handled += 1
+        self._keys.popleft()
+        if self._keys and self.screen_stack:
+            await self._pass_on(self._keys[0])
 
 
 class PrlApp(KeysInOrder):
@@ -216,7 +276,7 @@ class PrlApp(KeysInOrder):
 
             self._push(RunScreen(self.setting, run_id, compare))
         else:
-            from tui.screens.acting_run import ActingRunScreen
+            from tui.screens.acting_places import ActingRunScreen
 
             self._push(ActingRunScreen(self.setting, run_id, compare))
 

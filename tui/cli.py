@@ -93,9 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A key passes through three threads, and each waits this long for the interpreter while files are parsed.
     sys.setswitchinterval(SWITCH_S)
     from tui.app import PrlApp
-    from tui.glyphs import plain_glyphs
+    from tui.fmt import plain_glyphs
     from tui.memory import default_path
-    from tui.readers.alerts import find
+    from tui.readers.machine import find
 
     glyphs = plain_glyphs(os.environ.get("TERM", ""), sys.stdout.encoding or "utf-8")
     app = PrlApp(

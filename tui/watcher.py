@@ -1,22 +1,28 @@
 """The threads that look: at the workspace, at the run that is open, at the machine. They post messages and never draw.
 
-Events of the file system are hints (`utils.watch`); between them a slow look finds what no event reported. All
-end within one wait after `stop`.
+Events of the file system are hints (`utils.watch`); between them a slow look finds what no event reported. All end
+within one wait after `stop`.
+
+A run's machine may have its clock ahead or behind: `Signs` keeps the last sign of life of each run on our own clock.
+The time that a run writes counts until it is seen to change; from then on the moment when we saw the change counts. A
+time from the future counts as the moment when we saw it first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from textual.message import Message
 
-from daemons.workspace import Workspace
+from daemons.workspace import RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import LOST_AFTER_S, RunState
@@ -25,9 +31,7 @@ from prime_rl.utils.watch import Watcher
 from tui.messages import RunChanged, SystemChanged, WorkspaceChanged
 from tui.model.nodes import make_group, node_problems
 from tui.model.snapshot import Disk, Snapshot, make_snapshot
-from tui.readers.alerts import read_alerts
-from tui.readers.machine import INTERVAL_S, Probe
-from tui.readers.times import Signs, StateTimes
+from tui.readers.machine import INTERVAL_S, Probe, read_alerts
 from tui.readers.workspace_metrics import WorkspaceMetrics
 
 if TYPE_CHECKING:
@@ -65,6 +69,61 @@ def disk_of(path: Path) -> Disk | None:
     except OSError:
         return None
     return Disk(usage.free, usage.total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sign:
+    written_at: float
+    seen_at: float
+    has_moved: bool
+
+
+class Signs:
+    """Keeps one sign a run. All times are Unix seconds."""
+
+    def __init__(self) -> None:
+        self._signs: dict[str, _Sign] = {}
+
+    def times(self, written_at: Iterable[tuple[str, float | None]], now: float) -> dict[str, float]:
+        """(run id, time in its status file) of all runs -> when each was last alive, never later than `now`."""
+        signs = {run_id: self._sign(run_id, time, now) for run_id, time in written_at if time is not None}
+        self._signs = signs
+        return {run_id: _seen_at(sign, now) for run_id, sign in signs.items()}
+
+    def _sign(self, run_id: str, written_at: float, now: float) -> _Sign:
+        known = self._signs.get(run_id)
+        if known is None:
+            return _Sign(written_at, now, False)
+        return known if known.written_at == written_at else _Sign(written_at, now, True)
+
+
+def _seen_at(sign: _Sign, now: float) -> float:
+    if sign.written_at > now:
+        return min(sign.seen_at, now)
+    return min(max(sign.written_at, sign.seen_at), now) if sign.has_moved else sign.written_at
+
+
+class StateTimes:
+    """When evicted and invalid runs became so: the time of the file with the reason."""
+
+    def __init__(self, output: OutputDir) -> None:
+        self._output = output
+        self._known: dict[str, tuple[RunView, float]] = {}
+
+    def read(self, workspace: Workspace) -> dict[str, float]:
+        """Of all that are so now. A run of which nothing changed is not looked at again."""
+        known, self._known = self._known, {}
+        for view in workspace.runs:
+            if view.state in (RunState.EVICTED, RunState.INVALID):
+                before = known.get(view.run_id)
+                if before is not None and before[0] is view:
+                    self._known[view.run_id] = before
+                    continue
+                run = RunDir(self._output.path / view.run_id)
+                path = run.evicted if view.state is RunState.EVICTED else run.config_error
+                with contextlib.suppress(OSError):
+                    self._known[view.run_id] = (view, path.stat().st_mtime)
+        return {run_id: at for run_id, (_, at) in self._known.items()}
 
 
 class Rest:

@@ -37,7 +37,7 @@ from tests.tui_support import opened_app, screen_text, until
 from tests.unit.test_daemons_forks import KILLED
 from tui.actions.chat import ChatTalk
 from tui.app import PrlApp
-from tui.screens.acting_run import ActingRunScreen
+from tui.screens.acting_places import ActingRunScreen
 
 pytestmark = pytest.mark.slow
 RUN, FORK = "run_a", "run_a-fork"

@@ -21,8 +21,8 @@ from tests.tui_run_support import Opened, opened_run
 from tests.tui_support import add_run, screen_text
 from tui.actions.chat import ChatTalk
 from tui.messages import ChatChanged, ChatTurn
-from tui.screens.acting_run import ActingRunScreen
-from tui.screens.pick_runs import PickRuns
+from tui.screens.acting_places import ActingRunScreen
+from tui.screens.compare import PickRuns
 from tui.screens.runs import RunsScreen
 from tui.widgets.chat_view import ChatView
 

@@ -26,12 +26,11 @@ from tests.tui_support import add_run, build_workspace, opened_app, orch_toml, u
 from tui.actions.jobs import Job
 from tui.app import PrlApp
 from tui.dialogs.add import AddDialog, TomlArea
-from tui.dialogs.delete import DeleteDialog
-from tui.dialogs.evict import ALWAYS, EvictDialog
+from tui.dialogs.delete import ALWAYS, DeleteDialog, EvictDialog
 from tui.messages import ActionEntry
 from tui.screens.acting import ActsOnRuns
 from tui.screens.runs import RunsScreen
-from tui.widgets.foot import CommandLine
+from tui.widgets.header import CommandLine
 from tui.widgets.runs_table import RunsTable
 
 

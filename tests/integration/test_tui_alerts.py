@@ -12,7 +12,7 @@ from daemons.alerts.incident_file import OpenIncident, write_open
 from daemons.specs import ALERTS
 from prime_rl.contract.layout import OutputDir
 from tests.tui_support import NOW, build_workspace, opened_app, screen_text, until
-from tui.screens.command import CommandScreen
+from tui.screens.base import CommandScreen
 from tui.screens.problems import ProblemsScreen
 
 FAILED = OpenIncident("run_failed", "run_crashed", "inference refused the adapter", NOW - 300)

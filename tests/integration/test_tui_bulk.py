@@ -12,14 +12,13 @@ from textual.widgets import Button, Input, OptionList, Static
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.integration.test_tui_actions import configs, opened, outcome, select, verdict, workspace  # noqa: F401
 from tests.tui_support import add_run, screen_text, until
-from tui.actions.workspace_jobs import up_choices
+from tui.actions.jobs import up_choices
 from tui.app import PrlApp
 from tui.dialogs.add import AddDialog, TomlArea
-from tui.dialogs.delete import DeleteDialog
-from tui.dialogs.evict import EvictDialog
-from tui.dialogs.job import ChooseDialog, ConfirmDialog
-from tui.screens.action_log import ActionLogScreen
-from tui.screens.command import CommandScreen
+from tui.dialogs.delete import DeleteDialog, EvictDialog
+from tui.dialogs.form import ChooseDialog, ConfirmDialog
+from tui.screens.acting import ActionLogScreen
+from tui.screens.base import CommandScreen
 from tui.screens.runs import RunsScreen
 
 

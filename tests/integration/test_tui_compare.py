@@ -15,8 +15,7 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from tests.tui_support import add_run, build_workspace, command, opened_app, orch_toml, screen_text, until
 from tui.app import PrlApp
 from tui.readers.charts import SMOOTHINGS
-from tui.screens.compare import GROUP, CompareScreen
-from tui.screens.pick_runs import PickRuns
+from tui.screens.compare import GROUP, CompareScreen, PickRuns
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
 

@@ -26,7 +26,7 @@ from tests.tui_support import (
 )
 from tui.app import PrlApp
 from tui.model.query import SORTS
-from tui.screens.help import HelpScreen
+from tui.screens.base import HelpScreen
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
 from tui.screens.system import SystemScreen

@@ -27,9 +27,8 @@ from tests.tui_support import (
 )
 from tui.app import PrlApp
 from tui.model.snapshot import Snapshot
-from tui.screens.command import CommandScreen
+from tui.screens.base import CommandScreen, HelpScreen
 from tui.screens.compare import CompareScreen
-from tui.screens.help import HelpScreen
 from tui.screens.nodes import NodesScreen
 from tui.screens.problems import ProblemsScreen
 from tui.screens.run import RunScreen

@@ -15,7 +15,7 @@ from tests.tui_run_support import RUN, SIZE, Opened, opened_run
 from tests.tui_support import add_history, build_workspace, metrics_lines, screen_text
 from tui.readers.charts import SMOOTHINGS
 from tui.readers.tabs import TABS
-from tui.screens.pick_runs import PickRuns
+from tui.screens.compare import PickRuns
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
 from tui.widgets.chart import Chart

@@ -19,9 +19,9 @@ from prime_rl.utils.text import CleanText
 from tests.integration.test_tui_actions import opened, outcome, select
 from tests.patience import PATIENCE_S
 from tests.tui_support import build_workspace, orch_toml, settled, until
-from tui.actions.draft import read_draft
+from tui.actions.jobs import read_draft
 from tui.dialogs.add import AddDialog, TomlArea
-from tui.dialogs.job import ChooseDialog
+from tui.dialogs.form import ChooseDialog
 from tui.screens.runs import RunsScreen
 from tui.widgets.runs_table import RunsTable
 

@@ -17,10 +17,10 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from tests.integration.test_tui_actions import audit, entry_of, outcome, select
 from tests.tui_support import add_history, build_workspace, command, opened_app, orch_toml, screen_text, until
 from tests.unit.test_daemons_forks import put_adapter, put_version
-from tui.actions.run_jobs import ExportForm, ForkForm, SweepForm
+from tui.actions.jobs import ExportForm, ForkForm, SweepForm
 from tui.app import PrlApp
-from tui.commands import Command, complete
 from tui.dialogs.form import FormDialog
+from tui.keys import Command, complete
 from tui.screens.runs import RunsScreen
 from tui.widgets.runs_table import RunsTable
 

@@ -12,8 +12,8 @@ from textual.widgets import Input
 from tests.tui_run_support import opened_run
 from tests.tui_support import build_workspace, has_looked, until
 from tui.app import PrlApp
-from tui.screens.command import CommandScreen
-from tui.screens.pick_runs import PickRuns
+from tui.screens.base import CommandScreen
+from tui.screens.compare import PickRuns
 from tui.screens.runs import RunsScreen
 
 NAMES = {":": "colon", "/": "slash", " ": "space", "\r": "enter", "\x1b": "escape", ">": "greater_than_sign"}

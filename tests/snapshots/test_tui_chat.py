@@ -14,7 +14,7 @@ from tests.tui_run_support import RUN
 from tests.tui_support import build_workspace, frozen_clock, has_looked, roomy_disk, settled, until
 from tui.app import PrlApp
 from tui.messages import ChatLook, ChatTurn
-from tui.screens.acting_run import ActingRunScreen
+from tui.screens.acting_places import ActingRunScreen
 
 SIZES = pytest.mark.parametrize("size", [(80, 24), *in_full(((200, 50),))], ids=["80x24", "200x50"])
 VERSION = one_line(f"{RUN}@v42")

@@ -22,7 +22,7 @@ from tests.tui_support import (
     until,
 )
 from tui.app import PrlApp
-from tui.readers.alerts import Finding
+from tui.readers.machine import Finding
 
 SMALL, LARGE = (80, 24), (200, 50)
 Compare = Callable[..., bool]

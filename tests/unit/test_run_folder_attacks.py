@@ -66,7 +66,7 @@ from tests.trainer_support import (
     write_model,
     write_run,
 )
-from tui.actions.draft import looks_like_run, read_draft
+from tui.actions.jobs import looks_like_run, read_draft
 from tui.readers.run_reader import RunReader, RunRequest
 from tui.readers.tabs import TABS
 from tui.readers.workspace_metrics import WorkspaceMetrics

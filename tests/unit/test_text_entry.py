@@ -40,7 +40,7 @@ from tests.text_attacks import (
 )
 from tui.model.nodes import make_group, node_problems
 from tui.model.snapshot import make_snapshot
-from tui.readers.alerts import read_alerts
+from tui.readers.machine import read_alerts
 from tui.readers.rollouts import RolloutsRequest
 from tui.readers.run_config import ConfigReader, ConfigRequest
 from tui.readers.run_reader import RunReader, RunRequest

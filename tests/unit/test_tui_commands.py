@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tui.commands import Command, CommandError, complete, parse
+from tui.keys import Command, CommandError, complete, parse
 from tui.screens.base import take_words
 
 

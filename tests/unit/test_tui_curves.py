@@ -12,10 +12,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.tui_support import metrics_lines
-from tui.readers.charts import CHARTS, KEYS, ChartsReader, ChartView, Curve, build_chart, simple_chart, thin, window
-from tui.readers.history import MAX_EVALS, History, HistoryReader
-from tui.widgets.canvas import NOTHING, SHADES, Canvas, draw_curve, draw_stack
-from tui.widgets.chart import name_letters
+from tui.readers.charts import (
+    CHARTS,
+    KEYS,
+    MAX_EVALS,
+    ChartsReader,
+    ChartView,
+    Curve,
+    History,
+    HistoryReader,
+    build_chart,
+    simple_chart,
+    thin,
+    window,
+)
+from tui.widgets.chart import NOTHING, SHADES, Canvas, draw_curve, draw_stack, name_letters
 
 VALUES = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=200)
 

@@ -13,8 +13,7 @@ import tui
 from tests.tui_pilot import PatientPilot
 from tests.tui_support import build_workspace, frozen_clock, has_looked, roomy_disk, screen_text, settled, until
 from tui.app import PrlApp
-from tui.fmt import sparkline
-from tui.glyphs import PlainGlyphs, plain_glyphs
+from tui.fmt import PlainGlyphs, plain_glyphs, sparkline
 from tui.model.levels import LEVEL_SYMBOLS, STATES
 from tui.model.nodes import HEALTH
 from tui.screens.nodes import CELLS

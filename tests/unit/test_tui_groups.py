@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from tui import fmt
-from tui.readers.charts import ChartView
+from tui.readers.charts import ChartView, History
 from tui.readers.compare import (
     MAX_CURVES,
     NUM_RESULT,
@@ -20,7 +20,6 @@ from tui.readers.compare import (
     differing_keys,
     make_groups,
 )
-from tui.readers.history import History
 
 
 def contender(

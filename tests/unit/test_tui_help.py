@@ -13,7 +13,7 @@ from textual.dom import DOMNode
 
 import tui
 from tui.keys import bindings_of, key_names, key_rows, markdown, owners
-from tui.screens.help import describe
+from tui.screens.base import describe_help
 
 DOCS = Path(__file__).parents[2] / "docs" / "tui.md"
 
@@ -29,7 +29,7 @@ def classes_with_keys() -> set[type[DOMNode]]:
 
 
 def help_text(*, read_only: bool) -> str:
-    return describe(read_only).plain
+    return describe_help(read_only).plain
 
 
 def test_every_class_with_keys_is_in_the_help() -> None:

@@ -16,9 +16,21 @@ from hypothesis import strategies as st
 
 from prime_rl.contract.layout import RunDir
 from tui.messages import LogFound
-from tui.readers import log_file, log_reader
-from tui.readers.log_file import LEVELS, lines_after, lines_before, open_log, rank, rank_at
-from tui.readers.log_reader import NUM_AROUND, Found, LogData, LogRequest, LogSearch, LogTabReader
+from tui.readers import log_reader
+from tui.readers.log_reader import (
+    LEVELS,
+    NUM_AROUND,
+    Found,
+    LogData,
+    LogRequest,
+    LogSearch,
+    LogTabReader,
+    lines_after,
+    lines_before,
+    open_log,
+    rank,
+    rank_at,
+)
 
 ResultT = TypeVar("ResultT")
 WORDS = (
@@ -37,7 +49,7 @@ LINES = st.lists(st.sampled_from(WORDS), max_size=60)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The places where blocks meet are where reading breaks."""
-    monkeypatch.setattr(log_file, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(log_reader, "BLOCK_BYTES", 64)
     monkeypatch.setattr(log_reader, "BLOCK_BYTES", 64)
 
 
@@ -264,7 +276,7 @@ def test_rare_levels_are_found_far_away_and_a_new_wish_ends_the_search(tmp_path:
 
 
 def test_two_gigabytes_of_nothing_and_lines_of_a_megabyte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_file, "BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr(log_reader, "BLOCK_BYTES", 1 << 18)
     log = Log(tmp_path)
     read = 0
     real = os.pread
@@ -275,7 +287,7 @@ def test_two_gigabytes_of_nothing_and_lines_of_a_megabyte(tmp_path: Path, monkey
         read += len(data)
         return data
 
-    monkeypatch.setattr(log_file.os, "pread", counted)
+    monkeypatch.setattr(log_reader.os, "pread", counted)
     with log.path.open("wb") as file:
         file.truncate(2 << 30)
     log.look()
@@ -283,7 +295,7 @@ def test_two_gigabytes_of_nothing_and_lines_of_a_megabyte(tmp_path: Path, monkey
     assert read < 8 << 20, "most of it is never read"
     log.path.write_bytes((b"\x1b]2;x\x07" + b"y" * (1 << 20) + b"\n") * 3 + b"end\n")
     log.look()
-    assert log.texts[-1] == "end" and max(map(len, log.texts)) == log_file.MAX_LINE_CHARS
+    assert log.texts[-1] == "end" and max(map(len, log.texts)) == log_reader.MAX_LINE_CHARS
     assert not any("\x1b" in text for text in log.texts)
     log.path.write_bytes(b"")
     log.look()

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.metrics import parse_metrics
 from prime_rl.utils.tail import CHUNK_BYTES, MAX_LINE_BYTES, FileTail
-from tui.readers.history import NUM_RECENT, History, HistoryReader, RunMetrics
-from tui.readers.run_events import EventsReader
+from tui.readers.charts import NUM_RECENT, History, HistoryReader, RunMetrics
+from tui.readers.run_config import EventsReader
 from tui.readers.workspace_metrics import CurvesReader, CurvesRequest, RunTail
 
 # Lines without the newline byte; the text around chunk ends is where a reader breaks.

@@ -18,8 +18,7 @@ from rich.text import Text
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.samples import Sample, SampleFile, read_rewards
 from tests.rollouts_support import BATCH_SIZE, GROUP_SIZE, add_batches
-from tui.model.sample_query import parse_search
-from tui.model.tints import TINTS, make_tint, tinted
+from tui.model.sample_query import TINTS, make_tint, parse_search, tinted
 from tui.readers.rollouts import (
     RolloutsData,
     RolloutsReader,
@@ -29,7 +28,7 @@ from tui.readers.rollouts import (
     step_rewards,
 )
 from tui.themes import DARK, text_styles
-from tui.widgets.rollout_pictures import (
+from tui.widgets.rollouts_view import (
     MAX_CHARS,
     MAX_COLUMNS,
     GroupPicture,
@@ -39,9 +38,9 @@ from tui.widgets.rollout_pictures import (
     draw_rewards,
     legend,
     level_text,
+    next_place,
     reward_range,
 )
-from tui.widgets.rollouts_view import next_place
 
 LINE = TokenLine(("a", "b", "user", "c"), (-0.1, -3.0, None, -5.0), (0.0, 0.3, None, -0.8))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prime_rl.utils.text import size_text
 from tui import fmt
 from tui.fmt import sparkline
-from tui.readers.history import change, downsample
+from tui.readers.charts import change, downsample
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tui.readers.times import Signs
+from tui.watcher import Signs
 
 
 def test_a_clock_that_is_behind_counts_from_what_is_seen() -> None:

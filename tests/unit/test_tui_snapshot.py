@@ -26,13 +26,12 @@ from tests.tui_support import HOSTILE, NOW, build_workspace, write_status
 from tui.model import snapshot as snapshot_module
 from tui.model.levels import STATES, Level
 from tui.model.snapshot import STALL_MIN_S, Disk, RunRow, Snapshot, make_snapshot
-from tui.readers.run_config import find_error_lines
-from tui.readers.run_events import parse_audit
-from tui.readers.times import StateTimes
+from tui.readers.run_config import find_error_lines, parse_audit
 from tui.readers.workspace_metrics import WorkspaceMetrics
 from tui.screens.system import daemon_line
-from tui.widgets.columns import PADDING, choose_columns, make_cell, plain
+from tui.watcher import StateTimes
 from tui.widgets.header import run_lines, workspace_lines
+from tui.widgets.runs_table import PADDING, choose_columns, make_cell, plain
 
 ESSENTIAL = {"state", "run", "progress", "reward", "note"}
 

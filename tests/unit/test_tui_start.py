@@ -39,7 +39,7 @@ async def go():
         for key in "aerdu":
             await pilot.press(key)
 asyncio.run(go())
-acts = ("daemons.actions", "tui.screens.acting", "tui.screens.steering", "tui.actions", "tui.dialogs")
+acts = ("daemons.actions", "tui.screens.acting", "tui.actions", "tui.dialogs")
 print([name for name in sys.modules if name.startswith(acts)])
 """
     assert run_python(code) == "[]"

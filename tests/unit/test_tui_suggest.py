@@ -8,9 +8,8 @@ import pytest
 
 from daemons.workspace_reader import WorkspaceReader
 from tests.tui_support import NOW, build_workspace
-from tui.actions.draft import free_id
-from tui.actions.jobs import each
-from tui.dialogs.evict import ALWAYS, MAX_SUGGESTIONS, suggest
+from tui.actions.jobs import each, free_id
+from tui.dialogs.delete import ALWAYS, MAX_SUGGESTIONS, suggest
 from tui.model.snapshot import RunRow, make_snapshot
 from tui.readers.workspace_metrics import RunTail
 

@@ -7,10 +7,8 @@ from pathlib import Path
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.tui_support import NOW, add_run
 from tui import fmt
-from tui.readers.run_config import ConfigData, ConfigReader, ConfigRequest
-from tui.readers.run_events import Event
-from tui.widgets.config_view import MAX_LINES, describe_file
-from tui.widgets.events_view import MAX_LINES_EACH, describe
+from tui.readers.run_config import ConfigData, ConfigReader, ConfigRequest, Event
+from tui.widgets.config_view import MAX_LINES, MAX_LINES_EACH, describe, describe_file
 from tui.widgets.header import RunHeader
 
 

@@ -25,11 +25,21 @@ from textual.timer import Timer
 from textual.widgets import Button, Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
-from daemons.errors import ActionError, expand_home
+from daemons.actions import ActionError
+from daemons.errors import expand_home
 from prime_rl.utils.text import CleanText, one_line
-from tui.actions.draft import Check, Template, add_draft, check_draft, configs_folder, find_templates, read_draft
-from tui.actions.jobs import Job, Perform
-from tui.dialogs.job import JobDialog
+from tui.actions.jobs import (
+    Check,
+    Job,
+    Perform,
+    Template,
+    add_draft,
+    check_draft,
+    configs_folder,
+    find_templates,
+    read_draft,
+)
+from tui.dialogs.form import JobDialog
 
 DEBOUNCE_S = 0.25
 MAX_SHOWN_PROBLEMS = 3

@@ -23,10 +23,11 @@ from daemons.errors import ActionError
 from daemons.sweeps import Sweep
 from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
-from tui.actions.jobs import Job, Perform, name_runs
-from tui.actions.run_jobs import (
+from tui.actions.jobs import (
     ExportForm,
     ForkForm,
+    Job,
+    Perform,
     SweepForm,
     check_budget,
     check_export,
@@ -36,6 +37,7 @@ from tui.actions.run_jobs import (
     export_job,
     export_name,
     fork_job,
+    name_runs,
     pause_job,
     set_job,
     sweep_job,

@@ -10,7 +10,7 @@ from typing import Literal
 from prime_rl.contract.condition import LOST, STALLED
 from prime_rl.contract.status import LOST_AFTER_S, RunState
 from prime_rl.utils.text import CleanText, one_line
-from tui.readers.alerts import Alert
+from tui.readers.machine import Alert
 
 # A run stalls when no step ends for this many of its usual step times.
 STALL_STEPS = 10

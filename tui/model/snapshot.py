@@ -1,8 +1,9 @@
 """From the files on disk to the text on the screen: pure.
 
 `make_snapshot` takes one look at the workspace (`daemons.workspace.Workspace`), the newest metrics of each run and the
-room on the disk, and gives rows, daemons and problems in words. `find_problems` alone decides what counts as a problem.
-All text in a look and in a snapshot is clean.
+room on the disk, and gives rows, daemons and problems in words. A row has the run's weight and priority where they are
+not the usual ones, and its budget. `find_problems` alone decides what counts as a problem. All text in a look and in a
+snapshot is clean.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from prime_rl.utils.text import CleanText, one_line, size_text
 from tui import fmt
 from tui.model.levels import LEVEL_SYMBOLS, STALL_STEPS, STATES, Level, Problem, with_alerts
 from tui.model.nodes import Group
-from tui.readers.alerts import Alert
-from tui.readers.history import change
+from tui.readers.charts import change
+from tui.readers.machine import Alert
 from tui.readers.workspace_metrics import RunTail
 
 # A run stalls when no step ends for STALL_STEPS of its usual step times, and for this long at least.
@@ -371,3 +372,34 @@ def _daemon_problem(daemon: DaemonRow, workspace: Workspace) -> Problem:
     view = workspace.daemon(daemon.name)
     text = one_line(f"{daemon.state}: {daemon.detail}" if daemon.detail else daemon.state)
     return Problem(daemon.name, text, "daemon", daemon.level, (view.stalled_since or view.updated_at) if view else None)
+
+
+def budget_share(row: RunRow) -> float | None:
+    """How much of its budget a run has used, of tokens and hours what is further; None without one, or while unread."""
+    used, view = row.tail.used, row.view
+    if used is None:
+        return None
+    limits = (view.max_tokens, view.max_hours)
+    shares = [done / most for done, most in zip(used, limits, strict=True) if most]
+    return max(shares, default=None)
+
+
+def standing(row: RunRow) -> list[tuple[str, str]]:
+    """(name, value) of weight and priority where they are not the usual ones."""
+    view = row.view
+    found = [("weight", f"{view.weight:g}")] if view.weight not in (None, 1.0) else []
+    return [*found, ("priority", str(view.priority))] if view.priority else found
+
+
+def standing_words(row: RunRow) -> str:
+    """`weight 2 · priority 5 · budget 40 %`, or "" for a run like all others."""
+    words = [f"{name} {value}" for name, value in standing(row)]
+    share = budget_share(row)
+    return " · ".join(words if share is None else [*words, f"budget {fmt.percent(share)}"])
+
+
+def budget_words(row: RunRow) -> str:
+    """`1.2M of 2.0M tokens · 0.5 of 3 hours`: what has been used of what is limited."""
+    (tokens, hours), view = row.tail.used or (0, 0.0), row.view
+    words = [f"{fmt.count(tokens)} of {fmt.count(view.max_tokens)} tokens"] if view.max_tokens else []
+    return " · ".join([*words, f"{hours:.2f} of {view.max_hours:g} hours"] if view.max_hours else words)

@@ -17,8 +17,7 @@ from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import RunDir
 from prime_rl.utils.text import one_line
 from tui import fmt
-from tui.readers.charts import ChartData, ChartView, Curve, thin, window
-from tui.readers.history import EVAL_PREFIX, History, RunMetrics
+from tui.readers.charts import EVAL_PREFIX, ChartData, ChartView, Curve, History, RunMetrics, thin, window
 from tui.readers.run_config import all_values
 from tui.readers.tabs import TabData, file_stamp, read_clean
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tui.readers.charts import ChartsReader, ChartView
-from tui.readers.checkpoints import CheckpointsReader
 from tui.readers.log_reader import LogRequest, LogTabReader
 from tui.readers.rollouts import RolloutsReader, RolloutsRequest
-from tui.readers.run_config import ConfigReader, ConfigRequest
-from tui.readers.run_events import EventsReader
+from tui.readers.run_config import CheckpointsReader, ConfigReader, ConfigRequest, EventsReader
 from tui.readers.tabs import CHARTS, CHECKPOINTS, CONFIG, EVENTS, LOGS, ROLLOUTS, TabData
 
 

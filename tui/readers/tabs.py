@@ -1,6 +1,6 @@
 """The tabs of the run screen by name, what a reader of one of them gives, and how readers look at a run's small files.
 
-Each tab has a reader (`run_config`, `run_events`, ...) and a widget; only the reader of the open tab reads.
+Each tab has a reader (`run_config`, `rollouts`, ...) and a widget; only the reader of the open tab reads.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from prime_rl.contract.files import read_text
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 from prime_rl.contract.usage import used_in_life
-from tui.readers.charts import ChartData, simple_chart
-from tui.readers.history import History, HistoryReader, RunMetrics, change
+from tui.readers.charts import ChartData, History, HistoryReader, RunMetrics, change, simple_chart
 from tui.readers.tabs import TabData
 
 HOME_KEYS = ("reward/mean", "loss", "time")

@@ -1,29 +1,282 @@
-"""The keys that change runs, daemons and the workspace, and home with them. Also in `acting_run` and `acting_places`.
+"""The keys that change runs, daemons and the workspace, and home with them.
 
-Those that share the trainer and make new runs are in `steering`. Not imported when the app is read-only.
+A screen acts by a job in a thread of the app, after a look at the disk or a question where that is needed. Every action
+runs through a function of `daemons`, the code of `prl`, and is shown together with the shell command that does the
+same; `ActionLogScreen` lists those of this session. Keys act on all of `target_rows()`; a sweep and a comparison start
+from one run and refuse several.
+
+Not imported when the app is read-only. What an action needs is imported when its key is pressed, so that the app starts
+fast. The other screens with these keys are in `acting_places`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
+from rich.text import Text
 from textual import on
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import OptionList, Static
+from textual.widgets.option_list import Option
 
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunState
-from prime_rl.utils.text import CleanText
-from tui.actions.jobs import Job, Progress, each, name_runs, prl_command
-from tui.commands import Command, CommandError
+from prime_rl.utils.text import CleanText, one_line
+from tui import fmt
+from tui.actions.jobs import Job, JobWorker, Progress, each, name_runs, prl_command
+from tui.keys import Command, CommandError
+from tui.messages import ActionEntry
 from tui.model.snapshot import RunRow
-from tui.screens.base import take_words
-from tui.screens.performing import ids_of
+from tui.screens.base import WorkspaceScreen, take_words
 from tui.screens.runs import RunsScreen
-from tui.screens.steering import SteersRuns
-from tui.widgets.foot import CommandLine
+from tui.widgets.header import SYMBOLS, CommandLine
+
+LookT = TypeVar("LookT")
+
+_serials = itertools.count(1)
+
+
+class Performs(WorkspaceScreen):
+    """Base of the screens that act."""
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder of the workspace."""
+        return self.setting.output_dir
+
+    def perform(self, job: Job) -> int:
+        """Start `job` in a thread of the app, so that it continues on any screen; returns its serial."""
+        serial = next(_serials)
+        worker = JobWorker(serial, job, self.app.post_message, self.setting.clock)
+        self.app.run_worker(worker.run, thread=True, name=job.command)
+        return serial
+
+    def _after_look(
+        self, look: Callable[[], LookT], then: Callable[[LookT], None], *, needs_screen: bool = False
+    ) -> None:
+        """`look` at the disk in a thread, `then` go on here; with `needs_screen` only if this screen is still open."""
+        app = self.app  # once the console has ended, a screen does not find it any more
+
+        def go_on(found: LookT) -> None:
+            if self.is_current or not needs_screen:
+                then(found)
+
+        def work() -> None:
+            try:
+                found = look()
+            except (RuntimeError, OSError, ValueError) as error:
+                words = one_line(str(error), 400)
+                app.call_later(lambda: self.notify(words, severity="error", markup=False))
+            else:
+                app.call_later(go_on, found)
+
+        app.run_worker(work, thread=True, name="look at the disk")
+
+    def _ask_for_many(self, title: str, run_ids: Sequence[str], words: str, verb: str, job: Job) -> None:
+        """Confirm once for several runs; a single run needs no confirmation, since the action can be undone."""
+        if len(run_ids) == 1:
+            self.perform(job)
+            return
+        from tui.dialogs.form import ConfirmDialog
+
+        lines = [f"· {run_id}" for run_id in run_ids]
+        self.app.push_screen(ConfirmDialog(title, lines, words, verb, job, self.perform))
+
+
+def ids_of(rows: Sequence[RunRow]) -> list[str]:
+    """The ids of runs, in the order of their rows."""
+    return [row.run_id for row in rows]
+
+
+# A run in one of these has no slot to leave, and waits for none.
+_NO_PAUSE = (RunState.INVALID, RunState.FINISHED, RunState.EVICTED, RunState.FAILED)
+
+
+class SteersRuns(Performs):
+    """`w` compares in two tabs of a run, so the weight has a second key."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("z", "pause", "Pause", id="pause", tooltip="pause: save and free the slot; continue a paused run"),
+        Binding(
+            "w,percent_sign", "weight", "Weight", id="weight", show=False, tooltip="weight: its share of the trainer"
+        ),
+        Binding("B", "budget", "Budget", id="budget", show=False, tooltip="budget: tokens and hours it may use"),
+        Binding("F", "fork", "Fork", id="fork", show=False, tooltip="fork: a new run from one of its versions"),
+        Binding("W", "sweep", "Sweep", id="sweep", show=False, tooltip="sweep: a run for each combination of values"),
+        Binding("E", "export", "Export", id="export", show=False, tooltip="export a version: adapter, or merged model"),
+    ]
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Hide the keys that need a target run; grey out pause when no target can be paused or continued."""
+        rows = self.target_rows()
+        if action in ("pause", "weight", "budget", "fork", "export") and not rows:
+            return False
+        if action == "pause":
+            return True if any(row.state not in _NO_PAUSE for row in rows) else None
+        return super().check_action(action, parameters)
+
+    def commands(self) -> dict[str, Command]:
+        """The commands of the keys, most of which take words too; and `continue`, `set` and `diff`."""
+        found = super().commands()
+        paused = [row for row in self.target_rows() if row.state == RunState.PAUSED]
+        go_on = (lambda: self._continue(paused)) if paused else None
+        found["continue"] = Command("continue", "let paused runs go on", go_on, "Continue", "z" if paused else "")
+        take_words(found, "pause", "pause runs", "[REASON]", self._command_pause)
+        take_words(found, "weight", "set the share of the trainer", "[NUMBER]", self._command_weight)
+        keys, runs = self._live_keys, self._other_runs
+        take_words(found, "set", "set keys of runs", "KEY=VALUE ...", self._command_set, keys, repeats=True)
+        take_words(found, "fork", "fork a run", "[VERSION]", self._open_fork)
+        take_words(found, "sweep", "sweep over a config", "[FILE]", lambda words: self._open_sweep(words, ""))
+        take_words(found, "export", "export a version", "[FOLDER]", self._open_export)
+        take_words(found, "diff", "what differs from another run", "RUN", self._command_diff, runs)
+        return found
+
+    def target_version(self) -> str:
+        """The version that is chosen here, "" for the newest."""
+        return ""
+
+    def action_pause(self) -> None:
+        """Ask for a reason and pause the target runs; when all of them are paused already, continue them."""
+        rows = self._steerable()
+        if running := [row for row in rows if row.state != RunState.PAUSED]:
+            from tui.dialogs.steer import PauseDialog
+
+            self.app.push_screen(PauseDialog(self.output_dir, running, self.perform))
+        elif rows:
+            self._continue(rows)
+
+    def action_weight(self) -> None:
+        """Open the dialog that sets one weight for the target runs."""
+        from tui.dialogs.steer import WeightDialog
+
+        self.app.push_screen(WeightDialog(self.output_dir, self.target_rows(), self.perform))
+
+    def action_budget(self) -> None:
+        """Open the dialog that sets the budget of the target runs, the same for each."""
+        from tui.dialogs.steer import BudgetDialog
+
+        self.app.push_screen(BudgetDialog(self.output_dir, self.target_rows(), self.perform))
+
+    def action_fork(self) -> None:
+        """Open the dialog that forks the target runs, at the version that is chosen here."""
+        self._open_fork(self.target_version())
+
+    def action_export(self) -> None:
+        """Open the dialog that exports a version of the target runs."""
+        self._open_export("")
+
+    def action_sweep(self) -> None:
+        """Open the dialog of a sweep, with the config of the target run if there is one.
+
+        Several target runs are refused with a message.
+        """
+        if not self.target_rows():
+            self._open_sweep("", "")
+        elif (row := self._only("a sweep")) is not None:
+            file = OutputDir(self.output_dir).run(row.run_id).orch_toml
+            self._open_sweep(str(file), row.run_id.removeprefix("run_")[:40])
+
+    def _steerable(self) -> list[RunRow]:
+        return [row for row in self.target_rows() if row.state not in _NO_PAUSE]
+
+    def _some(self) -> list[RunRow]:
+        """The target runs. Raises CommandError without one."""
+        if rows := self.target_rows():
+            return rows
+        raise CommandError("this command needs a run: move the cursor to one; :runs lists them")
+
+    def _only(self, what: str) -> RunRow | None:
+        """The one run that `what` starts from. None of several, and why is shown."""
+        rows = self.target_rows()
+        if len(rows) > 1:
+            words = f"{what} starts from one run, and {len(rows)} are marked: clear the marks with esc"
+            self.notify(words, severity="warning", markup=False)
+            return None
+        return rows[0] if rows else None
+
+    def _continue(self, rows: list[RunRow]) -> None:
+        from tui.actions.jobs import continue_job
+
+        run_ids = ids_of(rows)
+        words = "They go on where they were, as soon as slots are free."
+        job = continue_job(self.output_dir, run_ids)
+        self._ask_for_many(f"continue {name_runs(run_ids)}", run_ids, words, "Continue", job)
+
+    def _open_fork(self, version: str) -> None:
+        from tui.dialogs.steer import ForkDialog
+
+        run_ids = ids_of(self._some())
+        self.app.push_screen(ForkDialog(self.output_dir, run_ids, self.perform, version=version))
+
+    def _open_export(self, folder: str) -> None:
+        from tui.dialogs.steer import ExportDialog
+
+        run_ids, version = ids_of(self._some()), self.target_version()
+        self.app.push_screen(ExportDialog(self.output_dir, run_ids, self.perform, version=version, out=folder))
+
+    def _open_sweep(self, file: str, name: str) -> None:
+        from tui.dialogs.steer import SweepDialog
+
+        self.app.push_screen(SweepDialog(self.output_dir, self.perform, file=file, name=name))
+
+    def _command_pause(self, reason: str) -> None:
+        from tui.actions.jobs import pause_job
+
+        self._some()
+        if not (rows := self._steerable()):
+            raise CommandError("none of these runs can be paused: they have no slot and wait for none")
+        self.perform(pause_job(self.output_dir, ids_of(rows), reason))
+
+    def _command_weight(self, words: str) -> None:
+        self._set([f"weight={words}"])
+
+    def _command_set(self, words: str) -> None:
+        self._set(words.split())
+
+    def _set(self, items: list[str]) -> None:
+        from daemons.actions import ActionError
+        from tui.actions.jobs import set_job
+
+        try:
+            self.perform(set_job(self.output_dir, ids_of(self._some()), items))
+        except ActionError as error:
+            raise CommandError(str(error)) from error
+
+    def _command_diff(self, words: str) -> None:
+        self._some()
+        if words not in self.run_ids():
+            raise CommandError(f"run {words!r} not found in this workspace; :runs lists them")
+        if (row := self._only("a comparison")) is None:
+            return
+        run_id = row.run_id
+        from daemons.details import RunDifference, diff_runs
+        from tui.dialogs.steer import DiffDialog
+
+        command = prl_command(self.output_dir, "runs", "diff", run_id, words)
+
+        def show(difference: RunDifference) -> None:
+            self.app.push_screen(DiffDialog(difference, command))
+
+        self._after_look(lambda: diff_runs(self.output_dir, run_id, words), show, needs_screen=True)
+
+    def _other_runs(self) -> Mapping[str, str]:
+        own = self.target_row()
+        return {run_id: "" for run_id in self.run_ids() if own is None or run_id != own.run_id}
+
+    def _live_keys(self) -> Mapping[str, str]:
+        from prime_rl.configs.lifetime import LIVE_KEYS, BudgetConfig
+
+        names = [key for key in LIVE_KEYS if key != "budget"] + [f"budget.{name}" for name in BudgetConfig.model_fields]
+        return {f"{name}=": "" for name in names}
 
 
 class ActsOnRuns(SteersRuns):
@@ -61,7 +314,7 @@ class ActsOnRuns(SteersRuns):
 
     def action_evict(self) -> None:
         """Ask for a reason and evict the target runs, except those that are evicted already."""
-        from tui.dialogs.evict import EvictDialog, suggest
+        from tui.dialogs.delete import EvictDialog, suggest
 
         rows = [row for row in self.target_rows() if row.state != RunState.EVICTED]
         if rows:
@@ -114,7 +367,7 @@ class ActsOnRuns(SteersRuns):
 
     def action_clone(self) -> None:
         """Open the dialog that adds a run like the target, under the next free id; several targets are refused."""
-        from tui.actions.draft import free_id
+        from tui.actions.jobs import free_id
 
         row = self._only("a clone")
         if row is None:
@@ -140,8 +393,8 @@ class ActsOnRuns(SteersRuns):
             return
         chosen = self.target_daemon()
         first = next((index for index, name in enumerate(names) if name == chosen), 0)
-        from tui.actions.workspace_jobs import restart_job
-        from tui.dialogs.job import Choice, ChooseDialog
+        from tui.actions.jobs import restart_job
+        from tui.dialogs.form import Choice, ChooseDialog
 
         choices = [Choice(name, functools.partial(restart_job, self.output_dir, name)) for name in names]
         words = "The daemon is stopped and started again. Its files are kept."
@@ -150,8 +403,6 @@ class ActsOnRuns(SteersRuns):
     @on(CommandLine.Asked)
     def action_action_log(self) -> None:
         """Open the list of this session's actions; a click on the line of the last action does it too."""
-        from tui.screens.action_log import ActionLogScreen
-
         self.app.push_screen(ActionLogScreen(self.guide.entries))
 
     def _remember_deleted(self, run_ids: Sequence[str]) -> None:
@@ -165,7 +416,7 @@ class ActsOnRuns(SteersRuns):
     def _command_restart(self, words: str) -> None:
         if words not in self._daemon_names():
             raise CommandError(f"daemon {words!r} not found; running: {', '.join(self._daemon_names()) or 'none'}")
-        from tui.actions.workspace_jobs import restart_job
+        from tui.actions.jobs import restart_job
 
         self.perform(restart_job(self.output_dir, words))
 
@@ -198,8 +449,8 @@ class ActsOnWorkspace(ActsOnRuns):
 
     def action_up(self) -> None:
         """Open the choice of how to start the workspace: with its last settings, or by a file in `configs`."""
-        from tui.actions.workspace_jobs import up_choices
-        from tui.dialogs.job import Choice, ChooseDialog
+        from tui.actions.jobs import up_choices
+        from tui.dialogs.form import Choice, ChooseDialog
 
         words = "Trainer, inference and orchestrators start in the background and keep running when you quit."
 
@@ -211,8 +462,8 @@ class ActsOnWorkspace(ActsOnRuns):
 
     def action_down(self) -> None:
         """List the daemons that live, and stop the workspace once this is confirmed."""
-        from tui.actions.workspace_jobs import down_job
-        from tui.dialogs.job import ConfirmDialog
+        from tui.actions.jobs import down_job
+        from tui.dialogs.form import ConfirmDialog
 
         daemons = self.snapshot.workspace.daemons if self.snapshot else ()
         living = [f"· {daemon.name}  {daemon.state}" for daemon in daemons if daemon.pid is not None]
@@ -231,3 +482,94 @@ def _can_readmit(row: RunRow) -> bool:
     return row.state in (RunState.EVICTED, RunState.FAILED) or (
         row.state == RunState.FINISHED and row.reason is not None
     )
+
+
+def describe(entry: ActionEntry, width: int) -> Text:
+    """One line: when, how it went, the command."""
+    colour = {"running": "secondary", "done": "success", "failed": "error"}[entry.state]
+    when = time.strftime("%H:%M:%S", time.localtime(entry.at))
+    command = fmt.shorten(entry.command, width - len(when) - 3)
+    return Text.assemble((f"{when} ", "muted"), (f"{SYMBOLS[entry.state]} ", colour), command)
+
+
+class ActionLogScreen(ModalScreen[None]):
+    """Over any screen. The newest action is on top."""
+
+    DEFAULT_CSS = """
+    ActionLogScreen {
+        align: center middle;
+        & > Vertical {
+            width: 94%; max-width: 150; height: auto; max-height: 90%;
+            border: round $primary; border-title-color: $primary; border-subtitle-color: $foreground 50%;
+            background: $surface; padding: 0 1;
+        }
+        & OptionList { height: auto; max-height: 16; background: $surface; }
+        & VerticalScroll { height: auto; max-height: 12; border-top: solid $border; padding: 0 1; }
+        & Static { height: auto; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,L", "dismiss", "Close"),
+        Binding("y", "copy", "Copy the command"),
+        Binding("j", "move(1)", "Down", show=False),
+        Binding("k", "move(-1)", "Up", show=False),
+    ]
+
+    def __init__(self, entries: Callable[[], Sequence[ActionEntry]]) -> None:
+        super().__init__()
+        self._entries = entries
+        self._shown: list[ActionEntry] = []
+        self._options = OptionList(markup=False, compact=True)
+        self._detail = Static(markup=False)
+
+    def compose(self) -> ComposeResult:
+        """Yield the list of actions, and below it all about the one under the cursor."""
+        with Vertical() as box:
+            box.border_title = "actions of this session"
+            box.border_subtitle = "y copies the command · esc closes"
+            yield self._options
+            with VerticalScroll(can_focus=False):
+                yield self._detail
+
+    def on_mount(self) -> None:
+        """Fill the list; the cursor stands on the newest action."""
+        self._refill()
+        self._options.focus()
+
+    def show_action(self, entry: ActionEntry) -> None:
+        """Fill the list again when the app reports an action; the cursor keeps its line."""
+        if self.is_mounted:
+            self._refill()
+
+    def _refill(self) -> None:
+        place = self._options.highlighted
+        self._shown = list(reversed(self._entries()))
+        width = max(min(self.app.size.width * 94 // 100, 150) - 8, 20)
+        self._options.clear_options()
+        self._options.add_options([Option(describe(entry, width)) for entry in self._shown])
+        if self._shown:
+            self._options.highlighted = min(place or 0, len(self._shown) - 1)
+        self._tell()
+
+    @on(OptionList.OptionHighlighted)
+    def _tell(self) -> None:
+        place = self._options.highlighted
+        entry = self._shown[place] if place is not None and place < len(self._shown) else None
+        words = f"{entry.state}: {entry.detail or entry.text}\n\n$ {entry.command}" if entry else "no actions yet"
+        self._detail.update(Content(words))
+
+    @on(OptionList.OptionSelected)
+    def action_copy(self) -> None:
+        """Copy the command under the cursor to the clipboard; enter and a click do it too."""
+        place = self._options.highlighted
+        if place is not None and place < len(self._shown):
+            command = self._shown[place].command
+            self.app.copy_to_clipboard(command)
+            self.notify(f"copied: {command}", timeout=3, markup=False)
+
+    def action_move(self, by: int) -> None:
+        """Move the cursor one line: down for a positive `by`, else up."""
+        if by > 0:
+            self._options.action_cursor_down()
+        else:
+            self._options.action_cursor_up()

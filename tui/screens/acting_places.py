@@ -1,21 +1,31 @@
-"""The screens beside home, for a person who may act. Not imported when the app is read-only."""
+"""The screens beside home, and one run, for a person who may act. Not imported when the app is read-only.
+
+A run can be rolled back to one of its checkpoints too, and its versions can be talked to.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from textual import on
 from textual.binding import Binding, BindingType
+from textual.widget import Widget
 
-from prime_rl.utils.text import CleanText
-from tui.actions.jobs import Job
-from tui.commands import Command
-from tui.screens.acting import ActsOnWorkspace
+from prime_rl.contract.layout import RunDir
+from prime_rl.utils.text import CleanText, one_line
+from tui.actions.jobs import Job, Progress, prl_command
+from tui.keys import Command
+from tui.readers.run_config import Checkpoint
+from tui.readers.tabs import CHAT, CHECKPOINTS, TABS
+from tui.screens.acting import ActsOnRuns, ActsOnWorkspace
 from tui.screens.base import Setting, take_words
-from tui.screens.compare import CompareScreen
+from tui.screens.compare import CompareScreen, PickRuns
 from tui.screens.nodes import NodesScreen
 from tui.screens.problems import ProblemsScreen
+from tui.screens.run import RunScreen
 from tui.screens.system import SystemScreen
+from tui.widgets.chat_view import ChatView
 
 
 class ActingSystemScreen(SystemScreen, ActsOnWorkspace):
@@ -67,7 +77,7 @@ class ActingProblemsScreen(ProblemsScreen, ActsOnWorkspace):
 
     def action_acknowledge(self) -> None:
         """Acknowledge all alerts of the selected problem, without a question."""
-        from tui.actions.workspace_jobs import ack_job
+        from tui.actions.jobs import ack_job
 
         problem = self.selected_problem()
         if problem is not None and problem.alerts:
@@ -75,8 +85,8 @@ class ActingProblemsScreen(ProblemsScreen, ActsOnWorkspace):
 
     def action_mute(self) -> None:
         """Open the choice of what of the selected problem to mute and for how long, or which mute to end."""
-        from tui.actions.workspace_jobs import mute_choices
-        from tui.dialogs.job import Choice, ChooseDialog
+        from tui.actions.jobs import mute_choices
+        from tui.dialogs.form import Choice, ChooseDialog
 
         problem = self.selected_problem()
         if problem is None or not problem.alerts:
@@ -91,12 +101,12 @@ class ActingProblemsScreen(ProblemsScreen, ActsOnWorkspace):
         self._after_look(lambda: mute_choices(self.output_dir, subject, names), show, needs_screen=True)
 
     def _command_ack(self, words: str) -> None:
-        from tui.actions.workspace_jobs import ack_job
+        from tui.actions.jobs import ack_job
 
         self.perform(ack_job(self.output_dir, [words]))
 
     def _command_mute(self, words: str) -> None:
-        from tui.actions.workspace_jobs import mute_job
+        from tui.actions.jobs import mute_job
 
         what, _, last = words.rpartition(" ")
         # "node 1" is a name: a time needs its unit here.
@@ -104,10 +114,97 @@ class ActingProblemsScreen(ProblemsScreen, ActsOnWorkspace):
         self.perform(mute_job(self.output_dir, *job))
 
     def _command_unmute(self, words: str) -> None:
-        from tui.actions.workspace_jobs import unmute_job
+        from tui.actions.jobs import unmute_job
 
         self.perform(unmute_job(self.output_dir, words))
 
 
 class ActingCompareScreen(CompareScreen, ActsOnWorkspace):
     """Acts on the chosen run, or on all of the chosen group, and on the workspace."""
+
+
+class ActingRunScreen(RunScreen, ActsOnRuns):
+    """The keys of all runs, and of the checkpoint that is chosen."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "rollback", "Roll back", tooltip="on a checkpoint of a run: roll the run back to it"),
+        Binding(str(len(TABS) + 1), f"tab({len(TABS)})", "Chat", show=False, tooltip="chat"),
+    ]
+
+    def __init__(self, setting: Setting, run_id: str, compare: tuple[str, ...] = ()) -> None:
+        super().__init__(setting, run_id, compare)
+        self.chat = ChatView(setting.output_dir, run_id)
+
+    @property
+    def tab_names(self) -> tuple[str, ...]:
+        """The tabs of the run, and the chat as the last one."""
+        return (*super().tab_names, CHAT)
+
+    @property
+    def views(self) -> tuple[Widget, ...]:
+        """The views of the run, and the chat as the last one."""
+        return (*super().views, self.chat)
+
+    def _open_tab(self) -> None:
+        if self.tab != CHAT:
+            self.chat.talk.leave()
+        super()._open_tab()
+
+    @on(ChatView.ChooseVersion)
+    def _choose_version(self) -> None:
+        def look() -> list[str]:
+            from daemons.chat import BASE
+            from daemons.versions import versions_of
+
+            names = [str(version.name) for version in versions_of(RunDir(self.output_dir / self.run_id))]
+            return [self.run_id, *reversed(names), BASE]
+
+        def take(chosen: tuple[str, ...] | None) -> None:
+            if chosen:
+                self.chat.choose(chosen[0])
+
+        def show(names: list[str]) -> None:
+            self.app.push_screen(PickRuns(names, title="talk to"), take)
+
+        self._after_look(look, show, needs_screen=True)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Hide the rollback outside the tab of checkpoints; grey it out on a checkpoint that is not complete."""
+        if action != "rollback":
+            return super().check_action(action, parameters)
+        if self.tab != CHECKPOINTS:
+            return False
+        return True if self._chosen_checkpoint() else None
+
+    def action_rollback(self) -> None:
+        """Ask, then roll the run back to the chosen checkpoint; do nothing without a complete one."""
+        from tui.dialogs.form import Choice, ChooseDialog
+
+        chosen = self._chosen_checkpoint()
+        if chosen is None:
+            return
+        step, run_id = chosen.step, self.run_id
+        words = f"{run_id} goes back to step {step}. Everything it made after that is removed; this cannot be undone."
+        choice = Choice(one_line(f"to step {step}"), lambda: self._rollback_job(run_id, step))
+        self.app.push_screen(ChooseDialog(f"roll back {run_id}", words, [choice], self.perform))
+
+    def _rollback_job(self, run_id: str, step: int) -> Job:
+        from daemons.actions import rollback_run
+
+        output_dir = self.output_dir
+
+        def work(progress: Progress) -> str:
+            rollback_run(output_dir, run_id, step, on_progress=progress)
+            return f"{run_id}: rolled back to step {step}"
+
+        return Job(prl_command(output_dir, "runs", "rollback", run_id, "--step", str(step)), work)
+
+    def target_version(self) -> str:
+        """The step of the chosen checkpoint; "" outside that tab, and without a complete one."""
+        chosen = self._chosen_checkpoint() if self.tab == CHECKPOINTS else None
+        return str(chosen.step) if chosen else ""
+
+    def _chosen_checkpoint(self) -> Checkpoint | None:
+        """The one under the cursor, when it is complete."""
+        chosen = self.checkpoints.selected
+        return chosen if chosen is not None and chosen.is_stable else None

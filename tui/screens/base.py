@@ -2,6 +2,9 @@
 
 `WorkspaceScreen` is the base of all; `PlaceScreen` of those that stand side by side (`PLACES`): they have the
 workspace's header on top, and a number key leads from each to each. A new one is one line in `PLACES`.
+
+Over each of them `:` opens a line at the bottom (enter runs the command, and an error is shown beside it) and `?` the
+help: the keys, read from the bindings, and what the symbols mean, on one page.
 """
 
 from __future__ import annotations
@@ -13,22 +16,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
 
-from textual import on
+from rich.text import Text
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import ActiveBinding, Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.content import Content
 from textual.dom import DOMNode
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
+from textual.suggester import Suggester
+from textual.widgets import Input, Static
 
-from tui.commands import Command, CommandError
+from prime_rl.utils.text import one_line
+from tui.keys import Command, CommandError, complete, key_rows, parse
 from tui.memory import Memory
 from tui.messages import ActionEntry
+from tui.model.levels import STATE_WORDS, STATES
 from tui.model.snapshot import RunRow, Snapshot
-from tui.widgets.foot import CommandLine, KeyFooter
-from tui.widgets.header import WorkspaceHeader
+from tui.widgets.filter_bar import FilterInput
+from tui.widgets.header import CommandLine, KeyFooter, WorkspaceHeader
 
 if TYPE_CHECKING:
-    from tui.readers.alerts import Finding
-    from tui.readers.machine import Probe
+    from tui.readers.machine import Finding, Probe
 
 # How the footer names the keys, by action; the others follow.
 KEY_ORDER = (
@@ -87,7 +96,7 @@ PLACES = (
 RUN_KEY = 2
 # From the workspace's folder to what asks the machine: `readers.machine.SystemProbe` in real life.
 ProbeMaker: TypeAlias = "Callable[[Path], Probe]"
-# From the workspace's folder to what keeps it from working: `findings.find` in real life.
+# From the workspace's folder to what keeps it from working: `readers.machine.find` in real life.
 Examine: TypeAlias = "Callable[[Path], Sequence[Finding]]"
 
 
@@ -286,14 +295,10 @@ class WorkspaceScreen(Screen[None]):
 
     def action_command(self) -> None:
         """`:` opens the command line with the commands of this screen."""
-        from tui.screens.command import CommandScreen
-
         self.app.push_screen(CommandScreen(self.commands()))
 
     def action_help(self) -> None:
         """`?` opens the page of keys, filter terms and states."""
-        from tui.screens.help import HelpScreen
-
         self.app.push_screen(HelpScreen(self.setting.read_only))
 
 
@@ -382,3 +387,172 @@ class PlaceScreen(WorkspaceScreen):
         run_id = row.run_id if row else next(iter(self.run_ids()), None)
         if run_id is not None:
             self.guide.open_run(run_id)
+
+
+FILTER = (
+    ("math", "in the id, state or note"),
+    ("state:", "state:active,waiting; is:pinned, marked, problem, live"),
+    ("reward>0.5", "> >= < <= = !=, 10k, 50%, seen<5m; !TERM is not"),
+    ("name~lr", "contains; also note, reason, model"),
+)
+ALSO = (
+    ("ctrl+p", "all commands by name, themes"),
+    ("mouse", "head sorts, edge marks, click chooses, again opens"),
+)
+
+
+def describe_help(read_only: bool) -> Text:
+    """Every key, the filter's terms, the states. What is shortened here stands whole in docs/tui.md."""
+    text = Text()
+    groups = [(place, [(" ".join(keys), words) for keys, words in rows]) for place, rows in key_rows(read_only).items()]
+    groups[0][1].extend(ALSO)
+    groups.insert(2, ("Filter", list(FILTER)))
+    for title, rows in groups:
+        text.append(f"{title}\n", "bold primary")
+        for key, words in rows:
+            text.append(f"  {key:<13} ", "accent").append(f"{words}\n")
+        text.append("\n")
+    text.append("States\n", "bold primary")
+    for state, (symbol, level) in STATES.items():
+        text.append(f"  {symbol} {state:<9}", level.style).append(f" {STATE_WORDS[state]}\n")
+    text.rstrip()
+    return text
+
+
+class HelpScreen(ModalScreen[None]):
+    """The help, over the screen on which it was opened."""
+
+    DEFAULT_CSS = """
+    HelpScreen {
+        align: center middle;
+        & > VerticalScroll {
+            width: 78; height: auto; max-height: 95%;
+            border: round $primary; border-title-color: $primary; background: $surface; padding: 0 2;
+            scrollbar-size-vertical: 1;
+        }
+        & Static { height: auto; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,question_mark", "dismiss", "Close"),
+        Binding("j", "scroll(1)", "Down", show=False),
+        Binding("k", "scroll(-1)", "Up", show=False),
+    ]
+
+    def __init__(self, read_only: bool) -> None:
+        super().__init__()
+        self._read_only = read_only
+
+    def compose(self) -> ComposeResult:
+        """Yield the whole text in a box that scrolls."""
+        with VerticalScroll() as box:
+            box.border_title = "help"
+            box.border_subtitle = "esc closes"
+            yield Static(describe_help(self._read_only), markup=False)
+
+    def action_scroll(self, direction: int) -> None:
+        """Scroll by so many lines, up for a negative number."""
+        self.query_one(VerticalScroll).scroll_relative(y=direction, animate=False)
+
+
+class _Completer(Suggester):
+    def __init__(self, commands: Mapping[str, Command]) -> None:
+        super().__init__(use_cache=False, case_sensitive=True)
+        self._commands = commands
+
+    async def get_suggestion(self, value: str) -> str | None:
+        return complete(value, self._commands)
+
+
+class LineScreen(ModalScreen[None]):
+    """A screen with one line to type in: what is typed before the line has the focus is typed into it then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ahead: list[events.Key] = []
+
+    def on_key(self, event: events.Key) -> None:
+        """Keep a key that comes before the line has the focus; escape is never kept."""
+        if event.key != "escape" and not self._line_has_focus():
+            event.stop()
+            self._ahead.append(event)
+
+    def on_descendant_focus(self) -> None:
+        """Type the kept keys into the line as soon as it has the focus."""
+        if self._line_has_focus():
+            ahead, self._ahead = self._ahead, []
+            for event in ahead:
+                self.query_one(Input).post_message(events.Key(event.key, event.character))
+
+    def _line_has_focus(self) -> bool:
+        return any(line.has_focus for line in self.query(Input))
+
+
+class CommandScreen(LineScreen):
+    """Opens over any screen, which defines its commands."""
+
+    DEFAULT_CSS = """
+    CommandScreen {
+        background: transparent;
+        align: left bottom;
+        & > Horizontal { height: 1; background: $panel; padding: 0 1; }
+        & #colon { width: 2; color: $accent; }
+        & Input { width: 1fr; padding: 0; background: $panel; }
+        & #said { width: auto; max-width: 70%; color: $foreground 60%; padding-left: 2; }
+        & #said.-wrong { color: $text-error; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Close")]
+
+    def __init__(self, commands: Mapping[str, Command]) -> None:
+        super().__init__()
+        self._commands = commands
+
+    def compose(self) -> ComposeResult:
+        """Yield the input, and beside it what the command does or what is wrong."""
+        with Horizontal():
+            yield Static(":", id="colon", markup=False)
+            yield FilterInput(
+                placeholder="runs, sort reward, theme prl-light ...",
+                id="command",
+                compact=True,
+                suggester=_Completer(self._commands),
+            )
+            yield Static(id="said", markup=False)
+
+    def on_mount(self) -> None:
+        """Give the input the focus."""
+        self.query_one(Input).focus()
+
+    @on(Input.Changed)
+    def _changed(self, event: Input.Changed) -> None:
+        self._say("")
+        name = event.value.partition(" ")[0]
+        if name in self._commands:
+            command = self._commands[name]
+            self._say(f"{command.usage}: {command.help}")
+
+    @on(Input.Submitted)
+    def _submitted(self, event: Input.Submitted) -> None:
+        if not event.value.strip():
+            self.dismiss()
+            return
+        try:
+            command, words = parse(event.value, self._commands)
+        except CommandError as error:
+            self._say(one_line(str(error)), wrong=True)
+            return
+        self.dismiss()
+        self.app.call_later(self._run, command, words)
+
+    def _run(self, command: Command, words: str) -> None:
+        """After this screen is gone, for the command may open another."""
+        try:
+            command.run(words)
+        except CommandError as error:
+            self.app.notify(one_line(str(error)), severity="error", markup=False)
+
+    def _say(self, text: str, *, wrong: bool = False) -> None:
+        said = self.query_one("#said", Static)
+        said.set_class(wrong, "-wrong")
+        said.update(Content(text))

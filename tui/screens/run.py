@@ -27,21 +27,17 @@ from tui import fmt
 from tui.messages import LogFound, RunChanged
 from tui.model.snapshot import RunRow, Snapshot
 from tui.readers.charts import CHARTS, MAX_COMPARED, ChartsData
-from tui.readers.checkpoints import Checkpoint, CheckpointsData
 from tui.readers.log_reader import LogData, LogSearch
 from tui.readers.rollouts import RolloutsData
-from tui.readers.run_config import ConfigData
-from tui.readers.run_events import EventsData
+from tui.readers.run_config import Checkpoint, CheckpointsData, ConfigData, EventsData
 from tui.readers.run_reader import RunReader, RunRequest
 from tui.readers.tabs import CONFIG, TABS, TabData
 from tui.screens.base import Setting, WorkspaceScreen
-from tui.screens.pick_runs import PickRuns
+from tui.screens.compare import PickRuns
 from tui.watcher import RunWatcher
 from tui.widgets.charts import ChartsView
-from tui.widgets.config_view import ConfigView
-from tui.widgets.events_view import EventsView
-from tui.widgets.foot import KeyFooter
-from tui.widgets.header import RunHeader
+from tui.widgets.config_view import ConfigView, EventsView
+from tui.widgets.header import KeyFooter, RunHeader
 from tui.widgets.line_list import LineList
 from tui.widgets.log_view import LogView
 from tui.widgets.rollouts_view import RolloutsView
@@ -62,7 +58,7 @@ class _Pane(TabPane):
 
 
 class RunScreen(WorkspaceScreen):
-    """Reads only; `acting_run` adds what acts. Owns the thread that reads the run's files.
+    """Reads only; `acting_places` adds what acts. Owns the thread that reads the run's files.
 
     Args:
         compare: runs whose curves are drawn beside this one's, MAX_COMPARED of them at most.
