@@ -123,7 +123,7 @@ def without_marker(folder: Path) -> bool:
 
 TRAINER = "prime_rl.trainer"
 POINTS = [
-    KillPoint("while a batch file is read", f"{TRAINER}.batch_files:check_batch", before, nth=3),
+    KillPoint("while a batch file is read", f"{TRAINER}.batches:check_batch", before, nth=3),
     KillPoint(
         "between two passes of a batch", f"{TRAINER}.step:TrainStep.forward_backward", after, in_the_middle_of_batch_3
     ),
@@ -222,7 +222,7 @@ POINTS = [
 ]
 # Comes after another kill: there must be a checkpoint to load.
 LOADING = KillPoint("while a checkpoint is loaded", f"{TRAINER}.checkpoint:Snapshots.restore", after)
-READING = KillPoint("while the first batch file is read", f"{TRAINER}.batch_files:check_batch", before)
+READING = KillPoint("while the first batch file is read", f"{TRAINER}.batches:check_batch", before)
 BY_NAME = {point.name: point for point in [*POINTS, LOADING, READING]}
 
 
