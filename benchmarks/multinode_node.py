@@ -19,7 +19,7 @@ from prime_rl.multinode.decide import MASTER_RANK
 from prime_rl.multinode.member import Member, Report
 from prime_rl.multinode.node import drive
 from prime_rl.multinode.records import GroupRecord, GroupSetting, NodeRecord, Phase, Position, RlPhase, first_position
-from prime_rl.multinode.store import DiskStore, NodeFacts
+from prime_rl.multinode.store import DiskStore
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.watch import Watcher
 
@@ -65,7 +65,7 @@ def make_member(rank: int, num_nodes: int, output: OutputDir, num_iterations: in
     setting = GroupSetting(rank, num_nodes, RlPhase.BOTH, fingerprint, max_iterations=num_iterations)
     own = NodeRecord(rank, secrets.token_hex(8), 0, fingerprint=fingerprint, host=socket.gethostname(), pid=os.getpid())
     ranks = None if rank == MASTER_RANK else frozenset({MASTER_RANK, rank})
-    store = DiskStore(output, NodeFacts(num_nodes, 1.0, "both", setting.heartbeat_s, setting.loop_limit_s), ranks=ranks)
+    store = DiskStore(output, setting, weight=1.0, ranks=ranks)
     return Member(setting, own, store, work, clock=time.monotonic)
 
 

@@ -36,7 +36,7 @@ from prime_rl.multinode.records import (
     RlPhase,
     phases_of,
 )
-from prime_rl.multinode.store import DiskStore, NodeFacts
+from prime_rl.multinode.store import DiskStore
 from prime_rl.multinode.work import PhaseWork
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.network import own_address
@@ -147,11 +147,9 @@ def build_member(flags: NodeFlags, ranks: int) -> tuple[Member, Watcher]:
     is_master = flags.rank == MASTER_RANK
     own = own_record(flags)
     setting = group_setting(flags, own.fingerprint)
-    facts = NodeFacts(
-        flags.num_nodes, flags.weights[flags.rank], str(flags.rl_phase), setting.heartbeat_s, setting.loop_limit_s
-    )
     # A worker reads only the master's record and its own; the rest is in the group's.
-    store = DiskStore(output, facts, ranks=None if is_master else frozenset({MASTER_RANK, flags.rank}))
+    ranks_read = None if is_master else frozenset({MASTER_RANK, flags.rank})
+    store = DiskStore(output, setting, weight=flags.weights[flags.rank], ranks=ranks_read)
 
     def master() -> NodeRecord | None:
         return own if is_master else store.read_nodes().get(MASTER_RANK)

@@ -11,7 +11,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,23 +19,21 @@ import msgspec
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import GroupStatus, NodeStatus, PhaseTime, Status, read_status
-from prime_rl.multinode.records import GroupRecord, GroupState, NodeRecord, NodeState, Phase, Position, epoch_number
+from prime_rl.multinode.records import (
+    GroupRecord,
+    GroupSetting,
+    GroupState,
+    NodeRecord,
+    NodeState,
+    Phase,
+    Position,
+    epoch_number,
+)
 from prime_rl.utils.process import ProcessId
 
 HISTORY = 64
 _STATES = {NodeState.JOINING: "starting", NodeState.FAILED: "failed", NodeState.LEFT: "stopped"}
 StatusT = TypeVar("StatusT", bound=Status)
-
-
-@dataclass(frozen=True)
-class NodeFacts:
-    """What a node's record shows people beside what decisions need."""
-
-    num_nodes: int
-    weight: float
-    rl_phase: str
-    heartbeat_s: float
-    loop_limit_s: float
 
 
 class PhaseLog:
@@ -81,20 +78,24 @@ class DiskStore:
     """The shared folder as one node sees it.
 
     Args:
+        setting: what the node was started with, for people to read in its record.
+        weight: the node's, in `--rank-weights`; for people too.
         ranks: whose records it reads; None: of all that are there.
     """
 
     def __init__(
         self,
         output: OutputDir,
-        facts: NodeFacts,
+        setting: GroupSetting,
         *,
+        weight: float,
         ranks: frozenset[int] | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.output = output
         self.waiting_on: Callable[[], str | None] = lambda: None
-        self._facts = facts
+        self._setting = setting
+        self._weight = weight
         self._ranks = ranks
         self._log = PhaseLog(clock)
         self._started_at = time.time()
@@ -174,7 +175,11 @@ class DiskStore:
             started_at=self._started_at,
             history=list(self._log.history),
             reason=record.reason,
-            **asdict(self._facts),
+            num_nodes=self._setting.num_nodes,
+            weight=self._weight,
+            rl_phase=str(self._setting.rl_phase),
+            heartbeat_s=self._setting.heartbeat_s,
+            loop_limit_s=self._setting.loop_limit_s,
         )
 
 

@@ -34,6 +34,14 @@ def next_due(after: int | None, interval: int, max_steps: int) -> int:
     return 0 if after is None else min(after // interval * interval + interval, max_steps)
 
 
+async def eval_rollout(
+    turns: TurnSampler, tokenizer: ChatTokenizer, env: Environment, pick: Pick, number: int, *, seed: int, version: int
+) -> Rollout:
+    """Rollout `number` of an example of the eval split; `seed` is the run's. It has the same seed at every version."""
+    own_seed = derive_seed(seed, "eval", pick.env_name, pick.example.id, number)
+    return await PolicySession(turns, tokenizer, seed=own_seed, version=version).rollout(env, pick.example)
+
+
 class Evaluator:
     """Evaluates the run's policy when it is due. `done` is set when version `max_steps` has been evaluated.
 
@@ -110,11 +118,10 @@ class Evaluator:
         return {f"eval/{env_name}/num_failed": num_failed, **figures}
 
     async def _one(self, pick: Pick, number: int, version: int) -> Rollout | None:
-        """One rollout, with the same seed at every version; None when it failed, which the run survives."""
-        seed = derive_seed(self._seed, "eval", pick.env_name, pick.example.id, number)
+        """One rollout; None when it failed, which the run survives."""
+        env = self._envs[pick.env_name]
         try:
-            session = PolicySession(self._turns, self._tokenizer, seed=seed, version=version)
-            return await session.rollout(self._envs[pick.env_name], pick.example)
+            return await eval_rollout(self._turns, self._tokenizer, env, pick, number, seed=self._seed, version=version)
         except (AccessDenied, AdapterRefused, EnvironmentBroken):
             raise
         except Exception as error:  # whatever an environment raises is its own affair

@@ -34,20 +34,13 @@ from prime_rl.orchestrator.batch import SecondOrchestrator, assemble_batch, publ
 from prime_rl.orchestrator.checkpoint import checkpoint_is_due, progress_of, save_state
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, ExampleUnusable
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
+from prime_rl.orchestrator.evaluate import eval_rollout
 from prime_rl.orchestrator.metrics import eval_metrics, mean, reward_metrics, write_metrics
 from prime_rl.orchestrator.orchestrator import FINAL, make_sampler
 from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.publication import base_model, check_temperature, connect
-from prime_rl.orchestrator.rollout import (
-    Group,
-    GroupFailed,
-    PolicySession,
-    Rollout,
-    RolloutWorker,
-    derive_seed,
-    together,
-)
-from prime_rl.orchestrator.sampler import ExampleSampler
+from prime_rl.orchestrator.rollout import Group, GroupFailed, Rollout, RolloutWorker, together
+from prime_rl.orchestrator.sampler import ExampleSampler, Pick
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
 from prime_rl.utils.logger import complain, setup_logger
 
@@ -133,15 +126,12 @@ async def make_eval(
     examples = envs[env_name].examples("eval")
     if number >= len(examples):
         return Group(index, env_name, f"{env_name}/none", [])
-    example = examples[number]
-
-    async def rollout(number: int) -> Rollout:
-        seed = derive_seed(config.seed, "eval", env_name, example.id, number)
-        session = PolicySession(turns, tokenizer, seed=seed, version=version)
-        return await session.rollout(envs[env_name], example)
-
-    rollouts = await together(rollout(number) for number in range(settings.rollouts_per_example))
-    return Group(index, env_name, f"{env_name}/{example.id}", rollouts)
+    pick = Pick(env_name, examples[number])
+    rollouts = await together(
+        eval_rollout(turns, tokenizer, envs[env_name], pick, each, seed=config.seed, version=version)
+        for each in range(settings.rollouts_per_example)
+    )
+    return Group(index, env_name, f"{env_name}/{pick.example.id}", rollouts)
 
 
 async def attempt(make_task: MakeTask, task: str) -> Group:

@@ -12,7 +12,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.multinode import node
 from prime_rl.multinode.flags import NodeFlags, parse_flags
 from prime_rl.multinode.records import GroupSetting, NodeRecord, RlPhase
-from prime_rl.multinode.store import DiskStore, NodeFacts
+from prime_rl.multinode.store import DiskStore
 
 THREE = "--num-nodes 3 --rank-weights 2,1,1"
 
@@ -58,8 +58,8 @@ def test_the_debug_mode_is_a_level_of_the_log(tmp_path: Path) -> None:
 def test_the_master_heeds_all_records_and_a_worker_the_masters_and_its_own(
     tmp_path: Path, who: str, reads: set[int], woken_by: str
 ) -> None:
-    output, facts = OutputDir((tmp_path / "logs").resolve()), NodeFacts(3, 1.0, "rollout", 2.0, 30.0)
-    others = DiskStore(output, facts, ranks=None)
+    output = OutputDir((tmp_path / "logs").resolve())
+    others = DiskStore(output, GroupSetting(0, 3, RlPhase.ROLLOUT, {}), weight=1.0, ranks=None)
     for rank in range(3):
         others.write_node(NodeRecord(rank, f"of {rank}", 1))
     member, watcher = node.build_member(parse(tmp_path, f"{THREE} --rl-phase rollout {who}"), 1)

@@ -10,10 +10,19 @@ from msgspec.structs import replace
 
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import NodeStatus, PhaseTime, read_status
-from prime_rl.multinode.records import GroupRecord, GroupState, NodeRecord, NodeState, Phase, Position
-from prime_rl.multinode.store import DiskStore, NodeFacts, PhaseLog
+from prime_rl.multinode.records import (
+    GroupRecord,
+    GroupSetting,
+    GroupState,
+    NodeRecord,
+    NodeState,
+    Phase,
+    Position,
+    RlPhase,
+)
+from prime_rl.multinode.store import DiskStore, PhaseLog
 
-FACTS = NodeFacts(num_nodes=3, weight=2.0, rl_phase="both", heartbeat_s=2.0, loop_limit_s=30.0)
+SETTING = GroupSetting(2, 3, RlPhase.BOTH, {}, heartbeat_s=2.0, loop_timeout_s=120.0)
 NODE = NodeRecord(
     2,
     "9f2c",
@@ -52,7 +61,7 @@ def output(tmp_path: Path) -> OutputDir:
 
 
 def store_of(output: OutputDir, *ranks: int) -> DiskStore:
-    return DiskStore(output, FACTS, ranks=frozenset(ranks) if ranks else None)
+    return DiskStore(output, SETTING, weight=2.0, ranks=frozenset(ranks) if ranks else None)
 
 
 def test_what_one_node_writes_is_what_another_reads(output: OutputDir) -> None:
