@@ -209,15 +209,12 @@ class Workspace:
         return "\n".join(f"--- {p}\n" + "\n".join(p.read_text().splitlines()[-num_lines:]) for p in paths)
 
     def processes(self) -> list[psutil.Process]:
-        """Every process that has this workspace in its command line or environment, except the tests themselves."""
-        found = []
+        """Every process with this workspace in its command line or environment (its `info` has both), but the tests."""
         mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
-        for process in psutil.process_iter():
-            try:
-                text = " ".join(process.cmdline()) + process.environ().get("PRL_OUTPUT_DIR", "")
-            except psutil.Error:
-                continue
-            if str(self.output_dir) in text and process.pid not in mine:
+        found = []
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            words = [*(process.info["cmdline"] or []), (process.info["environ"] or {}).get("PRL_OUTPUT_DIR", "")]
+            if str(self.output_dir) in " ".join(words) and process.pid not in mine:
                 found.append(process)
         return found
 

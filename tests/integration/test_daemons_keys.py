@@ -90,6 +90,6 @@ def test_no_process_of_a_workspace_has_the_key_in_its_environment(
     workspace.wait(lambda: (workspace.runs()["run_a"]["step"] or 0) >= 1, "run_a to train, with the key")
     found = workspace.processes()
     assert len(found) >= 4, "supervisor, trainer, inference, orchestrator"
-    assert not [process.cmdline() for process in found if CANARY in str(process.environ())]
-    ways = [" ".join(p.cmdline()) for p in found if "PRL_API_KEY_FILE" in p.environ()]
+    assert not [each.info["cmdline"] for each in found if CANARY in str(each.info["environ"])]
+    ways = [" ".join(each.info["cmdline"]) for each in found if "PRL_API_KEY_FILE" in (each.info["environ"] or {})]
     assert not any("trainer" in command for command in ways)
