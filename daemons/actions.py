@@ -173,7 +173,7 @@ UNDELETE = Act(undelete_run, "restored", "not deleted, nothing to do")
 
 
 def view_of_run(output: OutputDir, run_id: str) -> RunView:
-    """What is known of one run. Raises ActionError when it is not a run."""
+    """Return the view of one run. Raises ActionError when it is not a run."""
     workspace = WorkspaceReader(output.path).read()
     if (view := workspace.run(run_id)) is not None:
         return view
@@ -192,7 +192,7 @@ def end_run(output: OutputDir, run: RunDir, action: str, reason: str, detail: st
 
 
 def is_ended(run: RunDir) -> bool:
-    """Whether the run has a `finished.txt`; a broken link counts."""
+    """True when the run has a `finished.txt`; a broken link counts."""
     return os.path.lexists(run.finished)
 
 
@@ -362,7 +362,7 @@ def _check_live(output: OutputDir, run: RunDir, changes: Mapping[str, Any]) -> N
 
 
 def _is_rolled_back(run: RunDir, data: Mapping[str, Any]) -> bool:
-    """Whether the config asks for a checkpoint to go back to, and the trainer has done that."""
+    """True when the config asks for a checkpoint to go back to, and the trainer has done that."""
     ckpt = data.get("ckpt")
     step = ckpt.get("resume_step", -1) if isinstance(ckpt, Mapping) else -1
     return isinstance(step, int) and step >= 0 and pending_request(run, step) is None

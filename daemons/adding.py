@@ -157,12 +157,12 @@ def copy_start(start: Start, folder: Path) -> None:
 
 
 def has_optimizer(init: Path) -> bool:
-    """Whether the `init/` of a run has moments of an optimizer too."""
+    """True when the `init/` of a run has moments of an optimizer too."""
     return all((init / name).exists() for name in _OPTIMIZER_FILES)
 
 
 def _is_complete(start: Start) -> bool:
-    """Whether the folder that was copied still counts. A checkpoint has its marker one folder higher."""
+    """True when the folder that was copied still counts. A checkpoint has its marker one folder higher."""
     assert start.version is not None
     step_dir = start.folder if start.folder == start.version.published else start.folder.parent
     return stable_marker(step_dir).exists()
@@ -194,7 +194,7 @@ def _download(name: str) -> Path:
 
 
 def _target_modules(output: OutputDir) -> tuple[str, ...] | None:
-    """What the workspace's trainer adapts; None when it never ran."""
+    """The modules that the workspace's trainer adapts; None when it never ran."""
     try:
         lora = load_config(TrainerConfig, output.component_config("trainer")).model.lora
     except ConfigError:
@@ -292,7 +292,7 @@ def _problems(data: Mapping[str, Any], source: str, limits: TrainerLimits | None
 
 
 def start_of(output: OutputDir, config: OrchestratorConfig, *, download: bool = True) -> Start | None:
-    """What the run's `[init]` names, checked against the run; None without one. Raises ActionError."""
+    """Return the adapter that the run's `[init]` names, checked against the run; or None. Raises ActionError."""
     if config.init.from_ is None:
         return None
     with one_line_errors(f"reading {config.init.from_}"):
@@ -417,7 +417,7 @@ def _already_exists(output: OutputDir, run_id: str) -> ActionError:
 
 
 def has_text(run: RunDir, text: str) -> bool:
-    """Whether the run exists and was made with this very text."""
+    """True when the run exists and was made with this very text."""
     return read_text(run.orch_toml, limit=MAX_TOML_BYTES) == text
 
 

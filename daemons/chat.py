@@ -44,7 +44,7 @@ _END = b"data: [DONE]"
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How answers are sampled; null leaves it to the server. Raises WrongUseError for what no server takes."""
+    """The sampling of answers; null leaves it to the server. Raises WrongUseError for what no server takes."""
 
     system: str = ""
     max_tokens: int = DEFAULT_MAX_TOKENS

@@ -1,4 +1,4 @@
-r"""What the supervisor does next: a pure function of a snapshot and the clock.
+r"""The supervisor's next act: a pure function of a snapshot and the clock.
 
     start -> starting -> running <-> stalled
                  \-> crash -> backoff -> start ... or failed;  an orchestrator's final state -> done
@@ -52,7 +52,7 @@ class State(enum.StrEnum):
 
 
 class After(enum.StrEnum):
-    """What follows once a daemon has stopped as asked."""
+    """The act that follows once a daemon has stopped as asked."""
 
     END = "end"
     RESTART = "restart"
@@ -65,7 +65,7 @@ LIVE = frozenset({State.STARTING, State.RUNNING, State.STALLED, State.STOPPING})
 
 @dataclass(frozen=True)
 class Daemon:
-    """What the supervisor remembers of one daemon.
+    """The supervisor's memory of one daemon.
 
     `handle` is its last start, for the launcher, until nothing of that is left; `process` its first process while it
     lives. `num_crashes` counts in a row, for the wait before the next start; `num_early_ends` counts starts in a row
@@ -97,7 +97,7 @@ class Daemon:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the supervisor sees of one daemon now.
+    """One daemon as the supervisor sees it now.
 
     `exit_code` is None while it lives, and for a process that is not our child. `still_s`: how long its progress has
     stood still though it had work; None: no work, or it counts none. `loop_still_s`: how long its main loop has not
@@ -138,7 +138,7 @@ class Snapshot:
 
 
 class Do(enum.StrEnum):
-    """What the executor does before it stores the daemon."""
+    """The act of the executor before it stores the daemon."""
 
     START = "start"
     TERM = "term"
@@ -194,7 +194,7 @@ def _excused(daemon: Daemon, now: float) -> Daemon:
 
 
 def _starts(daemon: Daemon, now: float) -> bool:
-    """Whether it takes one of the `max_starting` places; one that hangs in its start gives its place to others."""
+    """True when it takes one of the `max_starting` places; one that hangs in its start gives its place to others."""
     is_new = now - daemon.started_at < LOADS_WITHIN_S
     return daemon.state is State.STARTING and daemon.spec.run_id is not None and is_new
 
@@ -352,7 +352,7 @@ def _culprit(daemon: Daemon, seen: Seen, config: SupervisorConfig) -> tuple[str,
 
 
 def _crash(daemon: Daemon, before: State, seen: Seen, now: float) -> Crash:
-    """How it ended. A process that exits by itself before it is ready did not start; it has not crashed."""
+    """Its end in words. A process that exits by itself before it is ready did not start; it has not crashed."""
     kind, why = "crash", _exit_text(seen)
     items = (seen.work.suspected or seen.work.items) if seen.work else []
     if before is State.STOPPING:

@@ -66,7 +66,7 @@ class DemoError(RuntimeError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a demo shows: a folder with a system file and runs, and how `prl make-base` makes its base model."""
+    """The content of a demo: a folder with a system file and runs, and how `prl make-base` makes its base model."""
 
     configs: Path
     base_model: str = "demo"
@@ -97,7 +97,7 @@ def make_room(output: OutputDir, say: Say) -> None:
 
 @dataclass
 class RunStory:
-    """What the demo has seen of one run. Times are from the monotonic clock."""
+    """The story of one run, as the demo has seen it. Times are from the monotonic clock."""
 
     run_id: str
     state: RunState | None = None
@@ -131,7 +131,7 @@ class RunStory:
         return num_tokens / sum(times_s) if sum(times_s) else None
 
     def summary(self) -> dict[str, Any]:
-        """What the report has of this run. `wall_s` is from its first time in a slot to its end, None before that."""
+        """The report of this run. `wall_s` is from its first time in a slot to its end, None before that."""
         wall_s = self.finished_s - self.active_s if self.finished_s and self.active_s else None
         return {
             "steps": max([self.step, *(int(record["step"]) for record in self.metrics[-1:])]),
@@ -311,7 +311,7 @@ class TuiChild:
         return self
 
     def lives(self) -> bool:
-        """Whether it is shown now; gives the terminal back as soon as it is not."""
+        """True when it is shown now; gives the terminal back as soon as it is not."""
         if self._child is not None and self._child.poll() is not None:
             self._restore()
         return self._child is not None
@@ -348,14 +348,14 @@ class Engine(enum.StrEnum):
 
 
 class RecipeName(enum.StrEnum):
-    """What a demo can show."""
+    """The names of the demos."""
 
     SMALL = "small"
     SMOLLM2 = "smollm2"
 
 
 class AtEnd(enum.StrEnum):
-    """What prl-tui does when the runs are done."""
+    """The act of prl-tui when the runs are done."""
 
     QUIT = "quit"
     STAY = "stay"

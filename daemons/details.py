@@ -52,7 +52,7 @@ class CheckpointView:
 
 @dataclass(frozen=True)
 class RunDetails:
-    """What is shown of one run.
+    """The facts that are shown of one run.
 
     `config` is None unless it is valid TOML. `metrics`: the figures of the last step by writer. `disk`: bytes by
     folder.
@@ -153,7 +153,7 @@ def _folders(run: Path) -> dict[str, Use]:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run has reached by a step.
+    """The figures that a run has reached by a step.
 
     Attributes:
         rewards: mean reward of the batch, by step.
@@ -185,7 +185,7 @@ class RunResult:
 
 
 def read_result(run: RunDir, *, until: int | None = None) -> RunResult:
-    """What the run has reached by step `until` (None: by now). Raises nothing for what is in its files."""
+    """Return what the run has reached by step `until` (None: by now). Raises nothing for what is in its files."""
     rewards: dict[int, float] = {}
     evaluations: dict[int, dict[CleanText, float]] = {}
     times: dict[int, float] = {}
@@ -273,7 +273,7 @@ def config_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tupl
 
 
 def figures_of(result: RunResult) -> dict[CleanText, float]:
-    """What people compare runs by."""
+    """The figures that people compare runs by."""
     figures: list[tuple[str, float | None]] = [
         ("step", float(result.steps)),
         ("reward", result.reward),

@@ -98,7 +98,7 @@ class Check:
 
 
 def check_python(version: Sequence[int], executable: str) -> Check:
-    """Whether this Python is new enough; `executable` is shown beside its version."""
+    """True when this Python is new enough; `executable` is shown beside its version."""
     found = f"{'.'.join(map(str, version[:3]))} ({executable})"
     if tuple(version[:2]) >= MIN_PYTHON:
         return Check("python", "ok", found)
@@ -119,7 +119,7 @@ def check_package(name: str, version: str | None, *, needed: bool, error: str | 
 
 
 def check_ours(found: Mapping[str, Path | None], home: Path, here: Path) -> Check:
-    """Whether our packages are what a daemon would import. `found`: the folder of each; ours are in `home`."""
+    """True when our packages are what a daemon would import. `found`: the folder of each; ours are in `home`."""
     foreign = {name: place for name, place in found.items() if place != home / name}
     if not foreign:
         return Check("packages", "ok", f"{', '.join(found)} from {home}")
@@ -147,7 +147,7 @@ def check_gpu(devices: Sequence[str], *, driver_sees_some: bool, threads: int) -
 
 
 def check_output_dir(path: Path) -> Check:
-    """Whether the workspace can be written, or created."""
+    """True when the workspace can be written, or created."""
     place = _existing(path)
     if not place.is_dir():
         return Check("output_dir", "broken", f"{place} is not a folder", "choose another with --output-dir")
@@ -164,7 +164,7 @@ def check_output_dir(path: Path) -> Check:
 
 
 def _may_others_write(info: os.stat_result) -> bool:
-    """Whether a folder is writable for all, or for a group that is not its owner's alone (by its name)."""
+    """True when a folder is writable for all, or for a group that is not its owner's alone (by its name)."""
     with contextlib.suppress(KeyError):  # a number without a name is a group of others
         if stat.S_ISDIR(info.st_mode) and pwd.getpwuid(info.st_uid).pw_name == grp.getgrgid(info.st_gid).gr_name:
             return bool(info.st_mode & stat.S_IWOTH)
@@ -172,7 +172,7 @@ def _may_others_write(info: os.stat_result) -> bool:
 
 
 def check_file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Check:
-    """What the file system of the workspace means for file events and for the data on it."""
+    """The checks of what the workspace's file system means for file events and for the data on it."""
     place = _existing(path)
     kind = file_system_type(place, mountinfo)
     if kind is None:
@@ -190,7 +190,7 @@ def check_file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")
 
 
 def check_disk(disk: DiskView | None) -> Check:
-    """Whether the disk of the workspace has enough free space. `disk`: None when that is unknown."""
+    """True when the disk of the workspace has enough free space. `disk`: None when that is unknown."""
     if disk is None:
         return Check("disk", "warning", "free space unknown", "check it with df")
     found = f"{size_text(disk.free_bytes)} of {size_text(disk.total_bytes)} free"
@@ -201,7 +201,7 @@ def check_disk(disk: DiskView | None) -> Check:
 
 
 def check_inodes(path: Path) -> Check:
-    """Whether the file system of the workspace has room for more files. Some count none."""
+    """True when the file system of the workspace has room for more files. Some count none."""
     try:
         room = os.statvfs(_existing(path))
     except OSError as error:
@@ -227,7 +227,7 @@ def check_inotify(num_runs: int, limits: Mapping[str, int]) -> Check:
 
 
 def check_port(host: str, port: int, *, served_by_workspace: bool) -> Check:
-    """Whether inference can listen on `port`. `served_by_workspace`: our own server listens there already."""
+    """True when inference can listen on `port`. `served_by_workspace`: our own server listens there already."""
     if port == 0:
         return Check("port", "ok", "inference takes a free port")
     if served_by_workspace:
@@ -268,7 +268,7 @@ def check_clock(path: Path, status_times: Mapping[str, float], now: float | None
 
 
 def check_descriptors(soft: int, num_slots: int) -> Check:
-    """Whether a process may open the files of `num_slots` runs. `soft`: its limit; negative for none."""
+    """True when a process may open the files of `num_slots` runs. `soft`: its limit; negative for none."""
     wanted = FDS_OWN + FDS_PER_RUN * num_slots
     if soft < 0 or soft >= wanted:
         return Check("descriptors", "ok", f"{'no limit' if soft < 0 else soft} open files per process")
@@ -277,7 +277,7 @@ def check_descriptors(soft: int, num_slots: int) -> Check:
 
 
 def check_shared_memory(free_bytes: int | None) -> Check:
-    """Whether /dev/shm has room for tensors that processes share. `free_bytes`: None when it does not exist."""
+    """True when /dev/shm has room for tensors that processes share. `free_bytes`: None when it does not exist."""
     if free_bytes is None:
         return Check("/dev/shm", "ok", "not present")
     found = f"{size_text(free_bytes)} free"
@@ -287,7 +287,7 @@ def check_shared_memory(free_bytes: int | None) -> Check:
 
 
 def check_lingering(*, has_systemd: bool, lingers: bool, user: str) -> Check:
-    """Whether the daemons outlive the last session of `user`. `lingers`: systemd keeps the user's processes then."""
+    """True when the daemons outlive the last session of `user`. `lingers`: systemd keeps the user's processes then."""
     if not has_systemd:
         return Check("lingering", "ok", "no systemd: daemons outlive a logout")
     if lingers:
@@ -301,7 +301,7 @@ def check_lingering(*, has_systemd: bool, lingers: bool, user: str) -> Check:
 
 
 def check_key(variable: str, environ: Mapping[str, str]) -> Check:
-    """Whether an API key for inference is set; it is not shown."""
+    """True when an API key for inference is set; it is not shown."""
     try:
         key = read_secret(variable, environ)
     except SecretError as error:

@@ -64,14 +64,14 @@ def printable(text: str) -> str:
 
 
 def need_daemons(system: SystemConfig) -> None:
-    """What the daemons of a workspace need. Raises ActionError."""
+    """Check that the needs of a workspace's daemons are installed. Raises ActionError."""
     need_cpu()
     if system.inference.engine == "vllm":
         need("gpu", "vllm")
 
 
 def need_cpu() -> None:
-    """What trainer, inference, orchestrators and the tools for models need. Raises ActionError."""
+    """Check for what trainer, inference, orchestrators and the tools for models need. Raises ActionError."""
     need("cpu", *extras.CPU)
 
 

@@ -59,7 +59,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Export:
-    """What was written, or would be. `kind`: adapter, merged (into the base model) or model (it was trained whole).
+    """The files that were written, or would be. `kind`: adapter, merged (into the base model), model (trained whole).
 
     `url` is where it was pushed to.
     """
@@ -278,7 +278,7 @@ def _push(output: OutputDir, done: Export, repository: str, on_progress: Progres
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card tells. `config` is the run's, without secrets and clean; `is_adapter` as it was written."""
+    """The facts on a card. `config` is the run's, without secrets and clean; `is_adapter` as it was written."""
 
     run_id: str
     step: int

@@ -41,7 +41,7 @@ AUDIT = "halving"
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rung came to. `values` by run, null for a run without one; `carried_out`: all marks are written."""
+    """The result of one rung. `values` by run, null for a run without one; `carried_out`: all marks are written."""
 
     rung: int
     step: int
@@ -114,7 +114,7 @@ def contenders(plan: SweepPlan, decisions: Sequence[Decision], facts: Mapping[st
 
 
 def is_due(rung: Rung, runs: Sequence[RunFact]) -> bool:
-    """Whether the rung can be decided: all have reached it, or it would end none."""
+    """True when the rung can be decided: all have reached it, or it would end none."""
     return len(runs) <= rung.keep or all(run.is_over or run.step >= rung.step for run in runs)
 
 
@@ -276,7 +276,7 @@ def _unpause(run: RunDir) -> bool:
 
 
 def read_decisions(output: OutputDir, name: str) -> Decisions:
-    """What was decided about a sweep so far; nothing without a file.
+    """The decisions about a sweep so far; none without a file.
 
     Raises ValueError for another version, OSError or MsgspecError when the file cannot be read.
     """

@@ -1,4 +1,4 @@
-"""What the daemons of a workspace use of this machine, and what is left: processor, memory, GPUs, disk.
+"""The use of this machine by the daemons of a workspace, and what is left: processor, memory, GPUs, disk.
 
 Counts a daemon together with all processes below it. One look walks the process table once, however many daemons there
 are. GPUs are seen where NVIDIA's Python bindings are installed; they are optional. Sizes on the disk are allocated

@@ -65,7 +65,7 @@ class Observer:
         self._held: frozenset[str] = frozenset()
 
     def has_changes(self) -> bool:
-        """Whether runs got or lost a slot, or a person requested something. Costs two `stat` calls."""
+        """True when runs got or lost a slot, or a person requested something. Costs two `stat` calls."""
         return bool(self.requests()) or self._trainer_runs() != self._held
 
     def requests(self) -> frozenset[str]:
@@ -85,7 +85,7 @@ class Observer:
         return {run_id: run for run_id, run in found.items() if run is not None}
 
     def see(self, daemon: Daemon, look: Alive | Ended, run: RunNow | None, now: float) -> Seen:
-        """What the supervisor sees of `daemon`: from its launcher, its run, and the status that its own process wrote.
+        """Return `daemon` as it is now: by its launcher, its run, and the status that its own process wrote.
 
         `now` is in seconds that never jump: how long something stands still is counted from the call that first saw it.
         """
@@ -135,7 +135,7 @@ class Observer:
         return self._unchanged_s(name, "progress", (own.pid, own.progress), now)
 
     def _unchanged_s(self, name: str, what: str, value: object, now: float) -> float:
-        """How long a daemon has shown the same, by our own clock: those of daemons are set, and differ from ours."""
+        """The time for which a daemon has shown the same, by our own clock: others are set, and differ from ours."""
         last = self._unchanged.get((name, what))
         if last is None or last[0] != value:
             last = self._unchanged[name, what] = (value, now)
@@ -157,7 +157,7 @@ class Observer:
         return status if status and daemon.process and _wrote(daemon.process, status) else None
 
     def _work(self, daemon: Daemon) -> Work | None:
-        """What the process that has ended noted last; None for nothing. Its suspects can be evicted."""
+        """The last note of work of the process that has ended; None for nothing. Its suspects can be evicted."""
         if daemon.process is None or daemon.spec.kind not in _READY:
             return None
         work = read_work(work_file(self.output, daemon.spec))
@@ -222,7 +222,7 @@ def work_file(output: OutputDir, spec: DaemonSpec) -> Path:
 
 
 def has_work(status: Status) -> bool:
-    """Whether the daemon that wrote `status` has something to get done."""
+    """True when the daemon that wrote `status` has something to get done."""
     if isinstance(status, TrainerStatus):
         return bool(status.runs)
     if isinstance(status, InferenceStatus):
@@ -245,7 +245,7 @@ def _what(path: str) -> tuple[int, ...]:
 
 
 def _wrote(process: ProcessId, status: Status) -> bool:
-    """Whether `status` was written by `process`, a process of its session, or one that it started.
+    """True when `status` was written by `process`, a process of its session, or one that it started.
 
     Each of torchrun's ranks has its own session. On another machine: by one that was started there after it.
     """
@@ -260,7 +260,7 @@ def _wrote(process: ProcessId, status: Status) -> bool:
 
 
 def _asks_for_monitors(path: Path) -> bool:
-    """Whether a run's config has a table below [monitor]. One that is invalid otherwise is not used by any daemon."""
+    """True when a run's config has a table below [monitor]. One that is invalid otherwise is not used by any daemon."""
     try:
         table = load_toml(path).get("monitor")
     except ConfigError:

@@ -47,7 +47,7 @@ class SupervisorInfo(msgspec.Struct, kw_only=True):
         return ProcessId(self.pid, self.create_time, self.start)
 
     def lives_here(self) -> bool:
-        """Whether the holder still runs; false for one of another machine or an earlier boot."""
+        """True when the holder still runs; false for one of another machine or an earlier boot."""
         return is_this_boot(self.host, self.boot_id) and self.process.is_running()
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class SupervisorInfo(msgspec.Struct, kw_only=True):
 
 
 def is_this_boot(host: str, boot: str) -> bool:
-    """Whether pids that were written down on `host` since its boot `boot` can be those of processes here."""
+    """True when pids that were written down on `host` since its boot `boot` can be those of processes here."""
     return host == socket.gethostname() and boot == boot_id()
 
 
@@ -145,7 +145,7 @@ class SupervisorLock:
         self._is_claimed = True
 
     def is_in_place(self) -> bool:
-        """Whether the workspace is still ours: we hold the lock file, and no other supervisor wrote the pid file.
+        """True when the workspace is still ours: we hold the lock file, and no other supervisor wrote the pid file.
 
         A workspace that was removed and created again has another lock file.
         """
@@ -156,7 +156,7 @@ class SupervisorLock:
         return same and self._is_signed()
 
     def _is_signed(self) -> bool:
-        """Whether the pid file, if there is one, is what we wrote. It is read only when it has changed."""
+        """True when the pid file, if there is one, is what we wrote. It is read only when it has changed."""
         try:
             now = self.output.supervisor_pidfile.stat()
         except OSError:

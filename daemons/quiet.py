@@ -1,4 +1,4 @@
-"""Which alerts people have silenced: an incident is acknowledged, a kind or a subject is muted.
+"""Alerts that people have silenced: an incident is acknowledged, a kind or a subject is muted.
 
 One small file each in `daemons/alerts/said/`, written by `prl` and `prl-tui`, also with the daemons down. The daemon
 `alerts` sends nothing of what is silenced; every list still shows it. Each act is in the audit log.
@@ -40,7 +40,7 @@ class Named(Protocol):
 
     @property
     def subject(self) -> str:
-        """What the incident is about: a run, a daemon, `node RANK` or `disk`."""
+        """The subject of the incident: a run, a daemon, `node RANK` or `disk`."""
         ...
 
 
@@ -65,17 +65,17 @@ class Silence(msgspec.Struct, frozen=True, kw_only=True):
         return ":".join(filter(None, (self.kind, self.subject)))
 
     def covers(self, incident: Named) -> bool:
-        """Whether `incident` is one that this stands for. Does not look at `until`."""
+        """True when `incident` is one that this stands for. Does not look at `until`."""
         return self.kind in ("", incident.kind) and self.subject in ("", incident.subject)
 
 
 def name_of(incident: Named) -> str:
-    """What `acknowledge` and `mute` take."""
+    """The name that `acknowledge` and `mute` take."""
     return f"{incident.kind}:{incident.subject}"
 
 
 def read_silences(output: OutputDir, now: float) -> list[Silence]:
-    """What holds at `now`, the oldest first, with clean text; damaged files are skipped."""
+    """The silences that hold at `now`, the oldest first, with clean text; damaged files are skipped."""
     found = [each for each in map(_read, _files(output)) if each is not None and not _is_past(each, now)]
     return sorted(found, key=lambda each: each.at)
 
@@ -91,7 +91,7 @@ def muting(incident: Named, silences: Iterable[Silence]) -> Silence | None:
 
 
 def is_silenced(incident: Named, silences: Sequence[Silence]) -> bool:
-    """Whether it is not reported when it opens."""
+    """True when it is not reported when it opens."""
     return acknowledgement(incident, silences) is not None or muting(incident, silences) is not None
 
 

@@ -206,7 +206,7 @@ def _nothing() -> None:
 
 
 def is_anything_left(output: OutputDir, launcher: Launcher) -> bool:
-    """Whether a daemon of the workspace lives, or a process that outlived its daemon."""
+    """True when a daemon of the workspace lives, or a process that outlived its daemon."""
     return bool(living(output, launcher) or launcher.strays())
 
 
@@ -235,7 +235,7 @@ def forget_endings(output: OutputDir, keep: Collection[str]) -> None:
 
 
 def _spec(output: OutputDir, name: str, system: SystemConfig | None = None) -> DaemonSpec | None:
-    """How the daemon is started, or None if it is not a daemon (any more). Default: by the system of the last start."""
+    """The spec of the daemon, or None if it is not a daemon (any more). Default: by the system of the last start."""
     if name == MONITORS:
         return monitors_spec(output, system)
     for spec in service_specs(output, system):

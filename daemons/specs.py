@@ -1,4 +1,4 @@
-"""Which daemons should run in a workspace now, and how each is started: from the system config and the disk.
+"""The daemons that should run in a workspace now, and how each is started: from the system config and the disk.
 
 Trainer and inference should always run; an orchestrator for each run that the trainer holds in a slot, unless its final
 state shows that it is done; alerts where the system file asks for them; monitors where it does or a run that trains. It
@@ -73,7 +73,7 @@ MEETING_PORTS = range(20_000, 30_000)
 
 @dataclass(frozen=True)
 class DaemonSpec:
-    """How one daemon is started. `run_id` is set for an orchestrator, which is named after its run.
+    """The way to start one daemon. `run_id` is set for an orchestrator, which is named after its run.
 
     `num_nodes`: on how many machines, `min_nodes` at least; `gpus` and `ranks` are for each of them. `devices`: the
     GPUs of this machine that it sees, () for all. `replica` is the number of an inference server.
@@ -239,14 +239,14 @@ def daemon_of(argv: Sequence[str]) -> tuple[str | None, str | None]:
 
 
 def orchestrator_spec(run: RunDir, system: SystemConfig | None = None) -> DaemonSpec:
-    """How a run's orchestrator is started. Default: by the system of the last start."""
+    """The spec of a run's orchestrator. Default: by the system of the last start."""
     system = system or saved_system(OutputDir(run.path.parent))
     argv = python_module(module_of(ORCHESTRATOR, system.deployment.modules), "@", str(run.orch_toml))
     return DaemonSpec(run.run_id, tuple(argv), run.log, run.run_id)
 
 
 def wants_orchestrator(run: RunNow) -> bool:
-    """Whether a run's orchestrator should live: the run has a slot, and its orchestrator is not in a final state.
+    """True when a run's orchestrator should live: the run has a slot, and its orchestrator is not in a final state.
 
     That of a paused run, too, if it was killed before it ended: another one unloads the adapters that it left.
     """
@@ -266,7 +266,7 @@ def wants_orchestrator(run: RunNow) -> bool:
 
 
 def wants_monitors(run: RunNow) -> bool:
-    """Whether a run has metrics to come for monitors of its own: also those of its last evaluation, without a slot."""
+    """True when a run has metrics to come for its own monitors: also those of its last evaluation, without a slot."""
     evaluates = not run.evicted and run.status is not None and run.status.state in ("starting", "running")
     return run.has_monitors and (run.in_slot or evaluates) and not run.gone
 
@@ -347,7 +347,7 @@ def keys_of(spec: DaemonSpec, output: OutputDir) -> list[str]:
 
 
 def all_keys(output: OutputDir) -> list[str]:
-    """What the supervisor is handed, to hand it on."""
+    """The keys that the supervisor is handed, to hand them on."""
     runs, _ = scan_runs(output.path)
     variables = [_variable(run.orch_toml, "client") for run in runs]
     return sorted({inference_variable(output), *variables, *_alerts_variables(output), WANDB_VARIABLE})

@@ -68,7 +68,7 @@ class Job:
 
 
 def is_for_a_job(system: SystemConfig) -> bool:
-    """Whether `prl up` has to submit a job: the engine is Slurm, and this process is in no allocation."""
+    """True when `prl up` has to submit a job: the engine is Slurm, and this process is in no allocation."""
     return system.deployment.engine == "slurm" and Allocation.of() is None
 
 
@@ -178,7 +178,7 @@ def _wait(
 
 
 def has_job(output: OutputDir) -> bool:
-    """Whether the workspace was ever submitted, and this process is in no allocation."""
+    """True when the workspace was ever submitted, and this process is in no allocation."""
     return Allocation.of() is None and script_file(output).exists()
 
 

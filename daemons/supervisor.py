@@ -156,7 +156,7 @@ class Supervisor:
             self._follow(daemon.spec)
 
     def is_due(self) -> bool:
-        """Whether it is time to look at everything, or something has happened.
+        """True when it is time to look at everything, or something has happened.
 
         Looking takes half of the time at most: with thousands of daemons a look may take longer than TICK_S.
         """
@@ -209,7 +209,7 @@ class Supervisor:
         return self._observer.see(daemon, look, run, now)
 
     def _rest_s(self, now: float) -> float:
-        """How long to wait unless something happens."""
+        """The seconds to wait unless something happens."""
         daemons = self._daemons.values()
         if any(each.state in (State.STARTING, State.STOPPING) for each in daemons):
             return 0.0

@@ -62,7 +62,7 @@ _HEALTH_TIMEOUT_S = 2.0
 
 
 def means_folder(model_name: str) -> bool:
-    """Whether a model's name is meant as a folder; all other names are left to the hub's cache."""
+    """True when a model's name is meant as a folder; all other names are left to the hub's cache."""
     path = Path(model_name)
     return path.is_absolute() or path.parts[:1] in ((), *((each,) for each in _FOLDERS)) or path.parent.exists()
 
@@ -210,7 +210,7 @@ def wait_until_ready(
 
 
 def is_ready(workspace: Workspace) -> bool:
-    """Whether the supervisor watches and has recorded both, the trainer waits or trains, inference really answers."""
+    """True when the supervisor watches and has recorded both, the trainer waits or trains, inference really answers."""
     return (
         workspace.supervisor_alive
         and all(workspace.daemon(name) is not None for name in (INFERENCE, TRAINER))
@@ -223,7 +223,7 @@ def is_ready(workspace: Workspace) -> bool:
 
 
 def answers(base_url: str) -> bool:
-    """Whether the server's `/health` returns 200."""
+    """True when the server's `/health` returns 200."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(base_url.removesuffix("/v1") + "/health", timeout=_HEALTH_TIMEOUT_S) as reply:

@@ -35,14 +35,14 @@ _STAMP = re.compile(r"(\d{8}T\d{6}Z)(-\d+)?")
 
 
 def users_of_run(output_dir: Path, run_id: str) -> list[str]:
-    """What uses a run now, such as "the trainer (slot 1)"; while anything does, deleting it needs `force`."""
+    """The users of a run now, such as "the trainer (slot 1)"; while there are any, deleting it needs `force`."""
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"looking at {run_id}"):
         return users(output, output.run(run_id))
 
 
 def users(output: OutputDir, run: RunDir, *, claimed: bool = True) -> list[str]:
-    """What must release a run before its folder may move; without `claimed`, only what others than the run report.
+    """The users that must release a run before its folder may move; without `claimed`, only what others report.
 
     The owner of a run may write anything into its status file, so what it claims must not keep the run for ever.
     """
@@ -214,7 +214,7 @@ def existing_run(output: OutputDir, run_id: str) -> RunDir:
 
 
 def _is_due(name: str, older_than_s: float, now: float) -> bool:
-    """Whether an entry of the trash is old enough. The age of anything but a deleted run is unknown."""
+    """True when an entry of the trash is old enough. The age of anything but a deleted run is unknown."""
     if older_than_s <= 0:
         return True
     parsed = parse_trashed(name)

@@ -271,7 +271,7 @@ def settle_slots(system: SystemConfig, output: OutputDir, *, stop: Callable[[], 
 
 
 def share_a_gpu(system: SystemConfig, devices: str | None) -> bool:
-    """Whether vLLM's share of its GPU is to be worked out: it is "auto", and the trainer uses the same GPU.
+    """True when vLLM's share of its GPU is to be worked out: it is "auto", and the trainer uses the same GPU.
 
     `devices`: CUDA_VISIBLE_DEVICES. One process takes the first GPU that it sees. What several GPUs of one vLLM
     hold is left to the person who set that up.
@@ -294,7 +294,7 @@ def _with_devices(devices: str | None) -> dict[str, str]:
 
 
 def _earlier(output: OutputDir, wanted: Sequence[str]) -> tuple[SystemConfig, dict[str, Any]] | None:
-    """What the last `prl up` was asked for, and the `wanted` numbers that it ran with; None where one is missing."""
+    """The wish of the last `prl up`, and the `wanted` numbers that it ran with; None where one is missing."""
     try:
         asked = load_config(SystemConfig, output.component_config(UP))
         held = load_config(SystemConfig, output.component_config(SYSTEM))
@@ -337,7 +337,7 @@ def _ranks(trainer: TrainerDeployment) -> int:
 def _ask(
     system: SystemConfig, devices: str | None, stop: Callable[[], bool], wanted: Sequence[str]
 ) -> dict[str, Any] | None:
-    """What `prl fit` answers; None when `stop()` came first. Raises LaunchError."""
+    """The answer of `prl fit`; None when `stop()` came first. Raises LaunchError."""
     with tempfile.TemporaryDirectory() as name:
         file, out, errors = (Path(name) / each for each in ("system.toml", "out", "errors"))
         # What was left to defaults stays so: inference gets its number of slots only now.

@@ -1,4 +1,4 @@
-"""Which versions of a run are on disk, and where: what is forked, exported, served, or continued from.
+"""Versions of a run on disk, and where: what is forked, exported, served, or continued from.
 
 A version has been published for inference, saved as a checkpoint, or both; of both the older ones are removed in time.
 Version 0 is on disk only for a run that started from an adapter (`[init]`). Reads names only.

@@ -175,7 +175,7 @@ def together(replicas: Sequence[InferenceStatus]) -> InferenceStatus | None:
 def find_bottleneck(
     runs: list[RunView], trainer: TrainerStatus | None, inference: InferenceStatus | None
 ) -> str | None:
-    """Which daemon the others wait for, by name, or None when nothing is in progress."""
+    """The runs that wait for a daemon, with what it is at, or None when nothing is in progress."""
     active = [run for run in runs if run.state is RunState.ACTIVE]
     if trainer is None:
         return None
@@ -203,7 +203,7 @@ def waits_for(
     daemon: DaemonView | None,
     broken: str | None = None,
 ) -> str | None:
-    """What a run waits for; None when it waits for nothing.
+    """The cause that a run waits for; None when it waits for nothing.
 
     Args:
         status: of its orchestrator, while that lives.
@@ -224,7 +224,7 @@ def waits_for(
 
 
 def failure(service: DaemonView | None) -> str | None:
-    """What its users wait for when it has failed for good; None when it has not."""
+    """The failed service that its users wait for, and the way out; None when it has not failed for good."""
     if service is None or service.state != "failed":
         return None
     return f"{service.name}, which has failed ({service.reason}): prl restart {service.name}"

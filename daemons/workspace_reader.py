@@ -79,7 +79,7 @@ class Stamp(NamedTuple):
 
     @property
     def readable(self) -> bool:
-        """Whether the file is a regular one of at most MAX_FILE_BYTES."""
+        """True when the file is a regular one of at most MAX_FILE_BYTES."""
         return self.is_file and self.size <= MAX_FILE_BYTES
 
 
@@ -130,7 +130,7 @@ class StatusFiles:
 
 
 class ConfigFacts(NamedTuple):
-    """What is shown of a run's config: a config itself takes kilobytes, and a workspace may have thousands."""
+    """The shown facts of a run's config: a config itself takes kilobytes, and a workspace may have thousands."""
 
     max_steps: int
     lr: float
@@ -145,7 +145,7 @@ class ConfigFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParsedConfig:
-    """What a run's config contains, or why it is invalid; both None while it has not been read."""
+    """The content of a run's config, or why it is invalid; both None while it has not been read."""
 
     config: ConfigFacts | None = None
     error: str | None = None
@@ -376,7 +376,7 @@ class WorkspaceReader:
         return self._files
 
     def _view(self, run_id: str, facts: _Facts) -> RunView:
-        """What follows from `facts`; the same object as long as it is equal."""
+        """The view that follows from `facts`; the same object as long as it is equal."""
         known = self._views.get(run_id)
         if known is not None and known[0] == facts:
             return known[1]
@@ -432,7 +432,7 @@ class _Facts(NamedTuple):
 
 
 def _read_files(files: RunFiles, *, is_busy: bool, with_config: bool) -> RunRecord | str:
-    """What the files of a run contain, or why it is refused."""
+    """The content of the files of a run, or why it is refused."""
     try:
         record = files.read(is_busy=is_busy, with_config=with_config)
     except OSError as error:
@@ -444,7 +444,7 @@ def _read_files(files: RunFiles, *, is_busy: bool, with_config: bool) -> RunReco
 
 
 def _may_stay(facts: _Facts, run_id: str, at_rest: bool, working: Set[str] | None) -> bool:
-    """Whether a run is left as it was. One without a slot whose orchestrator lives is read at every look."""
+    """True when a run is left as it was. One without a slot whose orchestrator lives is read at every look."""
     if facts.slot is None:
         return not (at_rest or facts.lives)
     return working is not None and run_id not in working

@@ -246,6 +246,6 @@ class PlainGlyphs(LineFilter):
 
 
 def plain_glyphs(term: str, encoding: str) -> PlainGlyphs | None:
-    """What a terminal of this TERM and encoding needs; None where all can be drawn."""
+    """The glyphs that a terminal of this TERM and encoding needs; None where all can be drawn."""
     is_utf8 = encoding.lower().replace("-", "").replace("_", "") in ("utf8", "utf8sig")
     return PlainGlyphs(ascii_only=not is_utf8) if not is_utf8 or term == "linux" else None

@@ -136,7 +136,7 @@ class CommandError(ValueError):
 
 @dataclass(frozen=True)
 class Command:
-    """What a key does, by name; some commands also take words.
+    """The effect of a key, by name; some commands also take words.
 
     Attributes:
         title: its name in the list of ctrl+p; default: the name.

@@ -23,7 +23,7 @@ class WorkspaceChanged(Message):
         self.snapshot = snapshot
 
     def can_replace(self, message: Message) -> bool:
-        """Whether the next message in the queue replaces this one: any later look at the workspace does."""
+        """True when the next message in the queue replaces this one: any later look at the workspace does."""
         return isinstance(message, WorkspaceChanged)
 
 
@@ -35,7 +35,7 @@ class RunChanged(Message):
         self.data = data
 
     def can_replace(self, message: Message) -> bool:
-        """Whether the next message in the queue replaces this one: a later look at the same tab and run does."""
+        """True when the next message in the queue replaces this one: a later look at the same tab and run does."""
         if not isinstance(message, RunChanged) or type(message.data) is not type(self.data):
             return False
         return message.data.run_id == self.data.run_id
@@ -49,7 +49,7 @@ class SystemChanged(Message):
         self.look = look
 
     def can_replace(self, message: Message) -> bool:
-        """Whether the next message in the queue replaces this one: any later look at the machine does."""
+        """True when the next message in the queue replaces this one: any later look at the machine does."""
         return isinstance(message, SystemChanged)
 
 
@@ -61,7 +61,7 @@ class LogFound(Message):
         self.found = found
 
     def can_replace(self, message: Message) -> bool:
-        """Whether the next message in the queue replaces this one: one of the same or of a later search does."""
+        """True when the next message in the queue replaces this one: one of the same or of a later search does."""
         return isinstance(message, LogFound) and message.found.serial >= self.found.serial
 
 
@@ -75,7 +75,7 @@ class ChatTurn:
 
 @dataclass(frozen=True)
 class ChatLook:
-    """What the tab Chat shows.
+    """The content of the tab Chat.
 
     Attributes:
         target: what is to answer: a run (its newest version), `run_a@v3`, or "base".
@@ -100,7 +100,7 @@ class ChatChanged(Message):
         self.look = look
 
     def can_replace(self, message: Message) -> bool:
-        """Whether the next message in the queue replaces this one: any later look at a conversation does."""
+        """True when the next message in the queue replaces this one: any later look at a conversation does."""
         return isinstance(message, ChatChanged)
 
 
@@ -130,5 +130,5 @@ class ActionChanged(Message):
         self.entry = entry
 
     def can_replace(self, message: Message) -> bool:
-        """Whether the next message in the queue replaces this one: later progress of the same action does."""
+        """True when the next message in the queue replaces this one: later progress of the same action does."""
         return isinstance(message, ActionChanged) and message.entry.serial == self.entry.serial

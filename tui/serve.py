@@ -28,7 +28,7 @@ _FOREIGN_LINK = r"<link\b[^>]*\bhref=\"https?://(?!{authority}/)[^>]*>"
 
 
 def child_command(output_dir: Path, *, allow_actions: bool) -> str:
-    """What textual-serve hands to a shell for each browser window."""
+    """The command that textual-serve hands to a shell for each browser window."""
     argv = [sys.executable, "-m", "tui", *([] if allow_actions else ["--read-only"]), "--", str(output_dir)]
     return f"exec {shlex.join(argv)}"
 

@@ -136,7 +136,7 @@ class Rest:
 
     @property
     def is_over(self) -> bool:
-        """Whether these runs are due for a look; true before the first one."""
+        """True when these runs are due for a look; true before the first one."""
         return self._until is None or time.monotonic() >= self._until
 
     def begin(self, took_s: float) -> float:
@@ -204,14 +204,14 @@ class WorkspaceWatcher:
                     watcher.wait(0.0)
 
     def _take_wake(self) -> bool:
-        """Whether it was woken. Cleared only where it was set, and before the look: a wake that comes later stays."""
+        """True when it was woken. Cleared only where it was set, and before the look: a wake that comes later stays."""
         woken = self._woken.is_set()
         if woken:
             self._woken.clear()
         return woken
 
     def _pause_s(self, workspace: Workspace) -> float:
-        """How long to wait for a hint. A run that is silent is looked at again in the moment in which it is lost."""
+        """The seconds to wait for a hint. A silent run is looked at again in the moment in which it is lost."""
         if self._closely:
             return CLOSE_LOOK_S
         times = (run.updated_at for run in workspace.runs if run.state is RunState.ACTIVE)
@@ -269,7 +269,7 @@ class WorkspaceWatcher:
             self._watcher.wake()
 
     def drawn(self) -> None:
-        """What was posted first is on the screen. From any thread."""
+        """Note that what was posted first is on the screen. From any thread."""
         self._drawn.set()
 
     def stop(self) -> None:
@@ -320,7 +320,7 @@ class RunWatcher(Generic[RequestT]):
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether all of what is asked for now was read and posted."""
+        """True when all of what is asked for now was read and posted."""
         return self._answered == self._request
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong in a workspace now, and what cannot be told: a pure function of a snapshot. It sends nothing.
+"""Faults of a workspace now, and what cannot be told: a pure function of a snapshot. It sends nothing.
 
 An incident is named by its kind and its subject, so it is the same one as long as both stay. All text is clean.
 
@@ -79,7 +79,7 @@ def incidents(
 
 
 def is_well(workspace: Workspace) -> bool:
-    """Whether supervisor, trainer and all of inference work. Runs that failed do not count: the others go on."""
+    """True when supervisor, trainer and all of inference work. Runs that failed do not count: the others go on."""
     services = [workspace.daemon(name) for name in (SUPERVISOR, "trainer", "inference")]
     services += [each for each in workspace.daemons if each.name.startswith("inference-") and each.state != "done"]
     return workspace.supervisor_alive and all(each is not None and each.state == "running" for each in services)

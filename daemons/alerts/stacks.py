@@ -36,7 +36,7 @@ _FIRST_LINE = b"(most recent call first):"
 
 
 def keep_stack(output: OutputDir) -> Callable[[str, ProcessId], threading.Thread]:
-    """What keeps the stacks of a daemon and of all that it started in `logs/stacks/NAME.txt`, in a thread of its own.
+    """Return a call that keeps the stacks of a daemon and what it started in `logs/stacks/NAME.txt`, in its own thread.
 
     The ranks of a trainer are children of torchrun, the engines of vLLM those of its front.
     """
@@ -75,13 +75,13 @@ def _keep(path: Path, name: str, process: ProcessId, log: Path) -> None:
 
 
 def _catches(pid: int, signum: signal.Signals) -> bool:
-    """Whether a signal would be handled; any other ends the process."""
+    """True when a signal would be handled; any other ends the process."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
     return caught is not None and bool(int(caught[1], 16) >> (signum - 1) & 1)
 
 
 def _told_by_itself(process: ProcessId, log: Path) -> bytes:
-    """What a sealed process adds to its log when it is asked for its stacks. Raises OSError, WaitTimeout too."""
+    """The lines that a sealed process adds to its log when asked for its stacks. Raises OSError, WaitTimeout too."""
     with os.fdopen(open_file(log), "rb") as file:
         file.seek(0, os.SEEK_END)
         told = b""

@@ -103,7 +103,7 @@ def message_targets(config: AlertsConfig, environ: Mapping[str, str]) -> list[tu
 
 
 def dead_man(config: AlertsConfig, environ: Mapping[str, str]) -> tuple[str, Send] | None:
-    """What asks the dead man's URL, whatever the message."""
+    """Return the call that asks the dead man's URL, whatever the message."""
     if config.dead_man_url is None:
         return None
     url = _web_url(config.dead_man_url, environ)

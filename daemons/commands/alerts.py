@@ -47,7 +47,7 @@ ReasonOption = Annotated[str, typer.Option(metavar="TEXT", help="Why; shown by p
 
 @dataclass(frozen=True)
 class Sent:
-    """Whether a test message was sent to a target; `error` is None then."""
+    """The outcome of a test message to a target; `error` is None when it was sent."""
 
     target: str
     error: str | None

@@ -1,4 +1,4 @@
-"""What all commands share: options, the choice of the output directory, JSON, tables, a watch loop.
+"""Parts that all commands share: options, the choice of the output directory, JSON, tables, a watch loop.
 
 What is printed goes through `say`, `complain` or `cell`: clean, and never read as markup.
 """
@@ -70,7 +70,7 @@ def choose_output(option: Path | None) -> OutputDir:
 
 
 def no_workspace(path: Path) -> str | None:
-    """What to say of a folder that is not there; None where it is."""
+    """The message about a folder that is not there; None where it is."""
     return None if path.is_dir() else f"no workspace at {path}: start one with prl up, or name another"
 
 

@@ -38,7 +38,7 @@ _MAX_RESTARTS = 20
 
 @dataclass(frozen=True)
 class Pods:
-    """What the pods are made of, which the system file does not say.
+    """The settings of the pods, which the system file does not say.
 
     `gpus`: of each pod; None for as many as its daemons need. `cpus`, `memory`, `storage`: as Kubernetes writes them.
     """
@@ -88,7 +88,7 @@ def on_ray(system: SystemConfig) -> SystemConfig:
 
 
 def start_script(pods: Pods, gpus: int) -> str:
-    """What a pod runs, by sh. The first one is the head."""
+    """The script that a pod runs, by sh. The first one is the head."""
     head = f"{pods.name}-0.{pods.name}:{RAY_PORT}"
     ray = f"ray start --disable-usage-stats --num-gpus={gpus}"
     up = shlex.join(["prl", "up", "--foreground", "@", f"{_CONFIG}/system.toml", "--output-dir", _WORKSPACE])

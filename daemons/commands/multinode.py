@@ -170,5 +170,5 @@ class GroupLook:
 
 
 def stall_reason(found: Stall | None) -> str | None:
-    """What has stopped in a stalled node, and for how long."""
+    """The part that has stopped in a stalled node, and for how long."""
     return f"is alive, but {found.what} has stood still for {short_time(found.for_s)}" if found else None

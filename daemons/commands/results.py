@@ -47,7 +47,7 @@ QUIT, RESET = "/quit", "/reset"
 
 
 class By(enum.StrEnum):
-    """What usage is added up by."""
+    """The keys that usage is added up by."""
 
     RUN = "run"
     TAG = "tag"
@@ -116,7 +116,7 @@ def _usage_lines(output: OutputDir) -> tuple[list[UsageLine], list[str]]:
 
 
 def _is_sound(line: UsageLine, stem: str) -> bool:
-    """Whether a line has a run's name, that of its own file, and numbers that can be added up."""
+    """True when a line has a run's name, that of its own file, and numbers that can be added up."""
     try:
         check_run_id(line.run_id)
     except LayoutError:

@@ -215,7 +215,7 @@ def disk_text(disk: DiskView) -> str:
 
 
 def workspace_view(workspace: Workspace, disk: DiskView | None, holder: SupervisorInfo | None = None) -> RenderableType:
-    """What `prl status` prints. `holder`: who has the workspace's lock, by the pid file."""
+    """The data that `prl status` prints. `holder`: who has the workspace's lock, by the pid file."""
     parts: list[RenderableType] = []
     if workspace.daemons:
         parts += [daemons_table(workspace.daemons), Text("")]
@@ -396,7 +396,7 @@ def _states(words: list[str] | None) -> set[RunState]:
 
 
 def parse_overrides(changes: list[str] | None) -> dict[str, object] | None:
-    """What `--set` was given, nested; None without it. Raises UsageError."""
+    """The values of `--set`, nested; None without it. Raises UsageError."""
     try:
         return parse_set(changes) if changes else None
     except ConfigError as error:
@@ -420,7 +420,7 @@ def details_json(details: RunDetails) -> dict[str, Any]:
 
 
 def details_view(details: RunDetails) -> RenderableType:
-    """What `prl runs show` prints; missing facts take no line."""
+    """The table that `prl runs show` prints; missing facts take no line."""
     parts: list[RenderableType] = [_facts(details)]
     for name, figures in details.metrics.items():
         evaluated = sorted(key for key in figures if key.startswith("eval/") and "/avg@" in key)
@@ -468,7 +468,7 @@ def _section(title: str, lines: tuple[str, ...] | list[str]) -> list[RenderableT
 
 
 def sample_view(sample: Sample) -> str:
-    """What `prl runs samples` prints for one rollout. Text of the rollout is indented."""
+    """The text that `prl runs samples` prints for one rollout. Text of the rollout is indented."""
     sample = clean_strings(sample)
     versions = ", ".join(map(str, sample.policy_versions))
     lines = [

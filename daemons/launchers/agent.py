@@ -58,7 +58,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class AgentRecord(msgspec.Struct, kw_only=True):
-    """What the agent of one node writes about its daemon.
+    """The record of the agent of one node about its daemon.
 
     `state`: running, ended. `pid`, `create_time` and `start` are those of the daemon on `host` since its boot
     `boot_id`; pid 0: it could not be started. `beat` grows every BEAT_S while the agent lives. `exit_code` is negative
@@ -144,7 +144,7 @@ def forget_starts(output: OutputDir, name: str, *, but: Iterable[str] = ()) -> N
 
 
 class Beats:
-    """How long each agent has been silent, by our own clock: the clocks of machines differ."""
+    """The silence of each agent, by our own clock: the clocks of machines differ."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -282,7 +282,7 @@ class Agent:
                 keeper.send_signal(process, signal.SIGKILL)
 
     def _kill_rest(self) -> None:
-        """What the daemon left behind is a child of ours now."""
+        """End what the daemon left behind, which is a child of ours now."""
         deadline = time.monotonic() + DEFAULT_GRACE_S
         while keeper.end_orphans(patience_s=LOOK_S) and time.monotonic() < deadline:
             self.beat()

@@ -60,14 +60,14 @@ class Launcher(Protocol):
         ...
 
     def look(self, handle: Handle) -> Alive | Ended:
-        """How a start is now. Cheap: called at every look, and asks no network.
+        """Return the state of a start. Cheap: called at every look, and asks no network.
 
         A start that has ended is looked at until `stop` has killed what it left behind, and nothing is left.
         """
         ...
 
     def has_news(self) -> bool:
-        """Whether a start that was looked at may have ended since. Called at every tick: costs a few system calls."""
+        """True when a start that was looked at may have ended since. Called at every tick: costs a few system calls."""
         ...
 
     def stop(self, handle: Handle, grace_s: float) -> None:

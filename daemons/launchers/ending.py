@@ -23,7 +23,7 @@ KILLED_WITHIN_S = 30.0
 
 
 class AgentLauncher(abc.ABC):
-    """What the engines have in common that start daemons by agents. Each starts them and looks at them in its own way.
+    """The common part of engines that start daemons by agents. Each starts them and looks at them in its own way.
 
     Args:
         engine: its name in handles.

@@ -175,7 +175,7 @@ class Child(Protocol):
         ...
 
     def lives(self) -> bool:
-        """Whether the process still runs; returns at once."""
+        """True when the process still runs; returns at once."""
         ...
 
     def close(self) -> None:
@@ -191,11 +191,11 @@ class OwnChild:
 
     @property
     def exit_code(self) -> int | None:
-        """What the last call of `lives` found, negative for a signal; None while the process ran."""
+        """The exit code that the last call of `lives` found, negative for a signal; None while the process ran."""
         return self._process.returncode
 
     def lives(self) -> bool:
-        """Whether the process runs; one that has ended is reaped, which sets `exit_code`."""
+        """True when the process runs; one that has ended is reaped, which sets `exit_code`."""
         return self._process.poll() is None
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class AdoptedChild:
             self.close()
 
     def lives(self) -> bool:
-        """Whether the process runs: by its pidfd, else by its pid and start time."""
+        """True when the process runs: by its pidfd, else by its pid and start time."""
         return not self._poll.poll(0) if self._fd is not None else self._process.is_running()
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ class AdoptedChild:
 
 
 def any_ended(children: Iterable[Child], own_pids: frozenset[int]) -> bool:
-    """Whether one of `children` has ended, in one system call for all of our own.
+    """True when one of `children` has ended, in one system call for all of our own.
 
     Reaps other processes too: as the first process of a container this one inherits every orphan.
     """

@@ -1,4 +1,4 @@
-"""Which nodes and which of their GPUs a daemon gets, where the engine leaves that to us. Pure."""
+"""The nodes and their GPUs for a daemon, where the engine leaves that to us. Pure."""
 
 from __future__ import annotations
 

@@ -129,12 +129,12 @@ class RayLauncher(AgentLauncher):
         return Alive(records[0].process if 0 in records else None)
 
     def _records(self, start: Start) -> Mapping[int, AgentRecord]:
-        """How many nodes an earlier supervisor's start has is not known before Ray has answered."""
+        """The records of a start; how many nodes that of an earlier supervisor has only Ray's answer tells."""
         num_nodes = start.num_placed if start.argv or start.num_placed else None
         return read_starts(self.output, start.name, start.start_id, num_nodes)
 
     def _bundle(self, spec: DaemonSpec) -> dict[str, float]:
-        """What a daemon takes of each of its nodes, by Ray's names."""
+        """The share of each of its nodes that a daemon takes, by Ray's names."""
         if spec.replica is None and spec.name not in (TRAINER, INFERENCE):
             return {"CPU": _SMALL_CPUS}
         return {"CPU": 1.0, **({"GPU": float(spec.gpus)} if spec.gpus else {}), **self._resources}

@@ -127,7 +127,7 @@ class Start:
         return self.names[node] if node < len(self.names) else str(node)
 
     def release_by(self, grace_s: float) -> None:
-        """What is left of it in the cluster goes when its agents have ended, LAST_RESORT_S after `grace_s` at last."""
+        """Release its rest in the cluster when its agents have ended, at last LAST_RESORT_S after `grace_s`."""
         at = time.monotonic() + grace_s + LAST_RESORT_S
         self.release_at = min(at, self.release_at or at)
 
@@ -261,7 +261,7 @@ class RayCluster:
         start.endpoint = start.actors[0].endpoint.remote()
 
     def _has_places(self, start: Start) -> bool:
-        """Whether its placement group is whole; then its nodes are known."""
+        """True when its placement group is whole; then its nodes are known."""
         table = self._ray.util.placement_group_table(start.group)
         if table.get("state") != "CREATED":
             return False
@@ -306,7 +306,7 @@ class RayCluster:
         start.is_launched = True
 
     def _look_at_calls(self, start: Start) -> None:
-        """Which actors have returned, and which have died, alone or with their node."""
+        """See which actors have returned, and which have died, alone or with their node."""
         for call in self._ready(list(start.calls)):
             node = start.calls.pop(call)
             try:
@@ -327,7 +327,7 @@ class RayCluster:
         return list(self._ray.wait(calls, num_returns=len(calls), timeout=0)[0]) if calls else []
 
     def _is_over(self, start: Start) -> bool:
-        """Whether its group can go: no agent runs any more, or those that were asked to end did not do so in time."""
+        """True when its group can go: no agent runs any more, or those that were asked to end did not do so in time."""
         records = read_starts(self.output, start.name, start.start_id, start.num_placed)
         ended = {node for node, record in records.items() if record.state == "ended"}
         late = start.release_at is not None and time.monotonic() > start.release_at

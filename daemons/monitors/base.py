@@ -1,4 +1,4 @@
-"""What a monitor is. Each has its own file and imports its library in `start`, so only when it is used."""
+"""The interface of a monitor. Each has its own file and imports its library in `start`, so only when it is used."""
 
 from __future__ import annotations
 

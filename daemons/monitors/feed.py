@@ -41,7 +41,7 @@ NEWEST_BYTES = 2 * MAX_LINE_BYTES
 
 
 def folder_id(run: RunDir) -> tuple[int, int] | None:
-    """Which folder it is; another one for a run that was deleted and added again. None when it is gone."""
+    """The identity of the folder; another one for a run that was deleted and added again. None when it is gone."""
     with contextlib.suppress(OSError):
         info = os.lstat(run.path)
         return info.st_dev, info.st_ino
@@ -68,7 +68,7 @@ class Positions:
 
     @property
     def is_there(self) -> bool:
-        """Whether the folder at the path is still the one that these are of."""
+        """True when the folder at the path is still the one that these are of."""
         return folder_id(self._run) == self._folder
 
     def of(self, monitor: str) -> Mapping[str, int]:
@@ -119,7 +119,7 @@ class Feed:
 
     @property
     def is_over(self) -> bool:
-        """Whether its thread has ended: it was stopped, the monitor failed, or the run's folder is gone."""
+        """True when its thread has ended: it was stopped, the monitor failed, or the run's folder is gone."""
         return not self._thread.is_alive()
 
     def stop(self) -> None:
@@ -151,7 +151,7 @@ class Feed:
         return {w: FileTail(path, position=kept.get(w, 0)) for w, path in metrics_files(self._run).items()}
 
     def _turn(self, tails: Mapping[str, FileTail]) -> bool:
-        """Whether there is more to read."""
+        """True when there is more to read."""
         is_more = False
         for writer, tail in tails.items():
             for _ in range(READS_PER_TURN):
@@ -197,7 +197,7 @@ class Feed:
             self.called_at = None
 
     def _guarded(self, call: Callable[[], None]) -> bool:
-        """Whether `call` went well. Whatever a library raises costs this run this monitor, and nothing else."""
+        """True when `call` went well. Whatever a library raises costs this run this monitor, and nothing else."""
         try:
             call()
         except Exception as error:

@@ -170,7 +170,7 @@ class FollowedRun:
         return {writer: stamp for writer, path in self._files.items() if (stamp := _stamp(path)) is not None}
 
     def _has_unread(self) -> bool:
-        """Whether an earlier start of the daemon left lines of this run."""
+        """True when an earlier start of the daemon left lines of this run."""
         behind = self._positions.behind({writer: size for writer, (_, size) in self._stamps.items()})
         return bool(behind and behind & self._wanted().keys())
 

@@ -39,7 +39,7 @@ class PrometheusPage(Collector):
 
     @property
     def is_open(self) -> bool:
-        """Whether the page is served: from `open` until `close`."""
+        """True when the page is served: from `open` until `close`."""
         return self._server is not None
 
     def open(self) -> None:

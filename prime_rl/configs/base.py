@@ -1,4 +1,4 @@
-"""How a config is read: TOML file, then `--a.b value` overrides, then one strict model. Errors name the place.
+"""The reading of a config: TOML file, then `--a.b value` overrides, then one strict model. Errors name the place.
 
     python -m prime_rl.trainer.train @ trainer.toml --model.name models/base
 
@@ -136,7 +136,7 @@ def parse_argv(cls: type[ConfigT], argv: Sequence[str]) -> ConfigT:
 
 
 def read_argv(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """What `parse_argv` builds from: the merged values, and the name of their source."""
+    """Return what `parse_argv` builds from: the merged values, and the name of their source."""
     data: dict[str, Any] = {}
     source = "command line"
     rest = list(argv)

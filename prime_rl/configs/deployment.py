@@ -101,7 +101,7 @@ class InferenceDeployment(BaseConfig):
 
 
 class SlurmConfig(BaseConfig):
-    """How the job is submitted."""
+    """The way to submit the job."""
 
     partition: str | None = None
     """Partition of the job. Default: the cluster's."""

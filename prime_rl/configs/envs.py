@@ -33,7 +33,7 @@ class ShotConfig(BaseConfig):
 
 
 class PromptConfig(BaseConfig):
-    """How the policy is asked: the environment's own question, with a system prompt, a template and examples."""
+    """The prompt for the policy: the environment's own question, with a system prompt, a template and examples."""
 
     system: str | None = None
     """System prompt, in place of the environment's own; null leaves that."""

@@ -25,7 +25,7 @@ class InitConfig(BaseConfig):
 
 
 class BudgetConfig(BaseConfig):
-    """What the run may use. When it is used up the run is finished, after a checkpoint, with that reason."""
+    """Limits of what the run may use. At the first that is reached it is finished, after a checkpoint."""
 
     max_tokens: int | None = Field(None, ge=1)
     """Tokens sampled, evaluations included; null: no limit."""

@@ -67,7 +67,7 @@ class MonitorConfig(BaseConfig):
 
     @property
     def any_on(self) -> bool:
-        """Whether any monitor is set."""
+        """True when any monitor is set."""
         return any(value is not None for value in (self.wandb, self.tensorboard, self.trackio, self.prometheus))
 
 
@@ -81,7 +81,7 @@ class MonitorsConfig(MonitorConfig):
     """Logging."""
 
     def of_run(self, own: MonitorConfig) -> MonitorConfig:
-        """What holds for a run whose config has `own`. Its `prometheus` is a page for it alone."""
+        """The monitors of a run whose config has `own`. Its `prometheus` is a page for it alone."""
         return MonitorConfig(
             wandb=_over(self.wandb, own.wandb),
             tensorboard=_over(self.tensorboard, own.tensorboard),

@@ -96,7 +96,7 @@ class SchedulerConfig(BaseConfig):
 
 
 class AdvantageConfig(BaseConfig):
-    """How the rewards of one group (all rollouts of one example) become advantages."""
+    """The way from rewards of one group (all rollouts of one example) to advantages."""
 
     type: AdvantageType = "grpo"
     """mean and dr_grpo: A = R - mean. grpo: (R - mean) / (std + 1e-6). rloo: R - mean of the others. maxrl: (R - mean)
@@ -160,7 +160,7 @@ class CkptConfig(BaseConfig):
 
 
 class ClientConfig(BaseConfig):
-    """How the orchestrator reaches inference."""
+    """The connection from the orchestrator to inference."""
 
     base_url: ServerUrl | Annotated[list[ServerUrl], Field(min_length=1, max_length=64)] | None = None
     """URL that ends in /v1, or a list of them: requests are spread over all that answer. null takes all

@@ -1,4 +1,4 @@
-"""How completions are sampled: what vLLM takes, under its names."""
+"""Sampling of completions: what vLLM takes, under its names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Ranged(BaseConfig):
 
 
 class SamplingConfig(_Ranged):
-    """How completions are sampled."""
+    """The sampling of completions."""
 
     temperature: float = Field(1.0, ge=TEMPERATURE.lowest, le=2)
     """Logits are divided by this. It cannot be zero: greedy rollouts carry no gradient."""
@@ -85,7 +85,7 @@ class SamplingConfig(_Ranged):
 
 
 class EvalSamplingConfig(_Ranged):
-    """How completions are sampled in evaluations; everything else is that of `[sampling]`."""
+    """The sampling of completions in evaluations; everything else is that of `[sampling]`."""
 
     temperature: float | None = Field(None, ge=0, le=2)
     """Logits are divided by this, at least 0.01; 0 always takes the most likely token; null: that of `[sampling]`."""

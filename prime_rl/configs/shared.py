@@ -42,7 +42,7 @@ class ModelConfig(BaseConfig):
 
 
 class WatchConfig(BaseConfig):
-    """How changes on disk are detected."""
+    """The detection of changes on disk."""
 
     kind: Literal["auto", "native", "polling"] = "auto"
     """File events of the operating system, polling, or a choice by file system."""
@@ -52,7 +52,7 @@ class WatchConfig(BaseConfig):
 
 
 class BroadcastConfig(BaseConfig):
-    """How the whole model's new weights get from trainer to inference. Adapters always go through the disk."""
+    """The way of the whole model's new weights from trainer to inference. Adapters always go through the disk."""
 
     type: Literal["filesystem", "nccl"] = "filesystem"
     """`filesystem`: a model folder. `nccl`: from memory to memory, over gloo between CPUs. The same on both sides."""

@@ -49,7 +49,7 @@ class StallConfigs(BaseConfig):
 
 
 class SupervisorConfig(BaseConfig):
-    """How the supervisor treats its daemons."""
+    """The supervisor's treatment of its daemons."""
 
     start_timeout_s: float = Field(300.0, gt=0)
     """Seconds until a daemon that is not ready has failed to start."""

@@ -50,18 +50,18 @@ class TrainerModelConfig(ModelConfig):
     length to the longest. auto: on a GPU."""
 
     def packs_on(self, device_type: str) -> bool:
-        """Whether rows are packed on such a device."""
+        """True when rows are packed on such a device."""
         return device_type == "cuda" if self.packed_rows == "auto" else self.packed_rows
 
     def checkpoints_on(self, device_type: str) -> bool:
-        """Whether layers are computed again in backward on such a device."""
+        """True when layers are computed again in backward on such a device."""
         if self.activation_checkpointing == "auto":
             return device_type == "cuda" or self.activation_offload
         return self.activation_checkpointing is True
 
     @property
     def lean_mlps(self) -> bool:
-        """Whether nothing from inside a gated MLP is kept for backward."""
+        """True when nothing from inside a gated MLP is kept for backward."""
         return self.activation_checkpointing == "mlp"
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""How the writer of a status file is: its own state, lost or stalled. One judgement, for all readers.
+"""The condition of the writer of a status file: its own state, lost or stalled. One judgement, for all readers.
 
 Lost: the file is older than three heartbeats, or the process is gone. Stalled: the process is alive, for its heartbeat
 thread writes, and its main loop has not turned for longer than it may. The writer measures that itself, by a clock that
@@ -20,7 +20,7 @@ _LAST_STATES = frozenset({"stopped", "failed", "done", "finished", "evicted", "p
 
 @dataclass(frozen=True)
 class Condition:
-    """How the writer of a status is: its own state, `lost` or `stalled`.
+    """The condition of the writer of a status: its own state, `lost` or `stalled`.
 
     `since`: when a lost one last wrote, or a stalled one's loop last turned (Unix seconds on the writer's clock).
     """

@@ -18,7 +18,7 @@ class DaemonPaths:
 
     @property
     def trainer_status(self) -> Path:
-        """What the trainer does now: slots, steps, waiting runs; written by it alone."""
+        """The trainer's slots, steps and waiting runs now; written by it alone."""
         return self.path / "trainer" / "status.json"
 
     @property
@@ -46,7 +46,7 @@ class DaemonPaths:
         return self.inference / str(replica) / "status.json"
 
     def replica_work(self, replica: int) -> Path:
-        """What that inference server works on (`contract.work`); written by it alone."""
+        """The work of that inference server now (`contract.work`); written by it alone."""
         return self.inference / str(replica) / "work.json"
 
     def inference_statuses(self) -> dict[int, Path]:
@@ -77,12 +77,12 @@ class DaemonPaths:
 
     @property
     def alerts_open(self) -> Path:
-        """What the daemon `alerts` reports now, written by it alone."""
+        """The incidents that the daemon `alerts` reports now, written by it alone."""
         return self.daemons / "alerts" / "open.json"
 
     @property
     def alerts_said(self) -> Path:
-        """Which alerts are acknowledged or muted. One file each, written by `prl` and `prl-tui`."""
+        """The acknowledged and muted alerts. One file each, written by `prl` and `prl-tui`."""
         return self.daemons / "alerts" / "said"
 
     def alert_said(self, name: str) -> Path:
@@ -109,7 +109,7 @@ class DaemonPaths:
 
     @property
     def supervisor_pidfile(self) -> Path:
-        """Which process the supervisor is; for people, never proof."""
+        """The process that is the supervisor; for people, never proof."""
         return self.daemons / "supervisor.pid"
 
     def start_request(self, name: str) -> Path:

@@ -103,7 +103,7 @@ def _noted(trouble: str) -> Iterator[None]:
 
 
 def _is_shared(workspace: Path, place: Path) -> bool:
-    """Whether both are on one file system, mounted alike and with the same limits."""
+    """True when both are on one file system, mounted alike and with the same limits."""
     ours, its = os.statvfs(workspace), os.statvfs(place)
     is_limited = its.f_blocks < _SAME_SHARE * ours.f_blocks or its.f_files < _SAME_SHARE * ours.f_files
     is_mounted_alike = not (its.f_flag ^ ours.f_flag) & os.ST_RDONLY

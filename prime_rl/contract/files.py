@@ -1,4 +1,4 @@
-"""How the project writes and reads files that another process reads.
+"""Files that another process reads, or has written.
 
 A file is written under a temporary name in its own folder, synced, and renamed, so a reader sees the old content or the
 new one and never a part. Append-only metrics have one writer and whole lines.

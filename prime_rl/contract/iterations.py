@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class IterationDir:
-    """What one iteration of a multi-node group leaves: `multinode/iteration_N/`. `split` is "train" or "eval"."""
+    """The files of one iteration of a multi-node group: `multinode/iteration_N/`. `split` is "train" or "eval"."""
 
     path: Path
 
@@ -25,7 +25,7 @@ class IterationDir:
         return sorted(found, key=lambda path: int(path.stem.rpartition("_")[2]))
 
     def rank_file(self, split: str, rank: int, version: int, key: str, incarnation: str) -> Path:
-        """What one process of one rank has finished with one policy version. `key` identifies their settings."""
+        """The results of one process of one rank with one policy version. `key` identifies their settings."""
         return self.path / f"{split}_rank_{rank}_v{version}_{key}_{incarnation}.msgpack"
 
     def rank_files(self, split: str, *, rank: int | str = "*", version: int | str = "*", key: str = "*") -> list[Path]:
@@ -33,7 +33,7 @@ class IterationDir:
         return sorted(self.path.glob(f"{split}_rank_{rank}_v{version}_{key}_*.msgpack"))
 
     def request(self, what: str, rank: int) -> Path:
-        """What a node requests from its own rollout worker."""
+        """A node's request to its own rollout worker."""
         return self.path / f"{what}_request_{rank}.json"
 
     def proof(self, name: str) -> Path:

@@ -140,7 +140,7 @@ class RunDir:
 
     @property
     def status(self) -> Path:
-        """What the run's orchestrator does now; written by it alone."""
+        """The status of the run's orchestrator; written by it alone."""
         return self.control / "status.json"
 
     @property
@@ -150,7 +150,7 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
-        """What training continues from, one folder a saved step."""
+        """The states from which training continues, one folder a saved step."""
         return self.path / "checkpoints"
 
     @property
@@ -190,7 +190,7 @@ class RunDir:
 
     @property
     def monitors(self) -> Path:
-        """What the run's monitors write; prl does not read it."""
+        """The files of the run's monitors; prl does not read them."""
         return self.path / "monitors"
 
     @property
@@ -256,11 +256,11 @@ class OutputDir(DaemonPaths):
 
     @property
     def usage(self) -> Path:
-        """What each run has used, deleted ones too: `prl usage`."""
+        """The usage of each run, deleted ones too: `prl usage`."""
         return self.path / "usage"
 
     def run_usage(self, run_id: str) -> Path:
-        """What a run has used, as its orchestrator counts it, or for "trainer" the trainer. It outlives the run."""
+        """The usage of a run, as its orchestrator counts it, or for "trainer" the trainer. It outlives the run."""
         return self.usage / f"{run_id}.jsonl"
 
     def sweep(self, name: str) -> Path:
@@ -268,7 +268,7 @@ class OutputDir(DaemonPaths):
         return self.path / "sweeps" / f"{name}.json"
 
     def sweep_decisions(self, name: str) -> Path:
-        """What successive halving has decided about the sweep, rung by rung; written by the supervisor."""
+        """The decisions of successive halving about the sweep, rung by rung; written by the supervisor."""
         return self.path / "sweeps" / "decisions" / f"{name}.json"
 
     @property

@@ -47,7 +47,7 @@ STALLED_AFTER_S = 300.0
 
 
 class NodeHealth(enum.StrEnum):
-    """How a node is, as far as the reader can prove it.
+    """The health of a node, as far as the reader can prove it.
 
     `stalled`: it beats, and its work does not go on. Only for readers that are no members of the group: `unproven` (its
     file is there, and the reader has not looked for long enough to see it move), `left` and `done`.
@@ -63,7 +63,7 @@ class NodeHealth(enum.StrEnum):
 
 
 class Sighting(msgspec.Struct, frozen=True):
-    """What one reader remembers of one record. Times are of the reader's clock, which never jumps.
+    """One reader's memory of one record. Times are of the reader's clock, which never jumps.
 
     `has_moved`, `has_worked`: the record, and the work in it, changed since it was first read; a record that has not
     moved may be a dead node's last.
@@ -149,7 +149,7 @@ class SeenNode:
 
     @property
     def waited_s(self) -> float:
-        """How long it waits at the end of its phase; 0 while it works."""
+        """The time that it waits at the end of its phase; 0 while it works."""
         return self.status.waited_s + self.silent_s if self.status.arrived else 0.0
 
 
@@ -170,14 +170,14 @@ def node_health(seen: SeenNode) -> NodeHealth:
 
 @dataclass(frozen=True)
 class Stall:
-    """What has stopped in a stalled node, and for how long."""
+    """The part that has stopped in a stalled node, and for how long."""
 
     what: str
     for_s: float
 
 
 def stall(seen: SeenNode) -> Stall | None:
-    """What stands still in a stalled node: its main loop, by its own clock; else its phase's work. None of others."""
+    """The part of a stalled node that stands still: its main loop, by its own clock, or its phase's work. Else None."""
     if node_health(seen) is not NodeHealth.STALLED:
         return None
     if stalled_since(seen.status) is not None:
@@ -186,17 +186,17 @@ def stall(seen: SeenNode) -> Stall | None:
 
 
 def is_at_work(seen: SeenNode) -> bool:
-    """Whether the reader has looked for long enough to tell that the work of a living node does not stand still."""
+    """True when the reader has looked for long enough to tell that the work of a living node does not stand still."""
     return seen.has_worked or not _has_work(seen.status)
 
 
 def _has_work(status: NodeStatus) -> bool:
-    """Whether it is in a phase's work that is counted."""
+    """True when it is in a phase's work that is counted."""
     return not status.arrived and status.progress is not None
 
 
 def place(status: NodeStatus) -> tuple[int, int, int, bool]:
-    """How far a node is: two nodes compare by it."""
+    """The place that a node has reached: two nodes compare by it."""
     return (status.epoch, status.iteration, status.phase, status.arrived)
 
 
@@ -215,7 +215,7 @@ def waited_for(statuses: Iterable[NodeStatus]) -> list[int]:
 
 
 class BeatWatch:
-    """What a reader remembers of each node, by its own monotonic clock."""
+    """A reader's memory of each node, by its own monotonic clock."""
 
     def __init__(self) -> None:
         self._sightings: dict[int, Sighting] = {}

@@ -32,7 +32,7 @@ NOT_PLAIN = (
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What a plain LoRA adapter needs of its `adapter_config.json`. `base_model`: a name on the hub, or a path."""
+    """The part of `adapter_config.json` that a plain LoRA adapter needs. `base_model`: a name on the hub, or a path."""
 
     rank: int
     alpha: float
@@ -41,7 +41,7 @@ class AdapterConfig:
 
     @property
     def scaling(self) -> float:
-        """What the product of the two LoRA matrices is multiplied by."""
+        """The factor of the product of the two LoRA matrices."""
         return self.alpha / self.rank
 
 
@@ -59,7 +59,7 @@ def read_adapter_config(folder: Path, *, follow_links: bool = False) -> AdapterC
 
 
 def has_adapter(folder: Path) -> bool:
-    """Whether both files of an adapter are in `folder`."""
+    """True when both files of an adapter are in `folder`."""
     return all(os.path.isfile(folder / name) for name in (CONFIG_FILE, ADAPTER_FILE))
 
 

@@ -108,7 +108,7 @@ class JoinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class JoinResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What was joined: mean reward of each step, or of each environment, and how many rollouts there were.
+    """The joined rollouts: their number, and the mean reward of each step, or of each environment.
 
     `steps` are those of the request, `sampler_state` is that of the last batch.
     """

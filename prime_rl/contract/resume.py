@@ -18,7 +18,7 @@ MAX_FILE_BYTES = 1_000_000
 
 
 class ResumeRequest(msgspec.Struct, frozen=True):
-    """Which step was asked for, and in which text: the same text is never carried out twice, a changed one is."""
+    """The requested step and the text that asked for it: the same text is never carried out twice, a changed one is."""
 
     resume_step: int
     config_sha256: str

@@ -33,7 +33,7 @@ _BATCH_START = b'{"rewards"'
 
 @dataclass(frozen=True)
 class Keeping:
-    """Which rollouts of a batch are kept, by their place in it, and which of their tokens.
+    """The rollouts of a batch that are kept, by their place in it, and their tokens that are.
 
     Attributes:
         per_step: about so many rollouts; 0: none.
@@ -270,7 +270,7 @@ def token_ratios(tokens: SampleTokens, ratios: Sequence[float | None]) -> list[f
 
 
 class _OfStep(msgspec.Struct):
-    """What every line has."""
+    """The fields that every line has."""
 
     step: int
 

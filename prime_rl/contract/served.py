@@ -35,12 +35,12 @@ def chat_name(run_id: str, policy_version: int) -> str:
 
 
 def is_chat(name: str) -> bool:
-    """Whether the name is one of `chat_name`."""
+    """True when the name is one of `chat_name`."""
     return name.startswith(CHAT_PREFIX)
 
 
 def weights_name(run_id: str, policy_version: int) -> str:
-    """What inference calls the whole weights of one published version; version 0 is the base model."""
+    """The name at inference of the whole weights of one published version; version 0 is the base model."""
     return f"{run_id}/broadcast/{step_name(policy_version)}" if policy_version else BASE_WEIGHTS
 
 

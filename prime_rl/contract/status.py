@@ -39,7 +39,7 @@ SUPERVISOR_LOOP_LIMIT_S = LOST_AFTER_S
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """What every status file has.
+    """The fields that every status file has.
 
     `state` is set by the writer, `waiting_on` a sentence that names what is waited for (or null), `updated_at` Unix
     seconds. `progress` grows with whatever the writer gets done since its start (null: it counts nothing): one that
@@ -71,7 +71,7 @@ class Status(msgspec.Struct, kw_only=True):
 
     @property
     def headline(self) -> tuple[object, ...]:
-        """What readers must know at once when it changes."""
+        """The facts whose change readers must know at once."""
         return self.state, self.waiting_on
 
     def sign(self, writer: ProcessId) -> None:
@@ -311,7 +311,7 @@ def read_status(path: Path, kind: type[StatusT]) -> StatusT | None:
 
 
 def is_alive(status: Status | None, now: float) -> bool:
-    """Whether the writer of `status` still runs: fresh enough, and on this machine its pid is that very process.
+    """True when the writer of `status` still runs: fresh enough, and on this machine its pid is that very process.
 
     `now` is Unix seconds. When the clock was set, all look lost until their next write: use `is_there` before starting,
     ending or moving anything.
@@ -325,7 +325,7 @@ def _is_fresh(status: Status, now: float) -> bool:
 
 
 def is_there(status: Status) -> bool:
-    """Whether the writer of `status` has not stopped and its process runs.
+    """True when the writer of `status` has not stopped and its process runs.
 
     However old the file is, where the writer is a process of this machine; one of another machine must have beaten
     within LOST_AFTER_S.
@@ -338,7 +338,7 @@ def is_there(status: Status) -> bool:
 
 
 def is_elsewhere(status: Status) -> bool:
-    """Whether another machine or container wrote `status`: its pid means nothing here. Not this one's earlier life."""
+    """True when another machine or container wrote `status`: its pid means nothing here. False for its earlier life."""
     return status.host not in ("", socket.gethostname()) and status.writer.is_of_another_boot()
 
 

@@ -23,7 +23,7 @@ class SweepRun(msgspec.Struct, frozen=True):
 
 
 class SweepPlan(msgspec.Struct, frozen=True):
-    """What was swept.
+    """The definition of a sweep.
 
     Attributes:
         base: the file that the runs were made from.

@@ -186,7 +186,7 @@ class BadBatchError(ValueError):
 
 
 class _Head(msgspec.Struct):
-    """What is needed to decode a batch file."""
+    """The fields that decode a batch file."""
 
     version: int = LISTS_VERSION
 
@@ -237,12 +237,12 @@ def write_batch(path: Path, batch: TrainingBatch) -> None:
 
 
 def full_batch_bytes(batch_size: int, seq_len: int) -> int:
-    """How large a batch of a run with these settings gets, if all of its samples have `seq_len` tokens."""
+    """The size of a batch of a run with these settings, if all of its samples have `seq_len` tokens."""
     return batch_size * (BYTES_A_SAMPLE + seq_len * COLUMN_BYTES_A_TOKEN)
 
 
 def max_batch_bytes(batch_size: int, seq_len: int) -> int:
-    """How large the batch file of a run with these settings may be."""
+    """The largest size that the batch file of a run with these settings may have."""
     return min(MAX_BATCH_BYTES, BYTES_BESIDES + batch_size * (BYTES_A_SAMPLE + seq_len * BYTES_A_TOKEN))
 
 

@@ -1,4 +1,4 @@
-"""What runs have used: lines of `usage/<run_id>.jsonl` (by the run's orchestrator) and `usage/trainer.jsonl`.
+"""Usage of runs: lines of `usage/<run_id>.jsonl` (by the run's orchestrator) and `usage/trainer.jsonl`.
 
 Counters are cumulative over one day (UTC) of one life of one run: of lines with the same key only the last one counts.
 So a writer that is killed loses what it had not written yet and nothing is counted twice. A file that has grown is
@@ -100,7 +100,7 @@ class UsageLog:
             self._complain(error)
 
     def of_life(self, run_id: str, life: str) -> list[UsageLine]:
-        """What one life of a run has used, by day."""
+        """The usage of one life of a run, by day."""
         return [line for line in self._lines.values() if (line.run_id, line.life) == (run_id, life)]
 
     def add(

@@ -42,7 +42,7 @@ class Work(msgspec.Struct, kw_only=True):
 
     @property
     def suspected(self) -> list[Item]:
-        """What was in work for suspects: of one run at most."""
+        """The work of suspects: of one run at most."""
         return [item for item in self.items if item.run_id in self.suspects]
 
 

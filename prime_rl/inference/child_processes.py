@@ -97,7 +97,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """What other users own is not touched."""
+    """Remove abandoned folders; what other users own is not touched."""
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid == os.getuid() and (lock := _lock(folder)) is not None:

@@ -68,7 +68,7 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,127}")
 
 
 class EngineControl(Protocol):
-    """What the front needs of an engine. `request` is the one that is answered: it shows when the client goes away."""
+    """The engine, as the front needs it. `request` is the one that is answered: it shows when the client goes away."""
 
     @property
     def endpoints(self) -> Mapping[str, Callable[..., Any]]:
@@ -76,10 +76,10 @@ class EngineControl(Protocol):
 
     @property
     def lifespan(self) -> Lifespan[Any] | None:
-        """What must run around the server."""
+        """The context that must be around the server."""
 
     def alive(self) -> bool:
-        """Whether it still works: one that has failed answers nothing more, and its server ends."""
+        """True when it still works: one that has failed answers nothing more, and its server ends."""
 
     def adapters(self) -> Collection[str]:
         """Names of the adapters that are loaded."""
@@ -257,7 +257,7 @@ class Front:
         return json_response({"weights": label})
 
     def item_of(self, headers: Headers, model: Any) -> Item | None:
-        """What a request that generates works on; None for one that is refused, since no such model is served."""
+        """The item of work of a request that generates; None for one that is refused, since no such model is served."""
         name = model if isinstance(model, str) else None
         if name in (None, self._config.model.name):
             run_id = _valid(headers.get(RUN_HEADER, ""))
@@ -343,7 +343,7 @@ LOOK_EVERY_S = 0.05
 
 
 class HealthProbe:
-    """Whether `engine` generates: a token of its own, or of others that it works on, proves it."""
+    """The proof that `engine` generates: a token of its own, or of others that it works on."""
 
     def __init__(
         self, engine: EngineControl, *, timeout_s: float = TIMEOUT_S, clock: Callable[[], float] = time.monotonic
@@ -364,7 +364,7 @@ class HealthProbe:
             raise ApiError(503, problem)
 
     async def _ask(self) -> str | None:
-        """What is wrong with the engine; None when it generates."""
+        """Ask the engine for a token; returns what is wrong, None when it generates."""
         before = self._engine.stats().num_tokens
         ours = asyncio.ensure_future(self._engine.generate_one())
         try:

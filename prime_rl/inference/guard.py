@@ -1,4 +1,4 @@
-"""What stands before both engines: who may ask, bodies of requests and answers, folders from below `output_dir` only.
+"""The guard before both engines: who may ask, bodies of requests and answers, folders from below `output_dir` only.
 
 A body is JSON in, decoded once and checked by its type, and JSON out. `/inference/v1/generate` takes and gives token
 ids and logprobs, as the training clients of others ask: a translation to and from `/v1/completions`, so that both
@@ -70,7 +70,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """What gives `body` whole first, then what comes after it."""
+    """Return a `receive` that gives `body` whole first, then what comes after it."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:
@@ -226,7 +226,7 @@ _MEDIA = frozenset({"image_url", "input_audio", "audio_url", "video_url", "file"
 
 
 class Asked(msgspec.Struct):
-    """What a request that generates gives a model to read, and which; other fields are the engine's to check."""
+    """The model and the prompt of a request that generates; other fields are the engine's to check."""
 
     model: Any = None
     prompt: Any = None
@@ -237,7 +237,7 @@ class Asked(msgspec.Struct):
 
 
 class Room(NamedTuple):
-    """What the model takes: `max_model_len` tokens, in `max_chars` characters at most."""
+    """The room of the model: `max_model_len` tokens, in `max_chars` characters at most."""
 
     max_model_len: int
     max_chars: int

@@ -1,4 +1,4 @@
-"""What is in work, noted before it begins, and after a death the runs that were in work then, each apart. For one loop.
+"""Work, noted before it begins, and after a death the runs that were in work then, each apart. For one loop.
 
 Such a suspect shares the engine with nothing until its first PROOFS requests were answered, four times as many after
 each further death, and all others wait, so a note with a suspect in it names the one that ended the engine. A request

@@ -1,4 +1,4 @@
-"""What fits: whole weights before an engine takes them, the longest sequence. Only for engines."""
+"""Checks of fit: whole weights before an engine takes them, the longest sequence. Only for engines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model_shapes(name: str) -> Shapes:
 
 
 def weights_label(output_dir: Path, folder: Path) -> str:
-    """What trainer, servers and orchestrators call the weights in `folder`; both without links."""
+    """The name of the weights in `folder` for trainer, servers and orchestrators; both without links."""
     return folder.relative_to(output_dir).as_posix()
 
 
@@ -45,7 +45,7 @@ def check_weight_file(folder: Path, shapes: Shapes) -> None:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """What goes wrong inside as `path` is read becomes an ApiError (400)."""
+    """Turn what goes wrong inside as `path` is read into an ApiError (400)."""
     try:
         yield
     except FileNotFoundError as error:

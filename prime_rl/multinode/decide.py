@@ -1,4 +1,4 @@
-"""What a node and the master of a group do next: pure functions of what is seen on disk and the reader's own clock.
+"""The next act of a node and of a group's master: pure functions of what is seen on disk and the reader's own clock.
 
 The master alone moves the group: it gathers the nodes, releases phase after phase when all members have arrived, gives
 up dead nodes, and ends the group with a reason and an exit code. A worker follows the newest record of a live master,
@@ -38,7 +38,7 @@ CUT_OFF_AFTER_BEATS = SUSPECT_AFTER_BEATS
 
 @dataclass(frozen=True)
 class View:
-    """What one node sees now. `now` is its own monotonic clock; `since` is when what it waits for began."""
+    """The group as one node sees it now. `now` is its own monotonic clock; `since` is when what it waits for began."""
 
     now: float
     since: float
@@ -58,7 +58,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Step:
-    """What a node does next. `work` is the position whose work it starts now (an earlier one is given up)."""
+    """The next act of a node. `work` is the position whose work it starts now (an earlier one is given up)."""
 
     state: NodeState
     epoch: str
@@ -71,7 +71,7 @@ class Step:
 
 
 class Claim(enum.Enum):
-    """Whether a starting node may take its rank."""
+    """The verdict on a starting node's claim to its rank."""
 
     OURS = "ours"
     UNKNOWN = "unknown"
@@ -91,7 +91,7 @@ def claim(setting: GroupSetting, own: NodeRecord, found: NodeRecord | None, view
 
 
 def yields_to(own: NodeRecord, rival: NodeRecord) -> bool:
-    """Which of two living nodes of one rank goes: the one that is not at work yet, else the larger incarnation."""
+    """True when `own` goes, of two living nodes of a rank: the one not at work yet, else of the larger incarnation."""
     mine, other = own.state is NodeState.RUNNING, rival.state is NodeState.RUNNING
     return other if mine != other else rival.incarnation < own.incarnation
 
@@ -248,7 +248,7 @@ def all_done(setting: GroupSetting) -> str:
 
 
 def may_leave(setting: GroupSetting, group: GroupRecord, view: View) -> bool:
-    """Whether the master of an ending group may go: all members have ended, are dead, or had the time for it."""
+    """True when the master of an ending group may go: all members have ended, are dead, or had the time for it."""
     if view.now - view.since > setting.dead_after_s:
         return True
     others = [rank for rank in group.members if rank != setting.rank and not view.nodes[rank].state.is_final]
@@ -365,7 +365,7 @@ def _is_stalled(setting: GroupSetting, node: NodeRecord | None) -> bool:
 
 
 def _has_stood_still(setting: GroupSetting, node: NodeRecord | None) -> bool:
-    """Whether it counts as lost although it is alive."""
+    """True when it counts as lost although it is alive."""
     return node is not None and node.still_s > setting.loop_timeout_s
 
 

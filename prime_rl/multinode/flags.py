@@ -26,7 +26,7 @@ _SPLITS: Mapping[str | None, frozenset[Split]] = {
 
 @dataclass(frozen=True)
 class NodeFlags:
-    """What one node was started with. `log_path` is the output_dir."""
+    """The settings that one node was started with. `log_path` is the output_dir."""
 
     data_path: Path
     log_path: Path
@@ -43,7 +43,7 @@ class NodeFlags:
     config: MultinodeConfig
 
     def fingerprint(self, code_version: str) -> dict[str, str]:
-        """What has to be equal on all nodes, by flag."""
+        """The settings that have to be equal on all nodes, by flag."""
         weights = ",".join(f"{weight:g}" for weight in self.weights)
         return {
             "--num-nodes": str(self.num_nodes),

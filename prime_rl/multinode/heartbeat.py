@@ -1,4 +1,4 @@
-"""How a node gives signs of life: it writes its record once a beat, and at each change. `contract.nodes` judges them.
+"""A node's signs of life: it writes its record once a beat, and at each change. `contract.nodes` judges them.
 
 A thread writes the record, so long work is not death. How long ago the main loop last came round (`still_s`) is in it,
 and shows that the node makes progress. Whether a worker reaches the master over the network the shared folder cannot
@@ -199,7 +199,7 @@ class Prober:
 
 
 def answers(master: NodeRecord, timeout_s: float) -> bool:
-    """Whether that very master is at its address."""
+    """True when that very master is at its address."""
     expected = master.incarnation.encode()
     try:
         with socket.create_connection((master.address, master.port), timeout=timeout_s) as line:

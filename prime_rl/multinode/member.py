@@ -59,7 +59,7 @@ class Store(Records, Protocol):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """How the work of a position goes: `progress` grows, `error` ends it.
+    """The course of the work of a position: `progress` grows, `error` ends it.
 
     Attributes:
         is_shared: a peer may be to blame for the error.
@@ -95,7 +95,7 @@ class Work(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether all that was started has ended."""
+        """True when all that was started has ended."""
 
 
 @dataclass(frozen=True)

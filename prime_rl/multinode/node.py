@@ -207,7 +207,7 @@ def own_record(flags: NodeFlags) -> NodeRecord:
 
 
 def group_setting(flags: NodeFlags, fingerprint: Mapping[str, str]) -> GroupSetting:
-    """What the decisions need of the flags. `fingerprint`: the settings that must be equal on all nodes."""
+    """The settings that decisions need of the flags. `fingerprint`: those that must be equal on all nodes."""
     return GroupSetting(
         flags.rank,
         flags.num_nodes,
@@ -232,7 +232,7 @@ def code_version() -> str:
 
 
 def phase_table(flags: NodeFlags, ranks: int) -> str:
-    """What this command would do, phase by phase."""
+    """The plan of this command, phase by phase."""
     side = "master" if flags.rank == MASTER_RANK else f"worker {flags.rank}"
     trainer = f"{ranks} rank{'s' * (ranks != 1)} of the trainer"
     lines = [f"{side} of {flags.num_nodes} nodes, {trainer}, {flags.log_path}", "phase  what this node does  ->  proof"]

@@ -51,7 +51,7 @@ class EvalProof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _UpdateProof(msgspec.Struct, frozen=True):
-    """What is read again of the batches that were made (`contract.rank_files.JoinResult`)."""
+    """The part that is read again of the proof of made batches (`contract.rank_files.JoinResult`)."""
 
     sampler_state: dict[str, Any] = {}
 
@@ -87,7 +87,7 @@ class Proofs:
         return min(wanted, max(list_steps(self._output.run(RUN_ID).broadcast, stable_only=True), default=0))
 
     def sampler_state(self, version: int) -> dict[str, Any]:
-        """What the rollouts up to policy version `version` left known of the examples; they decide what is drawn next.
+        """The knowledge of the examples after the rollouts of version `version`; it decides what is drawn next.
 
         Raises OSError while the proof that holds it is not there to be read.
         """
@@ -102,7 +102,7 @@ class Proofs:
         return proof.sampler_state
 
     def eval_is_due(self, iteration: int) -> bool:
-        """Whether this group makes evaluations and the iteration has one."""
+        """True when this group makes evaluations and the iteration has one."""
         return "eval" in self._splits and eval_is_due(iteration, self._eval_interval)
 
     def train(self, iteration: int) -> TrainProof | None:
@@ -122,7 +122,7 @@ class Proofs:
         return None
 
     def holds(self, name: str, iteration: int) -> bool:
-        """Whether an iteration's proof of that name exists with the expected content."""
+        """True when an iteration's proof of that name exists with the expected content."""
         path = self._output.iteration(iteration).proof(name)
         if name == "train":
             proof = self.train(iteration)
@@ -166,7 +166,7 @@ def read_json(path: Path, kind: type[KindT]) -> KindT | None:
 
 @dataclass(frozen=True)
 class WorkSetting:
-    """What one node's work needs beside the config.
+    """The settings that one node's work needs beside the config.
 
     Attributes:
         address: this node's, as the others reach it.
@@ -223,7 +223,7 @@ class Place:
 
     @property
     def is_master(self) -> bool:
-        """Whether this node leads the group."""
+        """True when this node leads the group."""
         return self.setting.rank == MASTER_RANK
 
     @property
@@ -238,7 +238,7 @@ class Place:
         return [(self.position.iteration - 1) * count + number for number in range(1, count + 1)]
 
     def is_proven(self, name: str) -> bool:
-        """Whether this iteration's proof of that name holds (`Proofs.holds`)."""
+        """True when this iteration's proof of that name holds (`Proofs.holds`)."""
         return self.proofs.holds(name, self.position.iteration)
 
     def prove(self, name: str, content: Mapping[str, object]) -> bool:
@@ -277,7 +277,7 @@ class Place:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of this node's processes have ended."""
+        """True when all of this node's processes have ended."""
         return all(child.exit_code is not None for child in self._children)
 
     def make(self, split: Split, request: MakeRequest) -> Child:

@@ -47,7 +47,7 @@ class Phase(enum.IntEnum):
 
 
 class RlPhase(enum.StrEnum):
-    """What `--rl-phase` names: the whole loop or one half of it."""
+    """The part of the loop that `--rl-phase` names: all of it or one half."""
 
     BOTH = "both"
     ROLLOUT = "rollout"
@@ -114,14 +114,14 @@ def first_position(rl_phase: RlPhase, iteration: int) -> Position:
 
 
 def next_position(position: Position, rl_phase: RlPhase) -> Position:
-    """What follows when all nodes are done with `position`; after the mode's last phase the next iteration begins."""
+    """The position after `position`, once all nodes are done; after the mode's last phase the next iteration begins."""
     if position.phase is phases_of(rl_phase)[-1]:
         return first_position(rl_phase, position.iteration + 1)
     return Position(position.iteration, Phase(position.phase + 1))
 
 
 def eval_is_due(iteration: int, interval: int | None) -> bool:
-    """Whether iteration N (from 1) is evaluated: every `interval` iterations, beginning with the first."""
+    """True when iteration N (from 1) is evaluated: every `interval` iterations, beginning with the first."""
     return interval is not None and iteration % interval == 1 % interval
 
 
@@ -145,7 +145,7 @@ class NodeState(enum.StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the node never leaves this state."""
+        """True when the node never leaves this state."""
         return self in (NodeState.FAILED, NodeState.LEFT, NodeState.ENDED)
 
 
@@ -226,7 +226,7 @@ class GroupRecord(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class GroupSetting:
-    """What one node was started with, as far as decisions need it. Times are seconds of the reader's own clock.
+    """The settings of one node, as far as decisions need them. Times are seconds of the reader's own clock.
 
     Attributes:
         loop_timeout_s: a node that beats while its loop stands still for so long counts as lost.

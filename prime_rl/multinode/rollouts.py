@@ -25,7 +25,7 @@ from prime_rl.multinode.tasks import SERVER, Child, InferenceServer, Nothing, No
 
 
 def split_counts(num_tasks: int, weights: Sequence[float]) -> list[int]:
-    """How many tasks each rank gets; they sum to `num_tasks`. Raises ValueError for weights that divide nothing."""
+    """The number of tasks of each rank; they sum to `num_tasks`. Raises ValueError for weights that divide nothing."""
     exact = [Fraction(weight) for weight in weights]
     total = sum(exact)
     if total <= 0 or any(weight < 0 for weight in exact):
@@ -129,7 +129,7 @@ class Rollouts:
         return Process(start, waiting_on=SERVER, needs=self._server.failure, measure=lambda: size(path) if path else 0)
 
     def _can_be_served(self, plan: Plan) -> bool:
-        """Whether this node sees the run's config and the weights already, which other nodes wrote."""
+        """True when this node sees the run's config and the weights already, which other nodes wrote."""
         run, version = self._place.run, plan.policy_version
         return run.orch_toml.exists() and (not version or stable_marker(run.broadcast_dir(version)).exists())
 

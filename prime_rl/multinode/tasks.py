@@ -99,7 +99,7 @@ class Task(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of it has ended."""
+        """True when all of it has ended."""
 
 
 class Now:
@@ -183,7 +183,7 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended, or never began."""
+        """True when the process has ended, or never began."""
         return self._child is None or self._child.exit_code is not None
 
 
@@ -221,7 +221,7 @@ class InferenceServer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server has ended, or was never started."""
+        """True when the server has ended, or was never started."""
         return self._child is None or self._child.exit_code is not None
 
 

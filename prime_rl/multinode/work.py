@@ -1,4 +1,4 @@
-"""What a node really does in each phase, and its inference server.
+"""The real work of a node in each phase, and its inference server.
 
 Every piece of work is a process of another package or a file; the master alone writes plans and proofs. A proof that
 holds is never made again, so a phase can be done again after a restart or in a new round. The work of rollouts
@@ -247,7 +247,7 @@ class PhaseWork:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of this node's processes have ended."""
+        """True when all of this node's processes have ended."""
         return self.place.has_ended
 
     # -- in the thread ----

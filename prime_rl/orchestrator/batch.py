@@ -128,7 +128,7 @@ def assemble_batch(
 
 
 def has_signal(group: Group, advantage: AdvantageConfig) -> bool:
-    """Whether any of the group's advantages is not zero."""
+    """True when any of the group's advantages is not zero."""
     return any(
         not _is_masked(rollout, advantage) and any(rollout.token_advantages_T or [value])
         for rollout, value in zip(group.rollouts_G, _advantages(group, advantage), strict=True)
@@ -180,7 +180,7 @@ def _is_masked(rollout: Rollout, advantage: AdvantageConfig) -> bool:
 
 
 def _advantages(group: Group, advantage: AdvantageConfig) -> list[float]:
-    """What follows from the rewards, for each rollout. Raises EnvironmentFault for a reward that one of them lacks."""
+    """The advantages of each rollout, from the rewards. Raises EnvironmentFault for a reward that one of them lacks."""
     lengths_G = [rollout.num_completion_tokens for rollout in group.rollouts_G]
     if advantage.reward_weights:
         for rollout in group.rollouts_G:  # a node may have made it when the run had other weights

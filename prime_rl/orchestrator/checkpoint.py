@@ -50,7 +50,7 @@ class _State(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def checkpoint_is_due(step: int, config: CkptConfig, max_steps: int) -> bool:
-    """Whether the run is checkpointed at `step`: every `config.interval` steps, and at the last."""
+    """True when the run is checkpointed at `step`: every `config.interval` steps, and at the last."""
     return step % config.interval == 0 or step == max_steps
 
 

@@ -98,7 +98,7 @@ class CompletionRequest:
 
     @property
     def num_tokens(self) -> int:
-        """What the server may have to read and generate for it."""
+        """The number of tokens that the server may have to read and generate for it."""
         return len(self.prompt) + self.max_tokens * self.num_choices
 
     def body(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How many rollouts a run has inference sample at one time: few at first, more while that pays, fewer when it is full.
+"""The number of a run's rollouts in work at one time: few at first, more while that pays, fewer when inference is full.
 
 `ConcurrencyControl` decides, from answers and overloads alone: no I/O, no clock. `Places` makes requests wait for their
 turn. What counts as an overload (429, 503, no answer in time) is decided by the client, and how many groups exist

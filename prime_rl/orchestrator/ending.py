@@ -1,4 +1,4 @@
-"""What ends a run before `max_steps`: its budget and its stop rule; and the account of what it uses.
+"""Ends of a run before `max_steps`: its budget and its stop rule; and the account of what it uses.
 
 `RunMeter` adds up what the run uses and writes it down after every step; `Ending` decides after every batch whether
 there is another one. Both take up where an earlier process of the run ended. What others decide about the run is the
@@ -59,7 +59,7 @@ class RunMeter:
 
 
 class Ending:
-    """Whether the run ends before `max_steps`, and why. The budget is read again when `orch.toml` changes.
+    """The rule by which the run ends before `max_steps`. The budget is read again when `orch.toml` changes.
 
     Args:
         step: where the run goes on; figures of later steps are void.

@@ -1,4 +1,4 @@
-"""What ends a run from outside or keeps it from starting, and how its loops run beside each other.
+"""Ends of a run from outside, reasons that keep it from starting, and its loops beside each other.
 
 The guard looks at the disk every other second, and up to five times a second when something wakes it (a signal, a
 change of what is waited for), so that fifty runs that wait cost next to nothing. It does not watch `control/`: the

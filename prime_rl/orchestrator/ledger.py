@@ -1,4 +1,4 @@
-"""Which group goes into which batch, and which may start: the bound on staleness, decided purely.
+"""The batch that a group goes into, and the groups that may start: the bound on staleness, decided purely.
 
 Groups are numbered by the run's example order and fill the batches in that order, so that a batch depends on no race.
 A group that is dropped moves all later ones forward, into an earlier batch at most: what was fresh enough for its batch
@@ -86,7 +86,7 @@ class GroupLedger:
         return None if step > self.max_steps else oldest_allowed(step, self._max_async_level)
 
     def may_start(self, policy_version: int) -> bool:
-        """Whether a group may start with `policy_version`."""
+        """True when a group may start with `policy_version`."""
         needed = self.version_needed
         return needed is not None and policy_version >= needed
 

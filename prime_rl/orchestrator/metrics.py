@@ -69,7 +69,7 @@ class PhaseClock(RolloutMeter):
             self._on_change()
 
     def note_trouble(self, trouble: str | None) -> None:
-        """What is wrong with inference from now on; None when nothing is."""
+        """Note what is wrong with inference from now on; None when nothing is."""
         self._settle()
         self._trouble = trouble
         self._on_change()

@@ -36,7 +36,7 @@ MAX_ADAPTER_REFUSALS = 3
 
 
 class PolicyVersions:
-    """What inference serves of this run. `version` is what new requests use.
+    """The versions of this run that inference serves. `version` is what new requests use.
 
     Args:
         client: the run's servers; those that come back are equipped by `publication`.
@@ -122,7 +122,7 @@ class PolicyVersions:
             logger.warning("inference did not unload %s in time", self.label(self.version))
 
     def label(self, version: int) -> str:
-        """What people and logs call `version`."""
+        """The name of `version` for people and logs."""
         return self._publication.label(version)
 
     def _level_of(self, refusal: str) -> int:

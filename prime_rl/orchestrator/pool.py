@@ -101,7 +101,7 @@ class Server:
 
 
 def choose(ready: Sequence[Server], request: CompletionRequest | None) -> Server:
-    """Which of the `ready` servers gets a request.
+    """The server of those that are `ready` that gets a request.
 
     Requests that begin alike go to one server, which has the beginning in its cache. Another one gets them when that
     would have more than LOAD_BOUND times its share (consistent hashing with bounded loads, arXiv 1608.01350). A server
@@ -166,7 +166,7 @@ class InferenceClient:
 
     @property
     def reports_raw_logprobs(self) -> bool:
-        """Whether any server has raw log-probabilities, by its newest answer. One that does not tell has not."""
+        """True when any server has raw log-probabilities, by its newest answer. One that does not tell has not."""
         return any(server.client.logprobs_mode == "raw_logprobs" for server in self._servers)
 
     @property

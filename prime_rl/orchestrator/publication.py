@@ -47,7 +47,7 @@ LEASE_POLL_S = 0.3
 
 
 class Publication(Protocol):
-    """How the versions of one run get to the servers; `client` has these, and calls `equip` for one that comes back.
+    """The way of one run's versions to the servers; `client` has these, and calls `equip` for one that comes back.
 
     Attributes:
         first: the version that is served before any is published: 0, the base model, or -1 where that is not a
@@ -78,10 +78,10 @@ class Publication(Protocol):
         """Inside, the current version is not replaced, where a new one would take its place."""
 
     def model_name(self, version: int) -> str | None:
-        """What a request for `version` names; None for the name of the base model."""
+        """The model that a request for `version` names; None for the name of the base model."""
 
     def label(self, version: int) -> str:
-        """What people and logs call `version`."""
+        """The name of `version` for people and logs."""
 
     def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:
         """The version behind an answer to a request for `asked`: that one, or unless `exactly` a newer one.
@@ -169,7 +169,7 @@ class WholeWeights:
         """None: every request names the base model, which stands for whatever weights a server has."""
 
     def label(self, version: int) -> str:
-        """What a server reports when it has `version`; 0 is the base model."""
+        """The name that a server reports when it has `version`; 0 is the base model."""
         return weights_name(self._run.run_id, version)
 
     def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:

@@ -22,7 +22,7 @@ LOOK_EVERY_S = 1.0
 
 
 class Standing(Enum):
-    """What a status file shows of a server.
+    """The state of a server as a status file shows it.
 
     It serves; it serves, but its heartbeat is old; it starts or takes no more requests; its process is gone; there is
     no file.

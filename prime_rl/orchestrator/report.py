@@ -31,7 +31,7 @@ RATE_WINDOW_S = 10.0
 
 
 def environment_figures(envs: Sequence[CheckedEnvironment]) -> dict[str, object]:
-    """What the status file has of the environments: what goes wrong in them, and the unusable examples."""
+    """The figures of the environments in the status file: what goes wrong in them, and the unusable examples."""
     unusable = {f"{env.name}/{one_line(each, 80)}": one_line(why) for env in envs for each, why in env.unusable.items()}
     return {
         "problem": "; ".join(problem for env in envs if (problem := env.problem())) or None,
@@ -61,7 +61,7 @@ class RunReporter:
         self._written: dict[str, object] = {}
 
     def wait_for(self, what: str | Callable[[float], str | None] | None) -> None:
-        """What is waited for from now on, written at once."""
+        """Note what is waited for from now on, written at once."""
         self._waiting_on = what if callable(what) else lambda now: what
         self.tick()
 

@@ -132,7 +132,7 @@ class PolicySession:
         return text
 
     async def rollout(self, env: Environment, example: Example) -> Rollout:
-        """What `env` makes of `example` with this session, and its score.
+        """Return the rollout that `env` makes of `example` with this session, and its score.
 
         Raises RolloutError when it cannot be trained on, and what the environment raises.
         """
@@ -154,7 +154,7 @@ class PolicySession:
         )
 
     def _by_token(self, advantages: Sequence[float | Sequence[float]]) -> list[float]:
-        """What the environment gave for each answer (checked), at the tokens of the answers; 0.0 at all others."""
+        """The environment's value for each answer (checked), at the tokens of the answers; 0.0 at all others."""
         by_answer = zip(advantages, self.answer_lens, strict=True)
         values = itertools.chain.from_iterable(
             [given] * length if isinstance(given, float) else given for given, length in by_answer

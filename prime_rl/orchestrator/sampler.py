@@ -1,4 +1,4 @@
-"""Which example comes next: a function of the seed and a running index, so a restart needs one number.
+"""The choice of the next example: a function of the seed and a running index, so a restart needs one number.
 
 Several environments take turns by their weights: next is the one that is furthest behind its share, so every stretch of
 examples has nearly the shares of the whole. Each goes through its train split in epochs, and every epoch has its own
@@ -114,7 +114,7 @@ class ExampleSampler:
         return {"next_index": next_index, **{name: state for name, state in states.items() if state}}
 
     def figures(self) -> dict[str, float]:
-        """What is known of the examples, as metrics."""
+        """The knowledge of the examples, as metrics."""
         return {name: value for part in (self.pools, self.curricula) if part for name, value in part.figures().items()}
 
     def _unless_settled(self, name: str, examples: Sequence[Example], position: int, index: int) -> Example:
@@ -167,11 +167,11 @@ class Pools:
             self._settled[env_name].pop(example_id, None)
 
     def has(self, env_name: str, example_id: str) -> bool:
-        """Whether the example is settled, right or wrong."""
+        """True when the example is settled, right or wrong."""
         return example_id in self._settled[env_name]
 
     def figures(self) -> dict[str, float]:
-        """How many examples of each environment are settled."""
+        """The number of settled examples of each environment."""
         figures = {}
         for name, settled in self._settled.items():
             num_right = sum(settled.values())
@@ -190,7 +190,7 @@ class Pools:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """What `state` returned. Raises ValueError. Environments and examples that are no more are left out."""
+        """Take up what `state` returned. Raises ValueError. Environments and examples that are no more are left out."""
         try:
             for name, settled in self._settled.items():
                 for kind, is_right in (("right", True), ("wrong", False)):
@@ -261,7 +261,7 @@ class Curriculum:
         return {"begins": [list(begin) for begin in self._begins], "shares": list(self._shares)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """What `state` returned. A level that is no more is the highest one. Raises KeyError, TypeError, ValueError."""
+        """Take up what `state` returned, at most the highest level. Raises KeyError, TypeError, ValueError."""
         begins = [(int(first), min(max(int(level), 0), self._top)) for first, level in state["begins"]]
         if not begins or begins != sorted(begins):
             raise ValueError(f"levels {begins} are not in order")
@@ -315,7 +315,7 @@ class Curricula:
         return {name: curriculum.state() for name, curriculum in self._of.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """What `state` returned. Raises ValueError. Environments without a curriculum are left out."""
+        """Take up what `state` returned. Raises ValueError. Environments without a curriculum are left out."""
         try:
             for name, curriculum in self._of.items():
                 if name in state:

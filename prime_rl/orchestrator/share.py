@@ -77,7 +77,7 @@ async def make(request: MakeRequest, run: RunDir, config: OrchestratorConfig) ->
 
 
 async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, cleanup: AsyncExitStack) -> MakeTask:
-    """What makes one task, with the requested version and nothing newer."""
+    """Make the parts that make one task, with the requested version and nothing newer."""
     tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
     envs, eval_envs = await load_environments(config, None, cleanup, lambda words: None)
     adapters = AdapterPublication(run)
@@ -227,7 +227,7 @@ def _join_train(
 
 
 def _note(groups: Sequence[Group], sampler: ExampleSampler) -> dict[str, float]:
-    """What the groups of one batch make known of the examples, in their order; returns it as metrics."""
+    """Note what the groups of one batch make known of the examples, in their order; returns it as metrics."""
     for group in filter(attrgetter("rollouts_G"), groups):
         example_id = group.example_id.removeprefix(f"{group.env_name}/")
         sampler.note(group.index, group.env_name, example_id, [rollout.reward for rollout in group.rollouts_G])

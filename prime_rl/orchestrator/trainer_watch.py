@@ -1,4 +1,4 @@
-"""Whether the trainer runs, by its status file, and the message of a run that waits for its next policy.
+"""The trainer's state by its status file, and the message of a run that waits for its next policy.
 
 A look costs one `stat` as long as the heartbeat comes: fifty runs that wait look several times a second. The file is
 read when it changed, and the process is looked for only when a heartbeat is late. Starts nothing: the
@@ -38,7 +38,7 @@ class TrainerWatch:
         self._status: TrainerStatus | None = None
 
     def is_known(self) -> bool:
-        """Whether a trainer ever started in this workspace."""
+        """True when a trainer ever started in this workspace."""
         return self._read() is not None
 
     def trouble(self, now: float) -> str | None:

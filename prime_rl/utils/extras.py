@@ -14,6 +14,6 @@ def install_command(extra: str) -> str:
 
 
 def missing(extra: str, *modules: str) -> str | None:
-    """Which of `modules` are not installed, and the command that installs them; None if all are. Imports nothing."""
+    """The `modules` that are not installed, and the command that installs them; None if all are. Imports nothing."""
     absent = [module for module in modules if find_spec(module) is None]
     return f"not installed: {', '.join(absent)}; {install_command(extra)}" if absent else None

@@ -1,4 +1,4 @@
-"""Which file system holds a folder, from the mount table, and whether inotify reports what other machines write.
+"""The file system of a folder, from the mount table, and whether inotify reports what other machines write.
 
 Reads `/proc/self/mountinfo` and nothing else; without it events are trusted.
 """
@@ -41,7 +41,7 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 def events_come(folder: Path, table: Path = MOUNT_TABLE) -> bool:
-    """Whether the file system of `folder` delivers events for writes of other processes and machines."""
+    """True when the file system of `folder` delivers events for writes of other processes and machines."""
     kind = file_system_type(folder, table)
     return kind is None or not kind.startswith(_NO_EVENTS)
 

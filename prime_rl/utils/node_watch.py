@@ -29,7 +29,7 @@ class NodeReader:
         self._known: dict[int, NodeStatus] = {}
 
     def read(self) -> list[SeenNode]:
-        """What is known of each node, its text clean; a file that cannot be read for a moment counts as before."""
+        """Return what is known of each node, its text clean; a file that cannot be read just now counts as before."""
         ranks = self._output.list_nodes()
         self._watch.forget(ranks)
         self._known = {rank: status for rank, status in self._known.items() if rank in ranks}
@@ -50,5 +50,5 @@ class NodeReader:
             return None
 
     def _is_gone(self, status: NodeStatus) -> bool:
-        """Whether it ran here and its process no longer exists: found at once, without waiting for beats."""
+        """True when it ran here and its process no longer exists: found at once, without waiting for beats."""
         return status.host == self._host and status.pid > 0 and not status.writer.is_running()

@@ -1,4 +1,4 @@
-"""Which process a pid means: pids are used again, and clocks are set, so neither a pid nor a time proves anything.
+"""The process that a pid means: pids are used again, and clocks are set, so neither a pid nor a time proves anything.
 
 On Linux a process is known by what never moves: the boot of the machine, the container whose pids these are, and the
 ticks from the boot to its start. Where those are not available, it is identified by its start in Unix seconds, which
@@ -42,7 +42,7 @@ class ProcessId:
             return cls(pid)
 
     def is_same(self, other: ProcessId) -> bool:
-        """Whether both mean one process; without `start` on both sides their times decide, to two seconds."""
+        """True when both mean one process; without `start` on both sides their times decide, to two seconds."""
         if self.pid != other.pid:
             return False
         if self.start and other.start:
@@ -50,7 +50,7 @@ class ProcessId:
         return abs(self.create_time - other.create_time) <= CREATE_TIME_TOLERANCE_S
 
     def is_running(self) -> bool:
-        """Whether this very process runs, and not as a zombie."""
+        """True when this very process runs, and not as a zombie."""
         state, start = _kernel_stat(self.pid)
         if self.start and start:
             return self.start == start and state not in "ZX"
@@ -61,12 +61,12 @@ class ProcessId:
         return not is_zombie and self.is_same(ProcessId.of(self.pid))
 
     def is_of_another_boot(self) -> bool:
-        """Whether it ran on another machine or container, or before this was started: its pid means nothing here."""
+        """True when it ran on another machine or container, or before this was started: its pid means nothing here."""
         boot = self.start.partition("/")[0]
         return bool(boot and boot_id()) and boot != boot_id()
 
     def is_started_after(self, other: ProcessId) -> bool:
-        """Whether it is `other`, or started after it in the same boot of the same machine."""
+        """True when it is `other`, or started after it in the same boot of the same machine."""
         boot, _, ticks = self.start.partition("/")
         other_boot, _, other_ticks = other.start.partition("/")
         return bool(boot) and boot == other_boot and int(ticks) >= int(other_ticks)
@@ -104,7 +104,7 @@ def _kernel_stat(pid: int) -> tuple[str, str]:
 
 
 def is_below(pid: int, ancestor: int) -> bool:
-    """Whether process `pid` was started by `ancestor` or by one that it started."""
+    """True when process `pid` was started by `ancestor` or by one that it started."""
     try:
         return ancestor in [parent.pid for parent in psutil.Process(pid).parents()]
     except (psutil.Error, ValueError):

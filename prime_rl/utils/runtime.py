@@ -18,7 +18,7 @@ _MOST_BYTES = 32 << 20
 
 
 def set_up_memory() -> bool:
-    """What happens to the memory of the tensors of a pass on a CPU. Call it before the first tensor is made.
+    """Choose how the memory of a pass's tensors is kept on a CPU. Call it before the first tensor is made.
 
     Left alone, glibc decides by what was freed last, and a block that goes back to the system is cleared when it comes
     again: a third of a pass. Here blocks of up to 32 MiB are in one heap and are used again. The tensors go in another
@@ -36,7 +36,7 @@ _NO_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether `error` is that memory could not be had, on the host or on a GPU."""
+    """True when `error` is that memory could not be had, on the host or on a GPU."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)

@@ -26,7 +26,7 @@ class StopFlag:
         self.signal_name: str | None = None
 
     def __call__(self) -> bool:
-        """Whether a stop was asked for."""
+        """True when a stop was asked for."""
         return self._is_set
 
     def set(self) -> None:

@@ -28,7 +28,7 @@ _Identity = tuple[int, int]
 
 @dataclass(frozen=True)
 class TailRead:
-    """What one look found: whole lines without their end, in order.
+    """The result of one look: whole lines without their end, in order.
 
     `reset`: the file was cut, replaced or removed, so drop the earlier lines. `more`: the read stopped at its limit, so
     read again at once.
@@ -101,7 +101,7 @@ class FileTail:
         return TailRead(self._split(data), reset, more=len(data) == self._chunk_bytes)
 
     def _is_put_aside(self) -> bool:
-        """Whether the file that was read is `x.log.1` now: the next `x.log` is about to be made."""
+        """True when the file that was read is `x.log.1` now: the next `x.log` is about to be made."""
         if self._identity is None:
             return False
         identity, _, is_ours = self._old(1, 0)

@@ -64,7 +64,7 @@ class Backend(Protocol):
         """Watch `folder` no longer."""
 
     def lives(self) -> bool:
-        """Whether hints still come."""
+        """True when hints still come."""
 
     def close(self) -> None:
         """End the thread."""
@@ -131,7 +131,7 @@ class NativeEvents:
             self._drop(folder, *old)
 
     def lives(self) -> bool:
-        """Whether the reader's thread runs."""
+        """True when the reader's thread runs."""
         return self._reader.is_alive()
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class PollingEvents:
             self._pictures.pop(folder, None)
 
     def lives(self) -> bool:
-        """Whether the thread runs."""
+        """True when the thread runs."""
         return self._thread.is_alive()
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ class PollingEvents:
 
 
 def picture_of(folder: Path) -> Picture | None:
-    """What there is in `folder` now, None without it. Of a folder in it only whether it is the same one."""
+    """A picture of `folder` as it is now, None without it. Of a folder in it only whether it is the same one."""
     seen = []
     try:
         with os.scandir(folder) as entries:
@@ -290,7 +290,7 @@ class Watcher:
 
     @property
     def is_polling(self) -> bool:
-        """Whether it polls instead of getting events; False while it watches nothing yet."""
+        """True when it polls instead of getting events; False while it watches nothing yet."""
         return isinstance(self._backend, PollingEvents)
 
     @property

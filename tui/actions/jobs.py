@@ -194,7 +194,7 @@ def check_live(items: Sequence[str], field: str) -> None:
 
 
 def check_budget(output_dir: Path, run_ids: Sequence[str], tokens: str, hours: str) -> str:
-    """What has been used, and which runs would end at once. Raises FieldError."""
+    """The usage so far, and the runs that would end at once. Raises FieldError."""
     check_live([f"budget.max_tokens={tokens or 'null'}"], "tokens")
     check_live([f"budget.max_hours={hours or 'null'}"], "hours")
     max_tokens, max_hours = (float(tokens) if tokens else None), (float(hours) if hours else None)
@@ -219,7 +219,7 @@ def _without_nulls(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ForkForm:
-    """What a person fills in to fork each of `run_ids`; "" is the default of each. A `new_id` is for one run alone."""
+    """The form to fork each of `run_ids`; "" is the default of each. A `new_id` is for one run alone."""
 
     run_ids: tuple[str, ...]
     version: str = ""
@@ -240,7 +240,7 @@ _FORK_FIELDS = {"with-optimizer": "optimizer", "run id": "new-id", "already exis
 
 
 def check_fork(output_dir: Path, form: ForkForm) -> str:
-    """What the forks would be, one a line. Raises FieldError."""
+    """The forks that would be made, one a line. Raises FieldError."""
     return "\n".join(_fork(output_dir, form, run_id, dry_run=True) for run_id in form.run_ids)
 
 
@@ -276,7 +276,7 @@ def _fork(output_dir: Path, form: ForkForm, run_id: str, *, dry_run: bool = Fals
 
 @dataclass(frozen=True)
 class ExportForm:
-    """What a person fills in to export each of `run_ids`; the newest version without a `version`.
+    """The form to export each of `run_ids`; the newest version without a `version`.
 
     `out` is the new folder of one run; of several, the folder with a new one for each.
     """
@@ -305,7 +305,7 @@ def export_name(run_id: str) -> str:
 
 
 def check_export(output_dir: Path, form: ExportForm) -> str:
-    """What would be written, one folder a line. Raises FieldError."""
+    """The folders that would be written, one a line. Raises FieldError."""
     return "\n".join(_export(output_dir, form, run_id, dry_run=True) for run_id in form.run_ids)
 
 
@@ -349,7 +349,7 @@ def _job(output_dir: Path, verb: str, form: ForkForm | ExportForm, work: Work) -
 
 @dataclass(frozen=True)
 class SweepForm:
-    """What a person fills in to sweep over a config file; `axes` has one `key=v1,v2` a line."""
+    """The form to sweep over a config file; `axes` has one `key=v1,v2` a line."""
 
     file: str
     axes: str
@@ -454,7 +454,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether the draft has no problems, so that it can be added."""
+        """True when the draft has no problems, so that it can be added."""
         return not self.problems
 
 
@@ -480,7 +480,7 @@ def find_templates(output_dir: Path, run_ids: Sequence[str], configs: Path = Pat
 
 
 def looks_like_run(path: Path) -> bool:
-    """Whether a TOML file is a run's: only those have environments."""
+    """True when a TOML file is a run's: only those have environments."""
     try:
         with os.fdopen(open_file(path, follow_links=True), "rb") as file:
             return b"[[env]]" in file.read(MAX_DRAFT_BYTES)

@@ -64,7 +64,7 @@ class DeleteDialog(JobDialog):
     """
 
     class Measured(Message):
-        """How large each run is, as far as it is known, and together."""
+        """The size of each run, as far as it is known, and of all together."""
 
         def __init__(self, sizes: dict[str, str], total: str) -> None:
             super().__init__()
@@ -194,7 +194,7 @@ ALWAYS = ("makes room for another run", "the reward does not improve", "wrong co
 
 
 def suggest(rows: Sequence[RunRow], all_rows: Sequence[RunRow]) -> list[str]:
-    """What fits the run best comes first; for several runs only what is true of any."""
+    """Suggest reasons, those that fit the run best first; for several runs only what is true of any."""
     found: list[str] = []
     if len(rows) == 1:
         found += _seen(rows[0])

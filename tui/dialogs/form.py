@@ -62,7 +62,7 @@ class JobDialog(ModalScreen[None]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the job was started and has not failed."""
+        """True when the job was started and has not failed."""
         return self._serial is not None
 
     def buttons(self, verb: str, id: str, variant: ButtonVariant) -> ComposeResult:
@@ -246,7 +246,7 @@ class FormDialog(JobDialog):
 
     @property
     def is_checked(self) -> bool:
-        """Whether what is shown is the check of the newest text."""
+        """True when what is shown is the check of the newest text."""
         return self._serial_of_check == self._serial_of_form
 
     def compose(self) -> ComposeResult:
@@ -293,7 +293,7 @@ class FormDialog(JobDialog):
         return self.query_one(f"#{name}", Input).value.strip()
 
     def ticked(self, name: str) -> bool:
-        """Whether the checkbox `name` is on."""
+        """True when the checkbox `name` is on."""
         return self.query_one(f"#{name}", Checkbox).value
 
     def _is_filled(self, name: str | None) -> bool:

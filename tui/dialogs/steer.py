@@ -1,4 +1,4 @@
-"""What decides how runs share the trainer, and what is made from runs that are there.
+"""Forms for how runs share the trainer, and for what is made from runs that are there.
 
 Pause, weight and budget; fork, sweep, export; and the difference of two runs, as `prl runs diff` tells it.
 """
@@ -116,7 +116,7 @@ class WeightDialog(RunsForm):
 
 
 class BudgetDialog(RunsForm):
-    """What a run may use. An empty field is no limit; where the runs differ, it leaves each its own."""
+    """The budgets of runs. An empty field is no limit; where the runs differ, it leaves each its own."""
 
     head = "budget of"
     verb = "Set"
@@ -351,7 +351,7 @@ class SweepDialog(FormDialog):
 
 
 def preview(sweep: Sweep) -> str:
-    """What a sweep would add, a run a line."""
+    """The runs that a sweep would add, one a line."""
     plan = sweep.plan
     head = fmt.counted(len(plan.runs), "run")
     if plan.halving:

@@ -1,1 +1,1 @@
-"""What the screens show, made from what was read. Pure: no files, no threads, no widgets."""
+"""Everything that the screens show, made from what was read. Pure: no files, no threads, no widgets."""

@@ -1,4 +1,4 @@
-"""How much something needs a person: levels, the states of runs with theirs, and problems."""
+"""The need for a person: levels, the states of runs with theirs, and problems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STALL_STEPS = 10
 
 
 class Level(enum.IntEnum):
-    """How much something needs a person. Symbols and words show it without one."""
+    """The degree to which something needs a person. Symbols and words show it without one."""
 
     QUIET = 0
     GOOD = 1

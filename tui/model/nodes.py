@@ -84,7 +84,7 @@ class NodeRow:
 
 @dataclass(frozen=True)
 class PhaseStat:
-    """What a phase took lately: the usual time of its work, and the node that takes longest with its own usual time."""
+    """The recent times of a phase: the usual time of its work, and the slowest node with its own usual time."""
 
     phase: int
     usual_s: float
@@ -115,7 +115,7 @@ class Group:
 
     @property
     def level(self) -> Level:
-        """How much the worst of them needs a person."""
+        """The level of the worst of them."""
         return max(row.level for row in self.rows)
 
     def row(self, rank: int) -> NodeRow | None:
@@ -227,7 +227,7 @@ def _row(seen: SeenNode, is_waited_for: bool, usual: Mapping[int, float]) -> Nod
 
 
 def _note(seen: SeenNode) -> CleanText:
-    """What has stopped, why the node ended, or which nodes it waits for."""
+    """The part that has stopped, the reason why the node ended, or the nodes that it waits for."""
     if (found := stall(seen)) is not None:
         return one_line(f"{found.what} has stood still for {fmt.age(found.for_s)}")
     status = seen.status

@@ -1,4 +1,4 @@
-"""Which runs the home screen shows, and in what order: its filter language, and the orders by every column. Pure.
+"""The runs on the home screen, and their order: its filter language, and the orders by every column. Pure.
 
 A filter like `state:active reward>0.5 name~math` is a list of terms, and a run is shown when all of them hold:
 
@@ -155,7 +155,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class FilterError:
-    """What is wrong with the term at [start, end) of the text."""
+    """The fault of the term at [start, end) of the text."""
 
     start: int
     end: int
@@ -170,7 +170,7 @@ class Query:
     errors: tuple[FilterError, ...] = ()
 
     def matches(self, subject: Subject) -> bool:
-        """Whether the run passes all tests; without tests every run does."""
+        """True when the run passes all tests; without tests every run does."""
         return all(test(subject) for test in self.tests)
 
 

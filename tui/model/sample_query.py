@@ -50,7 +50,7 @@ class SampleQuery:
     errors: tuple[str, ...] = ()
 
     def matches(self, sample: Sample) -> bool:
-        """Whether all tests hold and each word is in the prompt, the completion or a turn, in any case."""
+        """True when all tests hold and each word is in the prompt, the completion or a turn, in any case."""
         if not all(test(sample) for test in self.tests):
             return False
         if not self.words:

@@ -74,17 +74,17 @@ class RunRow:
 
     @property
     def is_live(self) -> bool:
-        """Whether processes may be at work for it, so that deleting it interrupts something."""
+        """True when processes may be at work for it, so that deleting it interrupts something."""
         return self.state in (RunState.ACTIVE, LOST, STALLED)
 
     @property
     def is_problem(self) -> bool:
-        """Whether it needs a person: evicted, stalled, invalid, failed or lost. All these are in `find_problems`."""
+        """True when it needs a person: evicted, stalled, invalid, failed or lost. All these are in `find_problems`."""
         return self.level >= Level.WARN
 
     @property
     def is_bad(self) -> bool:
-        """Whether its level is BAD: invalid, failed or lost."""
+        """True when its level is BAD: invalid, failed or lost."""
         return self.level is Level.BAD
 
 
@@ -115,7 +115,7 @@ class Disk:
 
     @property
     def is_low(self) -> bool:
-        """Whether less is free than LOW_DISK_BYTES, or than LOW_DISK_SHARE of the disk."""
+        """True when less is free than LOW_DISK_BYTES, or than LOW_DISK_SHARE of the disk."""
         return self.free_bytes < max(LOW_DISK_BYTES, LOW_DISK_SHARE * self.total_bytes)
 
 
@@ -225,7 +225,7 @@ def _same_or_new(
 
 
 def _is_timeless(known: RunRow, run: RunView, now: float, tail: RunTail, alive_at: float | None) -> bool:
-    """Whether the time is without effect: of a run that works as long as it is neither lost nor stalled."""
+    """True when the time is without effect: of a run that works as long as it is neither lost nor stalled."""
     if run.state is not RunState.ACTIVE:
         return True
     return known.state == display_state(run, now, tail, alive_at) == RunState.ACTIVE
@@ -256,7 +256,7 @@ def _row(order: int, run: RunView, tail: RunTail, now: float, alive_at: float | 
 
 
 def _note(run: RunView, state: str, now: float, tail: RunTail, alive_at: float | None) -> str:
-    """What it waits for, or the reason for its state."""
+    """The thing that it waits for, or the reason for its state."""
     if state == LOST or (state == STALLED and run.stalled_since is None):
         silent = f"no heartbeat for {fmt.age(now - (alive_at or now))}"
         if state == STALLED:
@@ -375,7 +375,7 @@ def _daemon_problem(daemon: DaemonRow, workspace: Workspace) -> Problem:
 
 
 def budget_share(row: RunRow) -> float | None:
-    """How much of its budget a run has used, of tokens and hours what is further; None without one, or while unread."""
+    """The used share of a run's budget, of tokens and hours the larger; None without one, or while unread."""
     used, view = row.tail.used, row.view
     if used is None:
         return None

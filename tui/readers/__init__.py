@@ -1,1 +1,1 @@
-"""What is read from files. Each reader is called by one thread. No widgets, no screens."""
+"""Readers of files. Each is called by one thread. No widgets, no screens."""

@@ -120,7 +120,7 @@ class History:
 
 @dataclass(frozen=True)
 class _Line:
-    """How a line is decoded to some keys: its type, which names them `v0`, `v1`, ..., and who gets them from it."""
+    """The decoder of a line for some keys: its type, which names them `v0`, `v1`, ..., and who gets them from it."""
 
     make: Callable[..., Any]
     decode: Callable[[bytes], Any]
@@ -312,7 +312,7 @@ KEYS = tuple(dict.fromkeys(key for spec in CHARTS for key in (*spec.keys, spec.t
 
 @dataclass(frozen=True)
 class ChartView:
-    """What is looked at. `span` steps up to `end`; None: all steps, up to the newest."""
+    """The part that is looked at. `span` steps up to `end`; None: all steps, up to the newest."""
 
     span: float | None = None
     end: float | None = None
@@ -372,7 +372,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class ChartData:
-    """What one chart shows. `window` are the first and the last step of its width."""
+    """The content of one chart. `window` are the first and the last step of its width."""
 
     curves: tuple[Curve, ...] = ()
     window: tuple[float, float] = (0.0, 0.0)
@@ -383,7 +383,7 @@ class ChartData:
 
     @property
     def has_values(self) -> bool:
-        """Whether a curve has a point in the window."""
+        """True when a curve has a point in the window."""
         return any(curve.xs for curve in self.curves)
 
 

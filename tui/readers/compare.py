@@ -163,7 +163,7 @@ def _rank(result: float | None, metric: str) -> float:
 
 @dataclass(frozen=True)
 class CompareRequest:
-    """What is compared: `runs` are ids with their tags; `by` is RUN, TAG or a config key."""
+    """The runs to compare: `runs` are ids with their tags; `by` is RUN, TAG or a config key."""
 
     runs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     metric: str = METRICS[0]

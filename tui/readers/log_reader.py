@@ -179,7 +179,7 @@ def _first_start(data: bytes) -> int:
 
 
 def _may_be_loud(data: bytes, level: int) -> bool:
-    """Whether a block can have a record of `level`; not exact."""
+    """True when a block can have a record of `level`; not exact."""
     return level < 2 or any(word in data for word in (_LOUD_WORDS if level == 2 else _LOUD_WORDS[:-1]))
 
 
@@ -359,7 +359,7 @@ BLOCK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Found:
-    """How a search stands: `share` of the log is looked through; at the end `start` of the line, None for none.
+    """The course of a search: `share` of the log is looked through; at the end `start` of the line, None for none.
 
     `is_around`: the search went past the end of the log (or its start) to get there.
     """

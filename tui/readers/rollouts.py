@@ -1,4 +1,4 @@
-"""What the rollouts tab shows: the samples that a run keeps of its batches, in order and in groups.
+"""The rollouts tab: the samples that a run keeps of its batches, in order and in groups.
 
 One of them turn by turn; of one batch also the tokens, and of the newest batches all rewards. The texts of environment
 and policy are clean. No widgets here.

@@ -55,7 +55,7 @@ _NO_TAIL = RunTail()
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one run: its two files, how they were when they were read last, and when that was."""
+    """One run's two files, how they were when they were read last, and when that was."""
 
     readers: tuple[HistoryReader, HistoryReader] | None = None
     stamps: tuple[Stamp, Stamp] | None = None
@@ -133,7 +133,7 @@ class WorkspaceMetrics:
         known.stamps, known.view, known.read_at = stamps, run, self._clock()
 
     def _read_use(self, run_id: str, known: _Known) -> None:
-        """What this life of the run has used; while that cannot be read it is not known, and `prl usage` tells why."""
+        """The usage of this life of the run; while that cannot be read it is not known, and `prl usage` tells why."""
         path = self._output.run_usage(run_id)
         if (stamp := stamp_of(path)) == known.usage:
             return

@@ -478,7 +478,7 @@ class ActingRunsScreen(RunsScreen, ActsOnWorkspace):
 
 
 def _can_readmit(row: RunRow) -> bool:
-    """Whether it is evicted, has failed, or was ended early: by its budget, a stop rule or a sweep."""
+    """True when it is evicted, has failed, or was ended early: by its budget, a stop rule or a sweep."""
     return row.state in (RunState.EVICTED, RunState.FAILED) or (
         row.state == RunState.FINISHED and row.reason is not None
     )

@@ -1,4 +1,4 @@
-"""What the screens share: each gets every new snapshot of the workspace, and every action.
+"""Parts that the screens share: each gets every new snapshot of the workspace, and every action.
 
 `WorkspaceScreen` is the base of all; `PlaceScreen` of those that stand side by side (`PLACES`): they have the
 workspace's header on top, and a number key leads from each to each. A new one is one line in `PLACES`.
@@ -102,7 +102,7 @@ Examine: TypeAlias = "Callable[[Path], Sequence[Finding]]"
 
 @dataclass(frozen=True)
 class Setting:
-    """What every screen is given.
+    """The parts that every screen is given.
 
     `clock` gives Unix seconds; `make_probe` takes the place of the real machine; `is_demo`: `prl demo` shows it;
     `examine` finds what keeps the workspace from working.
@@ -189,7 +189,7 @@ class WorkspaceScreen(Screen[None]):
 
     @property
     def can_show(self) -> bool:
-        """Whether the widgets can be filled: not before they are mounted."""
+        """True when the widgets can be filled: not before they are mounted."""
         return self._is_ready
 
     @property

@@ -248,7 +248,7 @@ def _known(words: str, names: Sequence[str], what: str) -> str:
 
 
 def about_line(data: CompareData) -> Text:
-    """What is compared, and which run is best."""
+    """The line about what is compared, and which run is best."""
     line = Text.assemble(
         ("by ", "muted"),
         (data.request.by if data.request.by in data.groupings else RUN, "bold"),

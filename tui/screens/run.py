@@ -180,7 +180,7 @@ class RunScreen(WorkspaceScreen):
 
     @on(LineList.Moved)
     def _row_moved(self) -> None:
-        """What can be done may depend on the row, such as a checkpoint that is not complete."""
+        """Refresh the keys: what can be done may depend on the row, such as a checkpoint that is not complete."""
         self.refresh_bindings()
 
     def _ask(self, **changes: Any) -> None:

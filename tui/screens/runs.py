@@ -154,7 +154,7 @@ MAX_FINDINGS = 6
 
 
 def describe_nothing(nothing: Nothing, *, read_only: bool, width: int = 80) -> Text:
-    """What to do next, in the order in which to do it; then what stands in the way, one line each."""
+    """The next things to do, in their order; then what stands in the way, one line each."""
     key = "bold accent"
     if nothing.needle:
         return Text.assemble(

@@ -86,7 +86,7 @@ def _gauge(name: str, share: float | None, bar: int, value: str, note: str) -> T
 
 
 def trainer_lines(snapshot: Snapshot, look: SystemLook | None, width: int) -> Lines:
-    """What the trainer does: slots, speed, what it waits for, where its time goes. `look`: None before the first."""
+    """The trainer's slots, speed, what it waits for, where its time goes. `look`: None before the first."""
     trainer = snapshot.workspace.trainer
     if trainer is None:
         return [_title("trainer", "not running: start it with prl up")]
@@ -121,7 +121,7 @@ def time_split(time_s: Mapping[str, float], width: int) -> Lines:
 
 
 def inference_lines(snapshot: Snapshot, width: int) -> Lines:
-    """What inference does: engine, model, requests of each server, loaded adapters."""
+    """The engine, model, requests of each server and loaded adapters of inference."""
     inference = snapshot.workspace.inference
     if inference is None:
         return [_title("inference", "not running: start it with prl up")]
@@ -139,7 +139,7 @@ def inference_lines(snapshot: Snapshot, width: int) -> Lines:
 
 
 def _requests(label: str, inference: InferenceStatus) -> Text:
-    """What one server, or all together, do."""
+    """The requests of one server, or of all together."""
     requests = Text.assemble(
         (label, "muted"),
         (f"{inference.num_running} running", "bold" if inference.num_running else "muted"),

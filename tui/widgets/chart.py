@@ -155,7 +155,7 @@ COLOURS = ("secondary", "accent", "success", "warning", "error", "primary", "mut
 
 
 def name_letters(names: Sequence[str], room: int) -> int:
-    """How many first letters of each name fit into `room` cells; 0 where too few would, or names would look alike."""
+    """The number of first letters of each name that fit into `room` cells; 0 where too few do, or names look alike."""
     for num in range(max(map(len, names), default=0), MIN_LETTERS - 1, -1):
         if sum(min(len(name), num) + 1 for name in names) <= room:
             return num if len({name[:num] for name in names}) == len(names) else 0
@@ -202,7 +202,7 @@ class Chart(Widget):
 
     @property
     def data(self) -> ChartData:
-        """What `show` was called with last; without curves before that."""
+        """The arguments of the last `show`; without curves before that."""
         return self._data
 
     def on_mount(self) -> None:
@@ -383,7 +383,7 @@ class Chart(Widget):
 
 
 def _range(curves: list[Curve]) -> tuple[float, float]:
-    """What the height shows: from the least to the greatest value, never nothing."""
+    """The range of the height: from the least to the greatest value, never nothing."""
     low = min((min(curve.lows) for curve in curves if curve.lows), default=0.0)
     high = max((max(curve.highs) for curve in curves if curve.highs), default=1.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):

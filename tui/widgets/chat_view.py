@@ -22,7 +22,7 @@ UNDER_WAY = "an answer is under way: esc stops it"
 
 
 def head(look: ChatLook) -> Text:
-    """What answers, and whether it is loaded."""
+    """The model that answers, and whether it is loaded."""
     newest = "" if "@" in look.target or look.target == "base" else ", its newest version,"
     if look.state == "loading":
         return Text.assemble(("◌ ", "secondary"), look.target, (f"{newest} is being loaded", "muted"))

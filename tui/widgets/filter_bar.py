@@ -97,7 +97,7 @@ class FilterBar(Horizontal):
             self.close()
 
     def say_count(self, num_shown: int, num_all: int) -> None:
-        """What is wrong, else how much is left."""
+        """Say what is wrong, else how much is left."""
         errors = self.parsed.errors
         said = errors[0].message if errors else f"{num_shown} of {num_all}"
         if said != self._said_now:

@@ -199,7 +199,7 @@ def run_lines(row: RunRow, width: int, now: float, num_problems: int | None = No
 
 
 def budget_text(row: RunRow) -> Text | None:
-    """How much of its budget a run has used, as a bar; None without a budget."""
+    """The used share of a run's budget, as a bar; None without a budget."""
     share = budget_share(row)
     if share is None:
         return None

@@ -112,7 +112,7 @@ class LogRows(Widget, can_focus=True):
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the last row is visible."""
+        """True when the last row is visible."""
         left = self.size.height + self._row
         for index in range(self.top, len(self.lines)):
             left -= len(self._rows_of(index))
@@ -266,7 +266,7 @@ class LogView(Vertical, can_focus=False):
 
     @property
     def follows(self) -> bool:
-        """Whether the end of the log is requested, also as it grows."""
+        """True when the end of the log is requested, also as it grows."""
         return self.request.anchor is None
 
     def show(self, data: LogData) -> None:
@@ -289,14 +289,14 @@ class LogView(Vertical, can_focus=False):
         self._say()
 
     def _fits(self, data: LogData) -> bool:
-        """Whether the lines of an earlier request hold the one that is on top now: keys may come fast."""
+        """True when the lines of an earlier request hold the one that is on top now: keys may come fast."""
         lines = data.slice.lines
         if self.follows or self._go_to is not None or data.request.level != self.request.level or not lines:
             return False
         return lines[0].start <= self._top_offset() <= lines[-1].start
 
     def show_found(self, found: Found) -> None:
-        """How the search goes."""
+        """Show the course of the search."""
         if found.serial != self.found.serial:
             return
         self.found = found
@@ -403,7 +403,7 @@ class LogView(Vertical, can_focus=False):
             self._go_to = start
 
     def _holds(self, start: int) -> bool:
-        """Whether the line that starts at `start` is among those there are; 0 is the start of the log at any level."""
+        """True when the line that starts at `start` is among those here; 0 is the start of the log at any level."""
         data = self.data
         if data is None or data.request.level != self.request.level:
             return False

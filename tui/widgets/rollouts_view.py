@@ -395,7 +395,7 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class GroupPicture:
-    """What the picture of an example shows.
+    """The content of an example's picture.
 
     Attributes:
         group: its rollouts, all or a part of them.
@@ -551,7 +551,7 @@ def reward_range(rewards: Iterable[float]) -> tuple[float, float]:
 
 
 def count_bins(rewards: Iterable[float], low: float, high: float, num_bins: int) -> list[int]:
-    """How many rewards are in each of `num_bins` equal parts of `low` to `high`; `high` itself is in the last."""
+    """The number of rewards in each of `num_bins` equal parts of `low` to `high`; `high` itself is in the last."""
     counts = [0] * num_bins
     for reward in rewards:
         # Halves, because the difference of two finite numbers may not be finite.

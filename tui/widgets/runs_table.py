@@ -129,7 +129,7 @@ def make_cell(column: Column, row: RunRow, now: float) -> Cell:
 
 
 def make_gutter(is_marked: bool, is_pinned: bool) -> Cell:
-    """What stands before the first column, GUTTER cells wide."""
+    """The text before the first column, GUTTER cells wide."""
     return (MARK if is_marked else " ", "bold accent"), (PIN if is_pinned else " ", "warning")
 
 

@@ -69,12 +69,12 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine takes requests: until `stop` or a failure."""
+        """True when the engine takes requests: until `stop` or a failure."""
         return self._dead is None
 
     @property
     def lacks_memory(self) -> bool:
-        """Whether rows wait that the device had no memory for."""
+        """True when rows wait that the device had no memory for."""
         return self._max_rows < self._max_num_seqs and bool(self._waiting)
 
     async def run(self) -> None:

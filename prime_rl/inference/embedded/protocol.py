@@ -99,7 +99,7 @@ class Text:
 
 
 class Generation(SamplingParams, kw_only=True):
-    """What both kinds of requests share."""
+    """The fields of both kinds of requests."""
 
     model: str | None = None
     skip_special_tokens: bool = True
@@ -303,7 +303,7 @@ def _event(body: dict[str, Any]) -> bytes:
 
 
 def _shown(text: Text, job: Job, asked: ChatRequest, *, is_whole: bool) -> list[str]:
-    """What may be sent of each row now."""
+    """The text and tokens of each row that may be sent now."""
     if is_whole:
         return [asked.text_of(row, text) for row in job.rows]
     shown = []

@@ -26,7 +26,7 @@ _OFF = {**_CUTS, **_PENALTIES, "min_tokens": 0}
 
 
 class SamplingParams(Struct, kw_only=True):
-    """How one request is sampled, in the fields of clients; the rest is described in `configs.sampling`.
+    """The sampling of one request, in the fields of clients; the rest is described in `configs.sampling`.
 
     The values of a request are within `contract.sampling_ranges` before they come here.
 

@@ -1,4 +1,4 @@
-"""What the front asks of vLLM: completions, a token, adapters, other weights for all of its workers."""
+"""vLLM, as the front asks for it: completions, a token, adapters, other weights for all of its workers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class VllmControl:
         self.lifespan = lambda _: app.router.lifespan_context(app)
 
     def alive(self) -> bool:
-        """Whether vLLM works, with weights in a known state."""
+        """True when vLLM works, with weights in a known state."""
         return not (self._engine.errored or self.failed)
 
     def stats(self) -> Snapshot:
@@ -105,7 +105,7 @@ class VllmControl:
         return answered
 
     async def _checked(self, request: Request) -> ASGIApp:
-        """What answers `request`: vLLM, once its sampling parameters are found to be in range. Raises ApiError."""
+        """Return vLLM's answer to `request`, once its sampling parameters are found to be in range. Raises ApiError."""
         check_ranges(await decoded(request, dict[str, Any]))
         body = await request.body()
 
@@ -143,7 +143,7 @@ class VllmControl:
         await self._engine.remove_lora(number)
 
     async def _answer(self, request: Request, path: str, body: Any) -> bytes:
-        """What vLLM's application answers to `body` at `path`. Raises ApiError with its message when it refuses."""
+        """Return what vLLM's application answers to `body` at `path`. Raises ApiError with its reason to refuse."""
         data, sent = msgspec.json.encode(body), list[Message]()
         headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-length"]
         headers.append((b"content-length", str(len(data)).encode()))
@@ -185,7 +185,7 @@ class VllmControl:
                 raise
 
     async def _source(self, folder: Path) -> tuple[Any, ...]:
-        """What the workers get: the folder, or the address of the trainer that published it."""
+        """The source that the workers get: the folder, or the address of the trainer that published it."""
         broadcast = self._broadcast
         if broadcast.type == "filesystem":
             await asyncio.to_thread(check_weight_file, folder, self._shapes)
@@ -207,7 +207,7 @@ class VllmControl:
             raise ApiError(status, f"The weights were not changed: {problem}", param="weight_dir")
 
     async def _workers(self, method: str, *args: Any) -> list[list[Any]]:
-        """What each worker of each data-parallel engine answers.
+        """Call all workers of all data-parallel engines; returns the answer of each.
 
         vLLM's own `collective_rpc` asks all engines too, but returns the answers of the first engine only.
         """
@@ -282,7 +282,7 @@ def _fits(found: float, expected: float, *, is_whole: bool) -> bool:
 
 
 class AdapterGate:
-    """What vLLM does not check of an adapter: that every tensor belongs to the model.
+    """The check that vLLM leaves out: that every tensor of an adapter belongs to the model.
 
     vLLM serves an adapter whose names match nothing as the base model. That is refused here, before vLLM sees the
     request, with the words of the embedded engine. And after it has loaded an adapter, what its layers hold is measured

@@ -1,4 +1,4 @@
-"""What vLLM's workers do for whole weights, called through `collective_rpc`. Runs in vLLM's own processes.
+"""The part of vLLM's workers for whole weights, called through `collective_rpc`. Runs in vLLM's own processes.
 
 In two steps, so that several workers change together or not at all: each gets the new weights beside those in force
 (`prl_stage_weights`), then each takes them over. That is vLLM's own reload, which handles its weight layout.

@@ -1,4 +1,4 @@
-"""What an environment is to the orchestrator: examples, and a rollout that ends in a reward.
+"""An environment, as the orchestrator sees it: examples, and a rollout that ends in a reward.
 
 The orchestrator hands each rollout a `Policy` that talks to inference and records every token; the environment only
 sees text. It never sees tokens, log-probabilities, adapters or other rollouts, so one that is written here serves
@@ -41,7 +41,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rollout went.
+    """The result of a rollout.
 
     Attributes:
         reward: within `reward_range`.
@@ -58,7 +58,7 @@ class Outcome:
 
 
 class RolloutError(RuntimeError):
-    """What was asked of the policy cannot be a part of a rollout; the message has the reason."""
+    """A request to the policy that cannot be a part of a rollout; the message has the reason."""
 
 
 def as_messages(messages: Any) -> list[Message]:

@@ -58,7 +58,7 @@ GUESS_QUESTIONS = {
 
 
 class BuiltInArgs(BaseConfig):
-    """What `[env.args]` of every built-in environment has."""
+    """The fields of `[env.args]` of every built-in environment."""
 
     wording: Literal["full", "short"] = "full"
     """How the policy is asked: "full" describes the task and which form of answer counts, as a chat model expects it;

@@ -171,7 +171,7 @@ class CheckedEnvironment:
         return outcome
 
     def problem(self) -> str | None:
-        """What goes wrong in it, in words; None while nothing does. A drop is told for FAILURE_WINDOW rollouts."""
+        """The trouble in it, in words; None while there is none. A drop is told for FAILURE_WINDOW rollouts."""
         half_s = self._config.timeout_s / 2
         hanging = {each.step_s(): example_id for each, example_id in self._at_work.items() if each.step_s() > half_s}
         if hanging:
@@ -339,7 +339,7 @@ def _credit(turn: int, value: Any, length: int) -> float | list[float]:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a real number. numpy's truth values are, as Python's are."""
+    """True when it is a real number. numpy's truth values are, as Python's are."""
     dtype = getattr(value, "dtype", None)
     return isinstance(value, numbers.Real) or (getattr(dtype, "kind", "") == "b" and getattr(value, "ndim", 1) == 0)
 

@@ -19,7 +19,7 @@ HEADER_BYTES = 4
 
 
 class Load(msgspec.Struct, tag=True):
-    """Which environment to make (`provider`: its id up to the colon), and how often to send a `Beat`."""
+    """The environment to make (`provider`: its id up to the colon), and how often to send a `Beat`."""
 
     provider: str
     name: str
@@ -116,7 +116,7 @@ def frame(message: Request | Report) -> bytes:
 
 
 def payload_len(header: bytes) -> int:
-    """How many bytes follow `header`. Raises ValueError for more than a message can have."""
+    """The number of bytes after `header`. Raises ValueError for more than a message can have."""
     length = int.from_bytes(header)
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {length} bytes")

@@ -59,7 +59,7 @@ MODULES = {"verifiers": "verifiers", "reasoning-gym": "reasoning_gym"}
 
 
 def environment_of_its_own(environ: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
-    """What a process of an environment sees of `environ`: what every process needs, and what is named for it."""
+    """The part of `environ` for a process of an environment: what every process needs, and what is named for it."""
     return {
         name: value
         for name, value in environ.items()

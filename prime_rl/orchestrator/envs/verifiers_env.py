@@ -79,7 +79,7 @@ class VerifiersEnvironment:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """What lasts as long as the process: the tool servers that rollouts share, the proxy."""
+        """Serve what lasts as long as the process: the tool servers that rollouts share, the proxy."""
         os.environ[KEY_VAR] = key = secrets.token_urlsafe(24)
         async with PolicyProxy(key) as self._proxy, self._env.serving():
             self._client = vf.EvalClientConfig(base_url=self._proxy.base_url, api_key_var=KEY_VAR)
@@ -125,7 +125,7 @@ def _named(values: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _advantages(trace: vf.Trace) -> list[float | list[float]]:
-    """What the taskset assigned to the nodes of the policy's turns; [] when it assigned nothing.
+    """The advantages that the taskset assigned to the nodes of the policy's turns; [] when it assigned none.
 
     verifiers keeps a list for the sampled tokens of a node. A list of one number is for the whole turn, since a taskset
     gets no tokens from our endpoint, only how many there are (`usage`). A turn without a list has 0.0, as in verifiers.
