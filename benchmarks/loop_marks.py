@@ -43,9 +43,9 @@ def listen_to_trainer(marks: Marks) -> None:
 
 def listen_to_orchestrator(marks: Marks) -> None:
     """`loading` and `loaded`: the load call of a version; `asking` and `answered`: a request to it."""
-    from prime_rl.orchestrator.adapters import AdapterPublication
     from prime_rl.orchestrator.client import Completion, CompletionRequest
     from prime_rl.orchestrator.pool import InferenceClient
+    from prime_rl.orchestrator.publication import AdapterPublication
 
     publish, complete = AdapterPublication.publish, InferenceClient.complete
 

@@ -14,12 +14,10 @@ from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.orchestrator import EvalConfig
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import RunDir
-from prime_rl.orchestrator.adapters import AdapterPublication
-from prime_rl.orchestrator.envs.loading import load_environments
+from prime_rl.orchestrator.envs import load_environments
 from prime_rl.orchestrator.evaluate import Evaluator
-from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
-from prime_rl.orchestrator.publication import base_model, connect
-from prime_rl.orchestrator.tokenizer import ChatTokenizer
+from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler
+from prime_rl.orchestrator.publication import AdapterPublication, base_model, connect
 
 NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE = 256, 4
 SEED, SEQ_LEN = 0, 96

@@ -18,9 +18,17 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.multinode.decide import MASTER_RANK
 from prime_rl.multinode.member import Member, Report
 from prime_rl.multinode.node import drive
-from prime_rl.multinode.records import GroupRecord, GroupSetting, NodeRecord, Phase, Position, RlPhase, first_position
-from prime_rl.multinode.store import DiskStore
-from prime_rl.utils.signals import StopFlag
+from prime_rl.multinode.records import (
+    DiskStore,
+    GroupRecord,
+    GroupSetting,
+    NodeRecord,
+    Phase,
+    Position,
+    RlPhase,
+    first_position,
+)
+from prime_rl.utils.process import StopFlag
 from prime_rl.utils.watch import Watcher
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, scan_runs
-from prime_rl.utils.logger import complain
+from prime_rl.utils.runtime import complain
 from prime_rl.utils.text import one_line
 
 if TYPE_CHECKING:

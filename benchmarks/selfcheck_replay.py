@@ -24,7 +24,7 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import WaitTimeout, read_file, read_text, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps, list_steps
-from prime_rl.contract.resume import done_request
+from prime_rl.contract.notes import done_request
 from prime_rl.contract.types import MAX_BATCH_BYTES
 from prime_rl.lora.adapter_state import load_peft
 from prime_rl.trainer.checkpoint import trainer_steps

@@ -26,7 +26,7 @@ import msgspec
 from benchmarks.supervisor_idle import RUN_TOML
 from daemons.decide import Daemon, Seen, Snapshot, State, decide
 from daemons.launchers.agent import AgentRecord
-from daemons.launchers.placement import place_all
+from daemons.launchers.base import place_all
 from daemons.launchers.slurm import Allocation, Slurm
 from daemons.pidfile import SupervisorLock
 from daemons.specs import DaemonSpec, orchestrator_spec, service_specs, write_component_configs
@@ -35,7 +35,7 @@ from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerRunStatus, TrainerStatus
-from prime_rl.utils.signals import StopFlag
+from prime_rl.utils.process import StopFlag
 
 GPUS = 8
 NUM_TRAINER_NODES = 128

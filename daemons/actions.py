@@ -24,9 +24,8 @@ from typing import Any
 
 import tomli_w
 
-from daemons import audit
 from daemons.adding import add_run, check_file, trainer_limits, validate_file
-from daemons.errors import ActionError, WrongUseError, in_one_line, printable
+from daemons.errors import ActionError, WrongUseError, in_one_line, printable, record_act
 from daemons.trash import (
     DELETED_NOTE,
     Progress,
@@ -42,13 +41,12 @@ from daemons.trash import (
 from daemons.workspace import RunView
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError, load_toml, merge, parse_set, parse_toml
-from prime_rl.configs.lifetime import LIVE_KEYS
-from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.orchestrator import LIVE_KEYS, OrchestratorConfig
 from prime_rl.configs.validate import find_problems, load_run_config
-from prime_rl.contract.early_stop import EarlyStop, series
 from prime_rl.contract.files import read_end, read_text, remove, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker, step_name
-from prime_rl.contract.resume import pending_request
+from prime_rl.contract.metrics import EarlyStop, series
+from prime_rl.contract.notes import pending_request
 from prime_rl.contract.status import DaemonStatus, RunState, RunStatus, read_status
 from prime_rl.contract.usage import budget_reason, used_in_life
 
@@ -93,7 +91,7 @@ def evict_run(output_dir: Path, run_id: str, reason: str, *, actor: str | None =
         if run.evicted.exists():
             return False
         write_atomic(run.evicted, printable(reason).strip() or "no reason was given")
-        audit.record(output, "evict", run_id, reason=reason, actor=actor)
+        record_act(output, "evict", run_id, reason=reason, actor=actor)
         return True
 
 
@@ -121,7 +119,7 @@ def readmit_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
             output.daemon_status(run_id).unlink(missing_ok=True)
         if output.daemons.exists():
             write_atomic(output.start_request(run_id), "readmit")
-        audit.record(output, "readmit", run_id, reason=reason)
+        record_act(output, "readmit", run_id, reason=reason)
         return True
 
 
@@ -138,7 +136,7 @@ def pause_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
         if os.path.lexists(run.paused):
             return False
         write_atomic(run.paused, printable(reason).strip())
-        audit.record(output, "pause", run_id, reason=reason)
+        record_act(output, "pause", run_id, reason=reason)
         return True
 
 
@@ -148,7 +146,7 @@ def continue_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
         if not os.path.lexists(run.paused):
             return False
         remove(run.paused)
-        audit.record(output, "continue", run_id, reason=reason)
+        record_act(output, "continue", run_id, reason=reason)
         return True
 
 
@@ -187,7 +185,7 @@ def end_run(output: OutputDir, run: RunDir, action: str, reason: str, detail: st
         write_atomic(run.finished, printable(reason), exclusive=True)
     except FileExistsError:
         return False
-    audit.record(output, action, run.run_id, reason=reason, detail=detail)
+    record_act(output, action, run.run_id, reason=reason, detail=detail)
     return True
 
 
@@ -246,7 +244,7 @@ def rollback_run(
                 wait_until_released(output, run, "was not rolled back", wait_s, on_progress)
         path = run.orch_toml
         write_atomic(path, text, mode=stat.S_IMODE(path.stat().st_mode))
-        audit.record(output, "rollback", run_id, reason=reason, detail=f"to step {step}")
+        record_act(output, "rollback", run_id, reason=reason, detail=f"to step {step}")
         if not readmit_run(output.path, run_id, reason=f"rolled back to step {step}") and output.daemons.exists():
             write_atomic(output.start_request(run_id), "rollback")
 
@@ -345,7 +343,7 @@ def set_run_keys(output_dir: Path, run_id: str, changes: Mapping[str, Any], *, r
         write_atomic(
             run.orch_toml, edited(text, changes), mode=stat.S_IMODE(info.st_mode), modified_ns=info.st_mtime_ns
         )
-        audit.record(output, "set", run_id, reason=reason, detail=" ".join(_pairs(changes)))
+        record_act(output, "set", run_id, reason=reason, detail=" ".join(_pairs(changes)))
         return True
 
 

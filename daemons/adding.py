@@ -23,10 +23,9 @@ from typing import Any
 
 import tomli_w
 
-from daemons import audit
-from daemons.errors import ActionError, expand_home, in_one_line, need, one_line_errors
+from daemons.details import Version, find_version, parse_version
+from daemons.errors import ActionError, expand_home, in_one_line, need, one_line_errors, record_act
 from daemons.trash import acting_on, existing_run
-from daemons.versions import Version, find_version, parse_version
 from prime_rl.configs.base import (
     MAX_TOML_BYTES,
     ConfigError,
@@ -52,7 +51,7 @@ from prime_rl.contract.peft import (
     untrained_modules,
 )
 from prime_rl.contract.status import TrainerStatus, is_alive, read_status
-from prime_rl.utils.extras import missing
+from prime_rl.utils.runtime import missing
 
 # Beside the adapter in a checkpoint: the moments of the optimizer, and what refers to them.
 _OPTIMIZER_FILES = ("progress.json", "state.safetensors")
@@ -329,7 +328,7 @@ def add_run(
             return free_id(output, names)
         run = place(output, names, NewRun(text, config, mode, start))
         detail = f"from {source}" + (f", starts from {start.name}" if start else "")
-        audit.record(output, "add", run.run_id, detail=detail)
+        record_act(output, "add", run.run_id, detail=detail)
         return run.run_id
 
 
@@ -471,7 +470,7 @@ def fork_run(
             return Fork(free_id(output, names), version.name, with_optimizer, added=False)
         fork = place(output, names, NewRun(text, config, mode_like(run.orch_toml), start))
         detail = f"from {version.name}" + (" with its optimizer" if with_optimizer else "")
-        audit.record(output, "fork", fork.run_id, reason=reason, detail=detail)
+        record_act(output, "fork", fork.run_id, reason=reason, detail=detail)
         return Fork(fork.run_id, version.name, with_optimizer, added=True)
 
 

@@ -21,14 +21,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from daemons import audit
-from daemons.errors import ActionError, WrongUseError, one_line_errors
+from daemons.details import find_version, parse_version
+from daemons.errors import ActionError, WrongUseError, one_line_errors, record_act
 from daemons.specs import inference_variable
 from daemons.trash import existing_run
-from daemons.versions import find_version, parse_version
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.sampling_ranges import refusal
-from prime_rl.contract.served import BASE_WEIGHTS, adapter_name, chat_name, is_chat, parse_weights_name
+from prime_rl.contract.served import BASE_WEIGHTS, adapter_name, chat_name, is_chat, parse_weights_name, refusal
 from prime_rl.contract.status import InferenceStatus, is_alive, read_status
 from prime_rl.utils.secrets import SecretError, read_secret
 from prime_rl.utils.text import CleanText, clean_text, one_line
@@ -123,7 +121,7 @@ class Chat:
             return
         self._folder, self._model = version.adapter, chat_name(run.run_id, version.step)
         self._load()
-        audit.record(self._output, "chat", run.run_id, detail=f"version {version.step}")
+        record_act(self._output, "chat", run.run_id, detail=f"version {version.step}")
 
     def answer(self, text: str) -> Generator[CleanText, None, None]:
         """Ask, and yield the answer as it comes, clean. Raises ActionError.

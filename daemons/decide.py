@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from daemons.process import KILL_WAIT_S
 from daemons.specs import TRAINER, DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
-from prime_rl.contract.condition import stall_text, utc
-from prime_rl.contract.status import LOST_AFTER_S, Crash, Handle
-from prime_rl.contract.work import Work
+from prime_rl.contract.notes import Work
+from prime_rl.contract.status import LOST_AFTER_S, Crash, Handle, stall_text, utc
 from prime_rl.utils.process import ProcessId
 
 EXIT_WRONG_USE = 2

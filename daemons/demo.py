@@ -37,7 +37,7 @@ from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
-from prime_rl.utils.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, StopFlag
+from prime_rl.utils.process import EXIT_INTERRUPTED, EXIT_TERMINATED, StopFlag
 from prime_rl.utils.tail import FileTail
 
 SYSTEM_FILE = "system.toml"

@@ -33,15 +33,14 @@ from daemons.machine import DiskReader, DiskView
 from daemons.specs import SYSTEM, saved_system
 from daemons.workspace import SUPERVISOR
 from daemons.workspace_reader import WorkspaceReader
-from prime_rl.contract.disk import find_trouble
+from prime_rl.contract.files import find_trouble
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import HEARTBEAT_S
-from prime_rl.utils import extras
-from prime_rl.utils.extras import install_command
-from prime_rl.utils.mounts import events_come, file_system_type
 from prime_rl.utils.network import bound_socket
+from prime_rl.utils.runtime import CPU, install_command
 from prime_rl.utils.secrets import SecretError, read_secret
 from prime_rl.utils.text import size_text
+from prime_rl.utils.watch import events_come, file_system_type
 
 Level = Literal["ok", "warning", "broken"]
 
@@ -360,8 +359,8 @@ def _place(output: OutputDir) -> Iterator[Check]:
 
 
 def _libraries(vllm: bool, import_libraries: bool, say: Say) -> Iterator[Check]:
-    if not any(map(find_spec, extras.CPU)):
-        message = f"none that trains, this machine can only look at workspaces: {extras.install_command('cpu')}"
+    if not any(map(find_spec, CPU)):
+        message = f"none that trains, this machine can only look at workspaces: {install_command('cpu')}"
         yield Check("extras", "ok", message)
         return
     facts: dict[str, Any] = {}

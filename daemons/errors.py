@@ -1,16 +1,22 @@
-"""Why an action was refused or failed, in one line. Used by everything that acts on a workspace for a person."""
+"""Why an action was refused or failed, in one line. Used by everything that acts on a workspace for a person.
+
+People's actions in the audit log; daemons write theirs by `prime_rl.contract.notes`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.system import SystemConfig
-from prime_rl.contract.layout import LayoutError
-from prime_rl.utils import extras
+from prime_rl.contract.layout import LayoutError, OutputDir
+from prime_rl.contract.notes import audit
+from prime_rl.utils.runtime import CPU, missing
 
 
 class ActionError(RuntimeError):
@@ -72,10 +78,40 @@ def need_daemons(system: SystemConfig) -> None:
 
 def need_cpu() -> None:
     """Check for what trainer, inference, orchestrators and the tools for models need. Raises ActionError."""
-    need("cpu", *extras.CPU)
+    need("cpu", *CPU)
 
 
 def need(extra: str, *modules: str) -> None:
     """Raises ActionError when a module of the extra is not installed."""
-    if sentence := extras.missing(extra, *modules):
+    if sentence := missing(extra, *modules):
         raise ActionError(sentence)
+
+
+def record_act(
+    output: OutputDir,
+    action: str,
+    run_id: str | None,
+    *,
+    reason: str = "",
+    detail: str = "",
+    actor: str | None = None,
+) -> None:
+    """Append one line. `reason` is the person's own, `detail` is what exactly was done; `actor`: default the person.
+
+    Raises ActionError when the line cannot be written; the action itself is done by then.
+    """
+    try:
+        audit(output, actor or person(), action, run_id, reason=reason, detail=detail)
+    except OSError as error:
+        raise ActionError(
+            f"{action} {run_id or ''} succeeded, but could not be recorded in {output.audit}: {error.strerror}"
+        ) from error
+
+
+def person() -> str:
+    """The person who acts, as `user@host`."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

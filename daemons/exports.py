@@ -22,13 +22,11 @@ from typing import IO, Any
 
 import tomli_w
 
-from daemons import audit
-from daemons.details import RunResult, hide_secrets, read_result
-from daemons.errors import ActionError, WrongUseError, in_one_line, need, need_cpu
+from daemons.details import RunResult, Version, find_version, hide_secrets, read_result, versions_of
+from daemons.errors import ActionError, WrongUseError, in_one_line, need, need_cpu, record_act
 from daemons.process import python_module, run_child
 from daemons.specs import MERGE_MODULE
 from daemons.trash import Progress, acting_on
-from daemons.versions import Version, find_version, versions_of
 from prime_rl import __version__
 from prime_rl.configs.base import load_toml
 from prime_rl.contract.files import open_file
@@ -106,7 +104,7 @@ def export_run(
                 _merge(planned, source, folder, stop)
             (folder / CARD_FILE).write_text(_card(run, planned))
             num_bytes = sum(path.stat().st_size for path in folder.iterdir())
-        audit.record(output, "export", run_id, detail=f"version {planned.step} ({planned.kind}) to {out}")
+        record_act(output, "export", run_id, detail=f"version {planned.step} ({planned.kind}) to {out}")
     done = replace(planned, num_bytes=num_bytes)
     return done if push is None else replace(done, url=_push(output, done, push, on_progress))
 
@@ -272,7 +270,7 @@ def _push(output: OutputDir, done: Export, repository: str, on_progress: Progres
                 f"try again with: hf upload {repository} {done.out}"
             )
         ) from error
-    audit.record(output, "push", done.run_id, detail=f"version {done.step} ({done.kind}) to {url}")
+    record_act(output, "push", done.run_id, detail=f"version {done.step} ({done.kind}) to {url}")
     return url
 
 

@@ -20,15 +20,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from daemons import audit
 from daemons.actions import end_run
+from daemons.errors import record_act
 from daemons.workspace_reader import RunFiles, Stamp, stamp_of
-from prime_rl.contract.early_stop import series
 from prime_rl.contract.files import read_end, read_file, remove, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
-from prime_rl.contract.run_state import read_mark
-from prime_rl.contract.status import DaemonStatus, RunStatus, read_status
-from prime_rl.contract.sweeps import MAX_PLAN_BYTES, SweepPlan, list_sweeps, read_plan
+from prime_rl.contract.metrics import series
+from prime_rl.contract.notes import MAX_PLAN_BYTES, SweepPlan, list_sweeps, read_plan
+from prime_rl.contract.status import DaemonStatus, RunStatus, read_mark, read_status
 
 logger = logging.getLogger("supervisor")
 
@@ -217,7 +216,7 @@ class Halving:
         for run_id in decision.kept:
             if _unpause(self._output.run(run_id)):
                 why = numbers(plan, decision, run_id)
-                audit.record(self._output, AUDIT, run_id, reason=f"goes on: {why}", detail=_detail(decision))
+                record_act(self._output, AUDIT, run_id, reason=f"goes on: {why}", detail=_detail(decision))
         at = decisions.rungs.index(decision)
         decisions.rungs[at] = msgspec.structs.replace(decision, carried_out=True)
         write_decisions(self._output, plan.name, decisions)
@@ -228,7 +227,7 @@ class Halving:
             write_atomic(self._output.run(run.run_id).paused, reason, exclusive=True)
         except FileExistsError:
             return
-        audit.record(self._output, AUDIT, run.run_id, reason=reason)
+        record_act(self._output, AUDIT, run.run_id, reason=reason)
 
     def _value(self, plan: SweepPlan, rung: Rung, run_id: str) -> float | None:
         """The last value of the sweep's metric up to the rung."""

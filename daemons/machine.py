@@ -20,8 +20,8 @@ from types import ModuleType
 
 import psutil
 
-from prime_rl.utils.mounts import file_system_type
 from prime_rl.utils.process import ProcessId
+from prime_rl.utils.watch import file_system_type
 
 # One walk may take so long, and is repeated after so long.
 WALK_LIMIT_S = 2.0

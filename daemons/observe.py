@@ -18,10 +18,9 @@ from daemons.specs import INFERENCE, OPTIONAL, TRAINER, DaemonSpec, RunNow
 from daemons.workspace_reader import Stamp, StatusFiles, stamp_of
 from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.configs.validate import load_run_config
-from prime_rl.contract.condition import stalled_since
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
-from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerStatus, is_there
-from prime_rl.contract.work import Work, read_work
+from prime_rl.contract.notes import Work, read_work
+from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerStatus, is_there, stalled_since
 from prime_rl.utils.process import ProcessId, is_below
 
 _READY = {TRAINER: ("waiting", "training"), INFERENCE: ("serving",)}

@@ -2,6 +2,8 @@
 
 One small file each in `daemons/alerts/said/`, written by `prl` and `prl-tui`, also with the daemons down. The daemon
 `alerts` sends nothing of what is silenced; every list still shows it. Each act is in the audit log.
+
+The incidents that are open, on disk: for a new start of the daemon, and for `prl alerts`.
 """
 
 from __future__ import annotations
@@ -9,17 +11,15 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
 
-from daemons import audit
-from daemons.alerts.incident_file import OpenIncident, read_open
-from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors, printable
+from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors, person, printable, record_act
 from daemons.specs import ALERTS
-from prime_rl.configs.alerts import ALERT_KINDS
+from prime_rl.configs.reports import ALERT_KINDS
 from prime_rl.contract.files import read_file, write_atomic
 from prime_rl.contract.layout import OutputDir, scan_runs
 from prime_rl.utils.text import clean_strings, one_line
@@ -110,7 +110,7 @@ def acknowledge(output_dir: Path, name: str, *, reason: str = "") -> list[OpenIn
         new = [each for each in matching if acknowledgement(each, silences) is None]
         for each in new:
             _write(output, _silence("acknowledged", each.kind, each.subject, now, None, reason))
-            audit.record(output, "acknowledge", _run_id(each.subject), reason=reason, detail=name_of(each))
+            record_act(output, "acknowledge", _run_id(each.subject), reason=reason, detail=name_of(each))
         return new
 
 
@@ -131,7 +131,7 @@ def mute(output_dir: Path, what: str, *, for_s: float | None = None, reason: str
         silence = _silence("muted", kind, subject, now, None if for_s is None else now + for_s, reason)
         _write(output, silence)
         how_long = "until it is unmuted" if for_s is None else f"for {for_s:g} s"
-        audit.record(output, "mute", _run_id(subject), reason=reason, detail=f"{silence.name} {how_long}")
+        record_act(output, "mute", _run_id(subject), reason=reason, detail=f"{silence.name} {how_long}")
         return silence
 
 
@@ -142,7 +142,7 @@ def unmute(output_dir: Path, what: str, *, reason: str = "") -> bool:
         for each in read_silences(output, time.time()):
             if each.action == "muted" and each.name == what:
                 _path(output, each).unlink(missing_ok=True)
-                audit.record(output, "unmute", _run_id(each.subject), reason=reason, detail=each.name)
+                record_act(output, "unmute", _run_id(each.subject), reason=reason, detail=each.name)
                 return True
         return False
 
@@ -191,7 +191,7 @@ def _silence(
     action: Literal["acknowledged", "muted"], kind: str, subject: str, now: float, until: float | None, reason: str
 ) -> Silence:
     text = printable(reason).strip()
-    return Silence(action=action, kind=kind, subject=subject, at=now, until=until, who=audit.who(), reason=text)
+    return Silence(action=action, kind=kind, subject=subject, at=now, until=until, who=person(), reason=text)
 
 
 def _run_id(subject: str) -> str | None:
@@ -227,3 +227,41 @@ def _read(path: Path) -> Silence | None:
         return clean_strings(msgspec.json.decode(read_file(path, limit=MAX_BYTES), type=Silence), one_line)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+MAX_OPEN_BYTES = 10_000_000
+
+
+class OpenIncident(msgspec.Struct, frozen=True):
+    """`since` in Unix seconds: when it was first seen. `quiet`: it was silenced then, and is not reported yet."""
+
+    kind: str
+    subject: str
+    text: str
+    since: float
+    quiet: bool = False
+
+    @property
+    def key(self) -> str:
+        """The kind and the subject: the same as `Incident.key`, by which both are matched."""
+        return f"{self.kind} {self.subject}"
+
+
+class _File(msgspec.Struct):
+    version: int
+    open: list[OpenIncident]
+
+
+def read_open(output: OutputDir) -> dict[str, OpenIncident]:
+    """By key; {} when there is no file, or a damaged one."""
+    try:
+        found = msgspec.json.decode(read_file(output.alerts_open, limit=MAX_OPEN_BYTES), type=_File)
+    except (OSError, msgspec.MsgspecError):
+        return {}
+    return {each.key: each for each in found.open}
+
+
+def write_open(output: OutputDir, incidents: Mapping[str, OpenIncident]) -> None:
+    """Replace the incidents in the file. Raises OSError."""
+    output.alerts_open.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(output.alerts_open, msgspec.json.encode(_File(1, list(incidents.values()))))

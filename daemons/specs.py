@@ -22,10 +22,9 @@ import tomli_w
 from daemons.process import python_module
 from daemons.workspace import replica_name
 from daemons.workspace_reader import Stamp, stamp_of
-from prime_rl.configs.alerts import AlertsConfig
 from prime_rl.configs.base import ConfigError, load_config, load_toml, parse_toml
-from prime_rl.configs.deployment import DaemonKind
-from prime_rl.configs.system import SystemConfig
+from prime_rl.configs.reports import AlertsConfig
+from prime_rl.configs.system import DaemonKind, SystemConfig
 from prime_rl.contract.files import read_text, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, scan_runs
 from prime_rl.contract.status import RunStatus

@@ -23,8 +23,7 @@ from typing import Any
 
 import tomli_w
 
-from daemons.launchers.base import LaunchError
-from daemons.launchers.placement import Place, compact, nodes_needed, place_all
+from daemons.launchers.base import LaunchError, Place, compact, nodes_needed, place_all
 from daemons.launchers.slurm import PATIENT_TIMEOUT_S, Allocation, run_slurm, step_command
 from daemons.logs import JOB_LOG
 from daemons.specs import UP, DaemonSpec, all_keys, on_nodes, orchestrator_spec, service_specs
@@ -40,8 +39,7 @@ from daemons.supervisor_process import (
     with_log,
 )
 from daemons.workspace_reader import WorkspaceReader, read_workspace
-from prime_rl.configs.deployment import SlurmConfig
-from prime_rl.configs.system import SystemConfig
+from prime_rl.configs.system import SlurmConfig, SystemConfig
 from prime_rl.contract.files import make_folder, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 

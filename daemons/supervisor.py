@@ -46,14 +46,12 @@ from daemons.specs import (
 from daemons.workspace import SUPERVISOR
 from prime_rl.configs.base import load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
-from prime_rl.contract.disk import disk_trouble, find_trouble
+from prime_rl.contract.files import disk_trouble, find_trouble
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, StatusWriter
-from prime_rl.utils.clock import SteadyClock
-from prime_rl.utils.keeper import inherit_orphans
-from prime_rl.utils.logger import complain, setup_logger
+from prime_rl.utils.process import StopFlag, inherit_orphans
+from prime_rl.utils.runtime import SteadyClock, complain, setup_logger
 from prime_rl.utils.secrets import seal
-from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.text import one_line
 from prime_rl.utils.watch import Watcher
 

@@ -38,10 +38,9 @@ from daemons.specs import (
 from daemons.workspace import SUPERVISOR, Workspace, replica_name
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
-from prime_rl.contract.condition import stall_text, stalled_since
 from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import DaemonStatus, read_status
+from prime_rl.contract.status import DaemonStatus, read_status, stall_text, stalled_since
 from prime_rl.utils.network import bound_socket
 from prime_rl.utils.process import ProcessId
 

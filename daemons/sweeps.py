@@ -19,14 +19,13 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from daemons import audit
 from daemons.adding import NewRun, checked, has_text, in_id, mode_like, put, staged, start_of
-from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors
+from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors, record_act
 from prime_rl.configs.base import ConfigError, load_toml, merge, parse_override
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.sweeps import SweepPlan, SweepRun, check_sweep_name, read_plan
+from prime_rl.contract.notes import SweepPlan, SweepRun, check_sweep_name, read_plan
 
 # A slot each would be far beyond any trainer; more is a mistake in a list of values.
 MAX_RUNS = 1000
@@ -98,9 +97,9 @@ def sweep_runs(
         if not dry_run:
             _add_all(output, missing)
             for run_id in missing:
-                audit.record(output, "add", run_id, reason=reason, detail=f"from {source}, sweep {name}")
+                record_act(output, "add", run_id, reason=reason, detail=f"from {source}, sweep {name}")
             write_atomic(output.sweep(name), msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
-            audit.record(output, "sweep", None, reason=reason, detail=f"{name}: {source}, {' '.join(axes)}")
+            record_act(output, "sweep", None, reason=reason, detail=f"{name}: {source}, {' '.join(axes)}")
         return Sweep(plan, list(missing))
 
 

@@ -19,8 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from daemons import audit
-from daemons.errors import ActionError, one_line_errors
+from daemons.errors import ActionError, one_line_errors, record_act
 from prime_rl.contract.files import WaitTimeout, read_text, wait_for, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, check_run_id, refusal
 from prime_rl.contract.status import DaemonStatus, RunStatus, TrainerStatus, is_elsewhere, is_there, read_status
@@ -129,7 +128,7 @@ def delete_run(
             raise ActionError(f"{error}, or, as only its own status file names that, add --force") from error
         lies = _move_to_trash(output, run)
         output.start_request(run_id).unlink(missing_ok=True)
-        audit.record(output, "delete", run_id, reason=reason, detail=f"to {lies.name}")
+        record_act(output, "delete", run_id, reason=reason, detail=f"to {lies.name}")
         return lies
 
 
@@ -151,7 +150,7 @@ def undelete_run(output_dir: Path, run_id: str) -> bool:
             if read_text(RunDir(lies).evicted) == DELETED_NOTE:
                 RunDir(lies).evicted.unlink()
             os.rename(lies.name, run_id, src_dir_fd=trash, dst_dir_fd=workspace)
-        audit.record(output, "undelete", run_id, detail=f"from {lies.name}")
+        record_act(output, "undelete", run_id, detail=f"from {lies.name}")
         return True
 
 
@@ -193,7 +192,7 @@ def purge_trash(output_dir: Path, *, older_than_s: float = 0.0, now: float | Non
                     _remove(name, trash)
                     removed.append(name)
         if removed:
-            audit.record(output, "purge", None, reason=reason, detail=", ".join(removed))
+            record_act(output, "purge", None, reason=reason, detail=", ".join(removed))
         return len(removed)
 
 

@@ -46,12 +46,11 @@ from daemons.workspace import SUPERVISOR, Workspace
 from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.configs import EXAMPLES
 from prime_rl.configs.base import ConfigError, build, load_config, load_toml, merge, read_argv
-from prime_rl.configs.deployment import TrainerDeployment
 from prime_rl.configs.inference import WHOLE_GPU
-from prime_rl.configs.system import SystemConfig
-from prime_rl.contract.condition import STALLED
+from prime_rl.configs.system import SystemConfig, TrainerDeployment
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
+from prime_rl.contract.status import STALLED
 from prime_rl.utils.runtime import count_gpus
 
 # On top of the time in which a daemon may finish and save, and all of it may need the grace.

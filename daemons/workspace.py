@@ -11,15 +11,20 @@ from pathlib import Path
 
 import msgspec
 
-from prime_rl.contract.condition import LOST, STALLED, condition, stall_text, stalled_since, utc
 from prime_rl.contract.status import (
+    LOST,
+    STALLED,
     DaemonStatus,
     InferenceStatus,
     RunState,
     RunStatus,
     TrainerRunStatus,
     TrainerStatus,
+    condition,
     is_elsewhere,
+    stall_text,
+    stalled_since,
+    utc,
 )
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.text import CleanText, clean_text

@@ -32,11 +32,10 @@ from daemons.workspace import (
     together,
     waits_for,
 )
-from prime_rl.contract.condition import STALLED, stall_text, stalled_since
-from prime_rl.contract.disk import find_trouble
-from prime_rl.contract.files import FileRefused, file_problem, read_text
+from prime_rl.contract.files import FileRefused, file_problem, find_trouble, read_text
 from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, list_steps, scan_runs, stable_marker
 from prime_rl.contract.status import (
+    STALLED,
     DaemonStatus,
     InferenceStatus,
     RunFacts,
@@ -49,6 +48,8 @@ from prime_rl.contract.status import (
     is_there,
     read_status,
     run_state,
+    stall_text,
+    stalled_since,
 )
 from prime_rl.utils.text import CleanText, clean_strings, one_line
 

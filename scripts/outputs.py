@@ -19,19 +19,18 @@ from typing import Any, Literal
 import msgspec
 
 from daemons.adding import Fork
-from daemons.alerts.incident_file import OpenIncident
 from daemons.commands.config import Origin
 from daemons.commands.results import Use
 from daemons.details import CheckpointView, Difference
 from daemons.doctor import Check
 from daemons.exports import Export
 from daemons.machine import DiskView
-from daemons.quiet import Silence
+from daemons.quiet import OpenIncident, Silence
 from daemons.submit import Planned
 from daemons.workspace import DaemonView, RefusedView, RunView
 from prime_rl.configs.explain import FieldFacts
+from prime_rl.contract.notes import SweepPlan
 from prime_rl.contract.samples import Sample
-from prime_rl.contract.sweeps import SweepPlan
 
 Keys = Mapping[str, Any]
 

@@ -25,9 +25,7 @@ from prime_rl.configs.explain import default_text, type_text
 from prime_rl.configs.multinode import MultinodeConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.system import SystemConfig
-from prime_rl.contract.daemon_paths import DaemonPaths
-from prime_rl.contract.iterations import IterationDir
-from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.layout import DaemonPaths, IterationDir, OutputDir, RunDir
 from scripts.outputs import outputs_page
 from tui.cli import make_parser as tui_parser
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from prime_rl.configs.alerts import ALERT_KINDS, AlertKind, AlertsConfig
+from prime_rl.configs.reports import ALERT_KINDS, AlertKind, AlertsConfig
 from prime_rl.contract.files import append_line, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, NodeStatus, RunStatus, Status, TrainerRunStatus, TrainerStatus

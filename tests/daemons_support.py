@@ -43,7 +43,7 @@ COMMON = '''
 import os, signal, sys
 from pathlib import Path
 from prime_rl.configs.base import parse_argv
-from prime_rl.utils.signals import StopFlag
+from prime_rl.utils.process import StopFlag
 
 def begin(daemon, output_dir):
     """The stop flag, after doing what the workspace asks of this daemon."""

@@ -20,8 +20,7 @@ from msgspec.structs import replace
 
 from prime_rl.multinode import node
 from prime_rl.multinode.member import Report
-from prime_rl.multinode.records import NodeRecord, Phase
-from prime_rl.multinode.store import DiskStore
+from prime_rl.multinode.records import DiskStore, NodeRecord, Phase
 from prime_rl.multinode.work import PhaseWork
 from tests.multinode_support import HOLD, KILL_AT
 

@@ -20,8 +20,8 @@ from safetensors.numpy import load_file
 
 from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.rank_files import read_rank_file
 from prime_rl.contract.status import NodeStatus, read_status
+from prime_rl.contract.types import read_rank_file
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent

@@ -20,20 +20,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from prime_rl.configs.base import build, merge
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.sampling import SamplingConfig
+from prime_rl.configs.shared import SamplingConfig
 from prime_rl.contract.files import mark_stable, staged_dir
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
 from prime_rl.contract.served import BASE_WEIGHTS, LOGPROBS_HEADER, WEIGHTS_HEADER, parse_adapter_name
 from prime_rl.inference.turns import Turnstile
-from prime_rl.orchestrator.adapters import AdapterPublication
 from prime_rl.orchestrator.client import Endpoint, ServerClient
 from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, Split
-from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
+from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
-from prime_rl.orchestrator.publication import Publication, WholeWeights
+from prime_rl.orchestrator.publication import AdapterPublication, Publication, WholeWeights
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
-from prime_rl.orchestrator.tokenizer import ChatTokenizer
 from tests.patience import PATIENCE_S
 
 CHATML = (

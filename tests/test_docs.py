@@ -13,9 +13,9 @@ from typing import Any, get_args
 
 import pytest
 
+from prime_rl.configs.envs import WITHOUT_CURRICULUM, CurriculumConfig, ReasoningGymArgs
 from prime_rl.configs.losses import BaseLossConfig, LossConfig, MisLossConfig, TisLossConfig
 from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType
-from prime_rl.configs.reasoning_gym import WITHOUT_CURRICULUM, CurriculumConfig, ReasoningGymArgs
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [

@@ -18,8 +18,8 @@ READS = ("daemons.workspace", "daemons.workspace_reader", "daemons.machine")
 # What it does to one.
 ACTS = (
     *("daemons.actions", "daemons.adding", "daemons.sweeps"),
-    *("daemons.exports", "daemons.chat", "daemons.quiet", "daemons.up_and_down", "daemons.versions", "daemons.doctor"),
-    *("daemons.alerts.incident_file", "daemons.alerts.targets", "daemons.errors", "daemons.details"),
+    *("daemons.exports", "daemons.chat", "daemons.quiet", "daemons.up_and_down", "daemons.details", "daemons.doctor"),
+    *("daemons.quiet", "daemons.alerts.targets", "daemons.errors", "daemons.details"),
 )
 # package -> what of this project, and of the heavy libraries, it may import
 ALLOWED: dict[str, tuple[str, ...]] = {

@@ -14,9 +14,8 @@ import pytest
 import tomli_w
 from typer.main import get_command
 
-from daemons.alerts.incident_file import OpenIncident, write_open
 from daemons.cli import app, run
-from daemons.quiet import mute
+from daemons.quiet import OpenIncident, mute, write_open
 from daemons.specs import UP, write_component_configs
 from prime_rl.configs import EXAMPLES
 from prime_rl.configs.base import build
@@ -39,7 +38,7 @@ from prime_rl.multinode.records import EXIT_REFUSED, EXIT_TRY_AGAIN
 from prime_rl.trainer import runs
 from prime_rl.trainer.fit.__main__ import main as fit
 from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
-from prime_rl.utils.signals import EXIT_INTERRUPTED, EXIT_TERMINAL_GONE, EXIT_TERMINATED
+from prime_rl.utils.process import EXIT_INTERRUPTED, EXIT_TERMINAL_GONE, EXIT_TERMINATED
 from scripts import reference
 from scripts.members import members, rows_of
 from scripts.outputs import OUTPUTS, And, fields_of, is_model, leaves_out

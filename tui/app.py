@@ -31,7 +31,7 @@ from textual.screen import Screen
 from textual.theme import Theme
 from textual.timer import Timer
 
-from prime_rl.utils.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
+from prime_rl.utils.process import EXIT_INTERRUPTED, EXIT_TERMINATED
 from tui.memory import Memory
 from tui.messages import ActionChanged, ActionEntry, WorkspaceChanged
 from tui.screens.base import (

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from prime_rl.utils.extras import missing
-from prime_rl.utils.signals import EXIT_TERMINAL_GONE
+from prime_rl.utils.process import EXIT_TERMINAL_GONE
+from prime_rl.utils.runtime import missing
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Beside the usual ports of inference (8000) and of other web tools.
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 after a quit, 130 after Ctrl-C, 143 after SIGTERM, 2 for wrong usage, 1 when the port is not available."""
     args = make_parser().parse_args(argv)
     if problem := wrong_use(args):
-        from prime_rl.utils.logger import complain
+        from prime_rl.utils.runtime import complain
 
         complain("prl-tui", problem)
         return 2

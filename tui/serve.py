@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.web_runner import GracefulExit
 from textual_serve.server import Server
 
-from prime_rl.utils.http_rule import refusal
+from prime_rl.utils.network import refusal
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # The page asks another company's server for a font. It has a fallback, and a workspace may have no way out.

@@ -25,8 +25,8 @@ from textual.message import Message
 from daemons.workspace import RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.nodes import NodeReader
 from prime_rl.contract.status import LOST_AFTER_S, RunState
-from prime_rl.utils.node_watch import NodeReader
 from prime_rl.utils.watch import Watcher
 from tui.messages import RunChanged, SystemChanged, WorkspaceChanged
 from tui.model.nodes import make_group, node_problems

@@ -5,6 +5,10 @@
 Files -> snapshot -> incidents (`rules`) -> messages (`targets`). It changes nothing in the workspace but its own files.
 Whether a reward has collapsed is judged by all batches in `metrics/orchestrator.jsonl`: that file is the memory, which
 a new start reads from its beginning. A look reads little of each, so a reward is unproven until its file is read.
+
+The stacks of the processes of a daemon that hangs, kept beside the logs, by py-spy where it is installed.
+
+A daemon that has an API key is sealed, also from py-spy: it writes its stacks to its log when it is asked by a signal.
 """
 
 from __future__ import annotations
@@ -12,35 +16,139 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
+import signal
+import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import psutil
 
-from daemons.alerts.incident_file import OpenIncident, read_open, write_open
 from daemons.alerts.rules import Incident, incidents, is_well, unproven
-from daemons.alerts.stacks import keep_stack
 from daemons.alerts.targets import Target, TargetError, dead_man, message, message_targets
 from daemons.details import REWARD
-from daemons.quiet import Named, Silence, forget, is_silenced, muting, name_of, read_silences
+from daemons.launchers.agent import log_of
+from daemons.quiet import (
+    Named,
+    OpenIncident,
+    Silence,
+    forget,
+    is_silenced,
+    muting,
+    name_of,
+    read_open,
+    read_silences,
+    write_open,
+)
 from daemons.workspace import RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
-from prime_rl.configs.alerts import AlertsConfig, RewardRule
 from prime_rl.configs.base import ConfigError, parse_argv
+from prime_rl.configs.reports import AlertsConfig, RewardRule
+from prime_rl.contract.files import open_file, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.metrics import parse_metrics
 from prime_rl.contract.nodes import BeatWatch, SeenNode
-from prime_rl.contract.run_state import RunState
-from prime_rl.contract.status import NodeStatus, Status, StatusWriter, read_status
-from prime_rl.utils.logger import complain, setup_logger
-from prime_rl.utils.process import ProcessId
-from prime_rl.utils.secrets import close_handed
-from prime_rl.utils.signals import StopFlag
+from prime_rl.contract.status import NodeStatus, RunState, Status, StatusWriter, read_status
+from prime_rl.utils.process import ProcessId, StopFlag
+from prime_rl.utils.runtime import complain, install_command, setup_logger
+from prime_rl.utils.secrets import STACKS_SIGNAL, close_handed
 from prime_rl.utils.tail import FileTail
+
+# For all processes of a daemon.
+TIMEOUT_S = 30.0
+MAX_BYTES = 1_000_000
+# Of what Python writes about the stack of each thread; the last is that of the thread that got the signal.
+_FIRST_LINE = b"(most recent call first):"
+
+
+def keep_stack(output: OutputDir) -> Callable[[str, ProcessId], threading.Thread]:
+    """Return a call that keeps the stacks of a daemon and what it started in `logs/stacks/NAME.txt`, in its own thread.
+
+    The ranks of a trainer are children of torchrun, the engines of vLLM those of its front.
+    """
+
+    def keep(name: str, process: ProcessId) -> threading.Thread:
+        path = output.logs / "stacks" / f"{name}.txt"
+        log = log_of(output, name)
+        thread = threading.Thread(target=_keep, args=(path, name, process, log), daemon=True)
+        thread.start()
+        return thread
+
+    return keep
+
+
+def _keep(path: Path, name: str, process: ProcessId, log: Path) -> None:
+    if process.is_of_another_boot():
+        logger.info("%s: no stack is kept: its process %d is on another machine", name, process.pid)
+        return
+    try:
+        dumps = [_told_by_itself(process, log)] if _catches(process.pid, STACKS_SIGNAL) else []
+        program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+        if program is None and not dumps:
+            logger.info("%s: no stack is kept: py-spy not found; %s", name, install_command("alerts"))
+            return
+        seen, why = _dumps(program, process.pid, is_sealed=bool(dumps)) if program else ([], "")
+        dumps += seen
+        if not dumps:
+            logger.warning("%s: no stack is kept: %s", name, why)
+            return
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, b"\n".join(dumps)[:MAX_BYTES])
+    except (OSError, psutil.Error, subprocess.SubprocessError) as error:
+        logger.warning("%s: no stack is kept: %s", name, error)
+        return
+    logger.warning("%s: its stack is in %s", name, path)
+
+
+def _catches(pid: int, signum: signal.Signals) -> bool:
+    """True when a signal would be handled; any other ends the process."""
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return caught is not None and bool(int(caught[1], 16) >> (signum - 1) & 1)
+
+
+def _told_by_itself(process: ProcessId, log: Path) -> bytes:
+    """The lines that a sealed process adds to its log when asked for its stacks. Raises OSError, WaitTimeout too."""
+    with os.fdopen(open_file(log), "rb") as file:
+        file.seek(0, os.SEEK_END)
+        told = b""
+        process.send(STACKS_SIGNAL)
+
+        def is_complete() -> bool:
+            nonlocal told
+            before, told = told, told + file.read(MAX_BYTES - len(told))
+            return _FIRST_LINE in told and told == before
+
+        wait_for(is_complete, f"the stacks of process {process.pid} in {log}", timeout_s=TIMEOUT_S)
+    return told
+
+
+def _dumps(program: str, pid: int, *, is_sealed: bool) -> tuple[list[bytes], str]:
+    """A dump of each Python process from `pid` downwards, without `pid` where it is sealed, and the last error.
+
+    One call for each: with --subprocesses py-spy ends at the first that is not Python, without those after it.
+    """
+    dumps: list[bytes] = []
+    why, deadline = "", time.monotonic() + TIMEOUT_S
+    root = psutil.Process(pid)
+    for each in [*([] if is_sealed else [root]), *root.children(recursive=True)]:
+        left_s = max(0.0, deadline - time.monotonic())
+        command = [program, "dump", "--pid", str(each.pid)]
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=left_s, stdin=subprocess.DEVNULL, check=False)
+        except subprocess.TimeoutExpired as error:
+            return dumps, str(error)
+        if done.returncode == 0:
+            dumps.append(done.stdout)
+        else:
+            why = f"py-spy: {done.stderr.decode(errors='replace').partition(chr(10))[0] or done.returncode}"
+    return dumps, why
+
 
 logger = logging.getLogger("alerts")
 

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from daemons.workspace import SUPERVISOR, DaemonView, RunView, Workspace
-from prime_rl.configs.alerts import AlertKind
-from prime_rl.contract.condition import LOST, STALLED
+from prime_rl.configs.reports import AlertKind
 from prime_rl.contract.nodes import PHASE_NAMES, NodeHealth, SeenNode, is_at_work, node_health
-from prime_rl.contract.run_state import NOT_FINITE, RunState
+from prime_rl.contract.status import LOST, NOT_FINITE, STALLED, RunState
 from prime_rl.utils.text import one_line
 
 # A daemon that crashed and runs again is an incident for so long, however short its rest was.

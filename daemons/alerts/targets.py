@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from daemons.alerts.incident_file import OpenIncident
-from prime_rl.configs.alerts import AlertsConfig, variable_of
-from prime_rl.utils.extras import install_command
+from daemons.quiet import OpenIncident
+from prime_rl.configs.reports import AlertsConfig, variable_of
+from prime_rl.utils.runtime import install_command
 from prime_rl.utils.secrets import SecretError, read_secret
 from prime_rl.utils.text import one_line
 

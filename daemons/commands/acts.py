@@ -31,7 +31,7 @@ from daemons.commands.common import (
 )
 from daemons.commands.runs import RunIdArgument, parse_overrides
 from daemons.sweeps import sweep_runs
-from prime_rl.configs.lifetime import LIVE_KEYS
+from prime_rl.configs.orchestrator import LIVE_KEYS
 
 RunIdsArgument = Annotated[
     list[str],

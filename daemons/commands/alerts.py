@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from daemons.alerts.incident_file import OpenIncident, read_open
 from daemons.alerts.targets import message, sentence
 from daemons.commands.common import (
     JsonOption,
@@ -26,20 +25,22 @@ from daemons.commands.common import (
     short_time,
 )
 from daemons.quiet import (
+    OpenIncident,
     Silence,
     acknowledge,
     acknowledgement,
     mute,
     muting,
     name_of,
+    read_open,
     read_silences,
     require_alerts,
     subjects,
     unmute,
 )
 from daemons.specs import ALERTS
-from prime_rl.configs.alerts import ALERT_KINDS, AlertsConfig
 from prime_rl.configs.base import load_config
+from prime_rl.configs.reports import ALERT_KINDS, AlertsConfig
 from prime_rl.contract.layout import OutputDir
 
 ReasonOption = Annotated[str, typer.Option(metavar="TEXT", help="Why; shown by prl alerts, and in logs/audit.jsonl.")]

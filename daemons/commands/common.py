@@ -23,8 +23,8 @@ from rich.text import Text
 
 from daemons.errors import ActionError
 from prime_rl.contract.layout import OutputDir
-from prime_rl.utils import logger
-from prime_rl.utils.clock import parse_duration_s
+from prime_rl.utils import runtime
+from prime_rl.utils.runtime import parse_duration_s
 from prime_rl.utils.text import clean_text, one_line
 
 JSON_VERSION = 1
@@ -94,7 +94,7 @@ def say(message: str) -> None:
 
 def complain(message: str) -> None:
     """Print one line to standard error, as "prl: message"."""
-    logger.complain("prl", message)
+    runtime.complain("prl", message)
 
 
 def print_json(payload: dict[str, Any]) -> None:

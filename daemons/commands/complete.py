@@ -11,12 +11,12 @@ import typer
 
 from daemons.actions import list_trash
 from daemons.commands.common import choose_output
+from daemons.details import versions_of
 from daemons.logs import JOB_LOG, SRUN_LOG
 from daemons.specs import MONITORS, OPTIONAL, TRAINER, saved_system
-from daemons.versions import versions_of
 from daemons.workspace import replica_name
 from prime_rl.configs.explain import KINDS, keys_of
-from prime_rl.configs.lifetime import LIVE_KEYS, BudgetConfig
+from prime_rl.configs.orchestrator import LIVE_KEYS, BudgetConfig
 from prime_rl.contract.layout import LayoutError, OutputDir, scan_runs
 from prime_rl.contract.status import RunState
 

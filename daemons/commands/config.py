@@ -34,12 +34,14 @@ from prime_rl.configs.explain import (
     FieldFacts,
     fields_below,
     find_fields,
+    flatten,
     json_schema,
+    key_lines,
+    line_of,
     nearest_keys,
 )
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import TrainerLimits, resolve
-from prime_rl.configs.values import flatten, key_lines, line_of
 from prime_rl.contract.layout import RUN_PREFIX, LayoutError, OutputDir
 
 CONFIG_HELP = """Look at config files: resolved values, the fields there are, schemas for editors.

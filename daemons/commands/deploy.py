@@ -18,8 +18,7 @@ import typer
 
 from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, UsageError, say
 from daemons.commands.lifecycle import choose_system
-from daemons.launchers.base import LaunchError
-from daemons.launchers.placement import nodes_needed
+from daemons.launchers.base import LaunchError, nodes_needed
 from daemons.specs import service_specs, without_nulls
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic

@@ -23,7 +23,7 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from daemons import audit, supervisor_process, up_and_down
+from daemons import supervisor_process, up_and_down
 from daemons.commands import complete
 from daemons.commands.acts import ReasonOption
 from daemons.commands.common import (
@@ -43,7 +43,7 @@ from daemons.commands.common import (
 )
 from daemons.commands.runs import workspace_json, workspace_view
 from daemons.doctor import examine
-from daemons.errors import ActionError, WrongUseError, in_one_line, need_cpu, one_line_errors
+from daemons.errors import ActionError, WrongUseError, in_one_line, need_cpu, one_line_errors, record_act
 from daemons.logs import JOB_LOG, SRUN_LOG, end_of_lines, last_lines
 from daemons.machine import DiskReader
 from daemons.pidfile import read_info
@@ -111,7 +111,7 @@ def up(
         _show_plan(choose_system(context.args, output_dir, say=lambda line: None), as_json)
         return
     from daemons import supervisor
-    from prime_rl.utils.signals import StopFlag
+    from prime_rl.utils.process import StopFlag
 
     stop = StopFlag().install()
     wanted = choose_system(context.args, output_dir)
@@ -374,7 +374,7 @@ def scale_inference(output_dir: Path, replicas: int, *, reason: str = "") -> int
         if before != replicas:
             for each, data in settings:
                 write_atomic(each, tomli_w.dumps(data))
-            audit.record(output, "scale", None, reason=reason, detail=f"{before} -> {replicas} inference servers")
+            record_act(output, "scale", None, reason=reason, detail=f"{before} -> {replicas} inference servers")
     return before
 
 

@@ -27,11 +27,10 @@ from daemons.commands.common import (
     watch,
 )
 from daemons.errors import need_cpu
-from prime_rl.configs.node_flags import EXAMPLE, node_parser
+from prime_rl.configs.multinode import EXAMPLE, node_parser
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.nodes import NodeHealth, SeenNode, Stall, node_health, stall, waited_for
+from prime_rl.contract.nodes import NodeHealth, NodeReader, SeenNode, Stall, node_health, stall, waited_for
 from prime_rl.contract.status import GroupStatus, read_status
-from prime_rl.utils.node_watch import NodeReader
 
 NODE = "prime_rl.multinode.node"
 LOOK_EVERY_S = 0.1

@@ -48,10 +48,9 @@ from daemons.workspace import DaemonView, RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.base import NOT_FOUND, ConfigError, ConfigProblem, load_toml, merge, parse_set
 from prime_rl.configs.validate import key_of
-from prime_rl.contract.condition import STALLED, utc
 from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
 from prime_rl.contract.samples import Sample, read_samples
-from prime_rl.contract.status import InferenceStatus, RunState
+from prime_rl.contract.status import STALLED, InferenceStatus, RunState, utc
 from prime_rl.utils.text import clean_strings, clean_text, one_line, size_text
 
 _STYLES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prime_rl.configs.deployment import DeploymentConfig
+from prime_rl.configs.system import DeploymentConfig
 from prime_rl.contract.layout import OutputDir
 
 if TYPE_CHECKING:

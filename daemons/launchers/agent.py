@@ -33,10 +33,17 @@ from daemons.specs import NODE_VARIABLE
 from prime_rl.contract.files import make_folder, open_append, read_file, read_text, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import LOST_AFTER_S
-from prime_rl.utils import keeper
-from prime_rl.utils.process import ProcessId, boot_id
+from prime_rl.utils.process import (
+    ProcessId,
+    StopFlag,
+    boot_id,
+    end_orphans,
+    inherit_orphans,
+    living,
+    orphans,
+    send_signal,
+)
 from prime_rl.utils.secrets import handed_over, seal
-from prime_rl.utils.signals import StopFlag
 
 # In the environment of a daemon and all below it: which start they belong to.
 START_MARK = "PRL_START"
@@ -244,7 +251,7 @@ class Agent:
             if (grace_s := self._requested()) is not None:
                 self.end(None, grace_s)
             self._kill_in_time()
-            keeper.orphans((self._child.pid,))  # reaped; without this each would stay as a zombie
+            orphans((self._child.pid,))  # reaped; without this each would stay as a zombie
             self.beat()
         self._kill_rest()
         self._close(self._child.returncode, self.record.reason)
@@ -278,13 +285,13 @@ class Agent:
     def _kill_in_time(self) -> None:
         assert self._child is not None
         if self._deadline is not None and time.monotonic() >= self._deadline:
-            for process in keeper.living(self._child):
-                keeper.send_signal(process, signal.SIGKILL)
+            for left in living(self._child):
+                send_signal(left, signal.SIGKILL)
 
     def _kill_rest(self) -> None:
         """End what the daemon left behind, which is a child of ours now."""
         deadline = time.monotonic() + DEFAULT_GRACE_S
-        while keeper.end_orphans(patience_s=LOOK_S) and time.monotonic() < deadline:
+        while end_orphans(patience_s=LOOK_S) and time.monotonic() < deadline:
             self.beat()
 
     def _close(self, exit_code: int | None, reason: str | None) -> None:
@@ -372,7 +379,7 @@ def main(args: list[str]) -> int:
     options = parser.parse_args(mine)
     if not argv:
         parser.error("the daemon's command must follow --")
-    keeper.inherit_orphans()
+    inherit_orphans()
     seal()  # before the keys come
     output = OutputDir(options.output_dir)
     make_folder(output.starts)

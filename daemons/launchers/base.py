@@ -2,17 +2,21 @@
 
 A launcher places daemons and notices their end. It decides nothing: `decide` chooses what is started and ended, `specs`
 what a daemon is.
+
+The nodes and their GPUs for a daemon, where the engine leaves that to us. Pure.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from daemons.specs import DaemonSpec
+from daemons.specs import TRAINER, DaemonSpec
 from prime_rl.contract.status import DaemonStatus
 from prime_rl.contract.status import Handle as Handle
 from prime_rl.utils.process import ProcessId
@@ -104,3 +108,120 @@ class Launcher(Protocol):
 def new_start_id() -> str:
     """An id that no other start has: random, in hexadecimal digits."""
     return os.urandom(_START_ID_BYTES).hex()
+
+
+# At about 120 MB each: what a node has beside a server or a rank. One node is enough for most workspaces.
+ORCHESTRATORS_PER_NODE = 100
+
+
+@dataclass(frozen=True)
+class Place:
+    """The nodes of a daemon, first the one of rank 0, and the GPUs that it has on each of them, by number."""
+
+    nodes: tuple[str, ...]
+    devices: tuple[int, ...] = ()
+
+
+def choose(spec: DaemonSpec, up: Sequence[str], taken: Collection[Place], capacity: int | None = None) -> Place:
+    """Where a daemon goes, beside what is `taken`.
+
+    The trainer takes as many nodes as are up, `min_nodes` at least; what needs GPUs goes to the nodes with the most
+    free ones; other inference servers are spread; orchestrators fill one node after another; all else is on the first.
+
+    Args:
+        up: the nodes that can be used, in the allocation's order.
+        capacity: GPUs that each node has. None: as many as are asked for.
+
+    Raises LaunchError.
+    """
+    if not spec.gpus:
+        first = _first_for_a_run(up, taken) if spec.run_id else (spec.replica or 0) % max(1, len(up))
+        return Place(_in_order(spec, [*up[first:], *up[:first]], up, up))
+    used: dict[str, set[int]] = {node: set() for node in up}
+    for place in taken:
+        for node in place.nodes:
+            if node in used:
+                used[node].update(place.devices)
+    rank = {node: number for number, node in enumerate(up)}
+    roomy = [node for node in up if capacity is None or capacity - len(used[node]) >= spec.gpus]
+    nodes = _in_order(spec, sorted(roomy, key=lambda node: (len(used[node]), rank[node])), roomy, up)
+    busy = set().union(*(used[node] for node in nodes))
+    free = [number for number in range(len(busy) + spec.gpus) if number not in busy][: spec.gpus]
+    if capacity is not None and free[-1] >= capacity:
+        raise LaunchError(f"{spec.name}: no {spec.gpus} GPUs are free on all of {', '.join(nodes)}")
+    return Place(nodes, tuple(free))
+
+
+def _first_for_a_run(up: Sequence[str], taken: Collection[Place]) -> int:
+    """The number of the first node that has the fewest orchestrators, in hundreds: a node is filled before the next."""
+    counts = Counter(place.nodes[0] for place in taken if not place.devices)
+    return min(range(len(up)), key=lambda number: counts[up[number]] // ORCHESTRATORS_PER_NODE, default=0)
+
+
+def _in_order(spec: DaemonSpec, preferred: Sequence[str], fitting: Sequence[str], up: Sequence[str]) -> tuple[str, ...]:
+    """The first of `preferred`, as many as the daemon can have, in the allocation's order. Raises LaunchError."""
+    num_nodes = min(spec.num_nodes, len(fitting))
+    if num_nodes < max(1, spec.min_nodes):
+        room = f" with {spec.gpus} free GPUs" if spec.gpus else ""
+        found = f"{len(fitting)} of {len(up)}: {compact(up) or 'none'}"
+        raise LaunchError(f"{spec.name}: expected at least {spec.min_nodes} nodes that are up{room}, found {found}")
+    rank = {node: number for number, node in enumerate(up)}
+    return tuple(sorted(preferred[:num_nodes], key=rank.__getitem__))
+
+
+def find_place(
+    spec: DaemonSpec, up: Sequence[str], taken: Mapping[str, Place], trainer: DaemonSpec, capacity: int | None = None
+) -> Place:
+    """As `choose`, beside the daemons `taken` (by name), and beside what the trainer needs while it has no place.
+
+    Raises LaunchError.
+    """
+    others = list(taken.values())
+    if spec.name != TRAINER and TRAINER not in taken and trainer.gpus:
+        others.append(choose(trainer, up, others, capacity))
+    return choose(spec, up, others, capacity)
+
+
+def place_all(specs: Sequence[DaemonSpec], up: Sequence[str], capacity: int | None = None) -> dict[str, Place]:
+    """The places of all services of a workspace that starts, by name. Raises LaunchError."""
+    trainer = next(spec for spec in specs if spec.name == TRAINER)
+    found: dict[str, Place] = {}
+    for spec in specs:
+        found[spec.name] = find_place(spec, up, found, trainer, capacity)
+    return found
+
+
+def nodes_needed(specs: Sequence[DaemonSpec], capacity: int | None = None) -> int:
+    """Of how many nodes a workspace needs: those of the trainer, and more while the GPUs do not suffice.
+
+    Raises LaunchError when no number suffices.
+    """
+    num_gpus = sum(spec.gpus * spec.num_nodes for spec in specs)
+    least = max(*(spec.num_nodes for spec in specs), -(-num_gpus // capacity) if capacity else 1)
+    for number in range(least, least + len(specs)):
+        try:
+            place_all(specs, [str(each) for each in range(number)], capacity)
+        except LaunchError:
+            continue
+        return number
+    most = max(spec.gpus for spec in specs)
+    raise LaunchError(f"a daemon needs {most} GPUs of one node, which has {capacity}: see [deployment]")
+
+
+def compact(names: Sequence[str]) -> str:
+    """Names of nodes as Slurm writes them: `node[1-4],node7`."""
+    groups: list[list[tuple[str, str]]] = []
+    for name in names:
+        match = re.fullmatch(r"(.*?)(\d*)", name, re.DOTALL)
+        stem, digits = (match[1], match[2]) if match else (name, "")
+        if groups and digits and groups[-1][-1][0] == stem and _follows(groups[-1][-1][1], digits):
+            groups[-1].append((stem, digits))
+        else:
+            groups.append([(stem, digits)])
+    return ",".join(
+        f"{group[0][0]}[{group[0][1]}-{group[-1][1]}]" if len(group) > 1 else "".join(group[0]) for group in groups
+    )
+
+
+def _follows(before: str, after: str) -> bool:
+    return bool(before) and len(before) == len(str(int(before))) and after == str(int(before) + 1)

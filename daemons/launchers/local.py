@@ -25,8 +25,7 @@ from daemons.process import spawn
 from daemons.specs import DaemonSpec, keys_of
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus
-from prime_rl.utils.keeper import end_orphans
-from prime_rl.utils.process import ProcessId, boot_id
+from prime_rl.utils.process import ProcessId, boot_id, end_orphans
 
 ENGINE = "local"
 

@@ -26,7 +26,7 @@ from daemons.launchers.agent import read_starts
 from daemons.launchers.base import LaunchError
 from daemons.specs import MEETING_PORTS, on_nodes
 from prime_rl.contract.layout import OutputDir
-from prime_rl.utils.extras import install_command
+from prime_rl.utils.runtime import install_command
 from prime_rl.utils.text import one_line
 
 logger = logging.getLogger("supervisor")

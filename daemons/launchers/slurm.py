@@ -30,9 +30,8 @@ from daemons.launchers.agent import (
     read_starts,
     worst_of,
 )
-from daemons.launchers.base import Alive, Ended, Handle, LaunchError, new_start_id
+from daemons.launchers.base import Alive, Ended, Handle, LaunchError, Place, find_place, new_start_id
 from daemons.launchers.ending import AgentLauncher, left_of
-from daemons.launchers.placement import Place, find_place
 from daemons.logs import SRUN_LOG
 from daemons.process import daemon_environment
 from daemons.specs import MEETING_PORTS, DaemonSpec, keys_of, on_nodes, trainer_spec

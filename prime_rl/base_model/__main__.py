@@ -30,9 +30,8 @@ from prime_rl.base_model.store import (
     write_model,
 )
 from prime_rl.configs.base import BaseConfig, ConfigError, help_text, parse_argv
-from prime_rl.utils.logger import complain
-from prime_rl.utils.runtime import heavy_imports
-from prime_rl.utils.signals import EXIT_INTERRUPTED, StopFlag
+from prime_rl.utils.process import EXIT_INTERRUPTED, StopFlag
+from prime_rl.utils.runtime import complain, heavy_imports
 
 # Without a terminal: a line at the start and at each of so many equal parts.
 NUM_PROGRESS_LINES = 5

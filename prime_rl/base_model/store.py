@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.contract.files import read_text, staged_dir
-from prime_rl.utils.extras import install_command
-from prime_rl.utils.runtime import heavy_imports
+from prime_rl.utils.runtime import heavy_imports, install_command
 
 # Raise it when code (not a field below) changes what comes out.
 RECIPE_VERSION = 1

@@ -1,4 +1,9 @@
-"""Config of the environments of a run."""
+"""Config of the environments of a run.
+
+`reasoning-gym:FAMILY`: what can be checked of it without the library, whose import takes seconds.
+
+The lists are those of reasoning-gym VERSION; a test compares them with the installed library.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,12 @@ import difflib
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from prime_rl.configs.base import BaseConfig
-from prime_rl.configs.reasoning_gym import PROVIDER, CurriculumConfig, check_family, read_args
+from prime_rl.configs.base import BaseConfig, build
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 # Environments that need nothing but this project, and the form of all others: provider and name.
@@ -129,3 +133,89 @@ class EnvConfig(BaseConfig):
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise ValueError(f"reward_range: found [{low}, {high}]: must be two numbers, the lower one first")
         return self
+
+
+PROVIDER = "reasoning-gym"
+VERSION = "0.1.25"
+_NAMES = """
+ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf binary_alternation binary_matrix
+bitwise_arithmetic boxnet caesar_cipher calendar_arithmetic chain_sum circuit_logic codeio coin_flip
+color_cube_rotation complex_arithmetic composite count_bits count_primes countdown course_schedule cryptarithm
+decimal_arithmetic decimal_chain_sum dice emoji_mystery family_relationships figlet_font fraction_simplification
+futoshiki game_of_life game_of_life_halting gcd graph_color group_anagrams gsm_symbolic intermediate_integration
+isomorphic_strings jugs kakurasu knight_swap knights_knaves largest_island lcm leg_counting letter_counting
+letter_jumble list_functions mahjong_puzzle manipulate_matrix maze mini_sudoku modulo_grid n_queens needle_haystack
+number_filtering number_format number_sequence number_sorting palindrome_generation palindrome_partitioning path_star
+polynomial_equations polynomial_multiplication pool_matrix power_function prime_factorization products
+propositional_logic puzzle24 quantum_lock ransom_note rearc rectangle_count rotate_matrix rotten_oranges rubiks_cube
+rush_hour self_reference sentence_reordering shortest_path simple_equations simple_geometry simple_integration sokoban
+spell_backward spiral_matrix string_insertion string_manipulation string_splitting string_synthesis sudoku survo
+syllogism time_intervals tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles
+"""
+FAMILIES = frozenset(_NAMES.split())
+# Families that give their own right answer no reward: nothing true can be learned from them.
+BROKEN = frozenset({"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"})
+# Families without levels of their own.
+WITHOUT_CURRICULUM = frozenset({"acre", "composite", "gsm_symbolic", "list_functions"})
+INSTRUCTION = "Think first if you like. Write the final answer between <answer> and </answer>."
+
+
+class CurriculumConfig(BaseConfig):
+    """`[env.args] curriculum`: examples get harder while they are solved. It begins at level 0, the easiest."""
+
+    max_level: int = Field(3, ge=1, le=50)
+    """The highest level, or the family's own highest if that is lower. There are `num_examples` of each."""
+
+    raise_at: float = Field(0.8, gt=0, le=1)
+    """One level up when at least this share of the rollouts in the window has the full reward."""
+
+    lower_at: float = Field(0.2, ge=0, lt=1)
+    """One level down when less than this share has."""
+
+    window: int = Field(32, ge=1, le=1000)
+    """How many groups, all of the present level, the share is taken over."""
+
+    @model_validator(mode="after")
+    def _is_a_gap(self) -> Self:
+        if self.lower_at >= self.raise_at:
+            raise ValueError(f"lower_at: found {self.lower_at}: must be less than raise_at = {self.raise_at}")
+        return self
+
+
+class ReasoningGymArgs(BaseConfig):
+    """`[env.args]` of `reasoning-gym:FAMILY`."""
+
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """The family's own settings, for example `{ min_terms = 2, max_terms = 3 }`."""
+
+    num_examples: int = Field(1000, ge=1, le=100_000)
+    """Examples to train on."""
+
+    num_eval_examples: int = Field(100, ge=0, le=100_000)
+    """Examples to evaluate on."""
+
+    instruction: str = INSTRUCTION
+    """System prompt: which form of answer counts. If the policy writes `<answer>`, the last one is scored, else all
+    that it wrote."""
+
+    curriculum: CurriculumConfig | None = None
+    """Examples of the family's own levels, from the easiest on, and when the level changes. `settings` hold at every
+    level. Evaluations keep their examples."""
+
+
+def check_family(family: str) -> None:
+    """Raises ValueError for a family that the library does not have, or that cannot be learned from."""
+    if family in BROKEN:
+        raise ValueError(f"{family} gives its own right answer no reward: choose another family")
+    if family not in FAMILIES:
+        near = difflib.get_close_matches(family, FAMILIES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"reasoning-gym {VERSION} has no family {family!r}{hint}")
+
+
+def read_args(family: str, args: Mapping[str, Any]) -> ReasoningGymArgs:
+    """`[env.args]`, checked but for the family's own settings. Raises ValueError."""
+    config = build(ReasoningGymArgs, args, "args")
+    if config.curriculum and family in WITHOUT_CURRICULUM:
+        raise ValueError(f"args.curriculum: {family} has no levels in reasoning-gym {VERSION}: remove it")
+    return config

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from prime_rl.configs.base import build, merge, read_argv
-from prime_rl.configs.node_flags import FlagError, FlagParser
+from prime_rl.configs.multinode import FlagError, FlagParser
 from prime_rl.configs.system import SystemConfig
 
 EXAMPLE = "--model qwen3-8b --seq-len 16384 --runs 8 --gpu-memory 80"

@@ -29,6 +29,12 @@ below `output_dir`. It only computes and validates paths; reading and writing is
 `step` counts optimizer updates done. `rollouts/step_N` (N from 1) feeds the N-th update, which makes policy version N,
 published at `broadcast/step_N` and saved at `checkpoints/step_N`. Version 0 is the untouched adapter, or model; it is
 published only where the run starts from `init/`.
+
+The paths of daemons: their status files, configs, starts, requests. `contract.layout` has all others.
+
+The paths of one iteration of a multi-node group, below `contract.layout.OutputDir.iteration`.
+
+Like `contract.layout` it only computes paths.
 """
 
 from __future__ import annotations
@@ -38,8 +44,120 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.contract.daemon_paths import DaemonPaths
-from prime_rl.contract.iterations import IterationDir
+# Replica 0 is found without a folder.
+_REPLICA = re.compile(r"[1-9][0-9]{0,4}")
+
+
+@dataclass(frozen=True)
+class DaemonPaths:
+    """See the module. `path` is the workspace."""
+
+    path: Path
+
+    @property
+    def trainer_status(self) -> Path:
+        """The trainer's slots, steps and waiting runs now; written by it alone."""
+        return self.path / "trainer" / "status.json"
+
+    @property
+    def trainer_work(self) -> Path:
+        """The file that the trainer reads now (`contract.notes`); written by it alone."""
+        return self.path / "trainer" / "work.json"
+
+    @property
+    def pass_limit(self) -> Path:
+        """The size of a pass that may fit, where a larger one ended a trainer of several ranks; written by it."""
+        return self.path / "trainer" / "pass_limit.json"
+
+    @property
+    def inference(self) -> Path:
+        """Status files of the inference servers."""
+        return self.path / "inference"
+
+    @property
+    def inference_status(self) -> Path:
+        """Of the first inference server, replica 0."""
+        return self.inference / "status.json"
+
+    def replica_status(self, replica: int) -> Path:
+        """Written by the inference server of that number only."""
+        return self.inference / str(replica) / "status.json"
+
+    def replica_work(self, replica: int) -> Path:
+        """The work of that inference server now (`contract.notes`); written by it alone."""
+        return self.inference / str(replica) / "work.json"
+
+    def inference_statuses(self) -> dict[int, Path]:
+        """The status file of each inference server that ever was, by its number, ascending; always that of replica 0.
+
+        What replica 0 writes to both of its files is read from `inference_status`, which any engine may write.
+        """
+        others = sorted(int(path.name) for path in self.inference.glob("*") if _REPLICA.fullmatch(path.name))
+        return {0: self.inference_status} | {number: self.replica_status(number) for number in others}
+
+    @property
+    def weights_lock(self) -> Path:
+        """Held by the orchestrator whose run's whole weights the inference servers have."""
+        return self.inference / "weights.lock"
+
+    @property
+    def daemons(self) -> Path:
+        """Records of the supervisor about each daemon, and requests to it."""
+        return self.path / "daemons"
+
+    def daemon_status(self, name: str) -> Path:
+        """State, process and restarts of one daemon; written by the supervisor alone."""
+        return self.daemons / f"{name}.json"
+
+    def own_status(self, name: str) -> Path:
+        """Written by a daemon that has no other place for its status: alerts, monitors."""
+        return self.daemons / name / "status.json"
+
+    @property
+    def alerts_open(self) -> Path:
+        """The incidents that the daemon `alerts` reports now, written by it alone."""
+        return self.daemons / "alerts" / "open.json"
+
+    @property
+    def alerts_said(self) -> Path:
+        """The acknowledged and muted alerts. One file each, written by `prl` and `prl-tui`."""
+        return self.daemons / "alerts" / "said"
+
+    def alert_said(self, name: str) -> Path:
+        """One acknowledgement, or one mute."""
+        return self.alerts_said / f"{name}.json"
+
+    @property
+    def starts(self) -> Path:
+        """Records of agents about daemons that they started on other machines, and requests to them."""
+        return self.daemons / "starts"
+
+    def agent_record(self, name: str, start_id: str, node: int) -> Path:
+        """Written by the agent of that node only."""
+        return self.starts / f"{name}.{start_id}.{node}.json"
+
+    def stop_request(self, name: str, start_id: str) -> Path:
+        """Asks the agents of one start to end their daemon; holds the grace in seconds."""
+        return self.starts / f"{name}.{start_id}.stop"
+
+    @property
+    def supervisor_lock(self) -> Path:
+        """Held by the living supervisor: there is one for each workspace."""
+        return self.daemons / "supervisor.lock"
+
+    @property
+    def supervisor_pidfile(self) -> Path:
+        """The process that is the supervisor; for people, never proof."""
+        return self.daemons / "supervisor.pid"
+
+    def start_request(self, name: str) -> Path:
+        """Requests the restart of a daemon; the supervisor removes it when it has read it."""
+        return self.daemons / "requests" / name
+
+    def component_config(self, name: str) -> Path:
+        """The resolved config that the supervisor hands to a daemon."""
+        return self.daemons / "configs" / f"{name}.toml"
+
 
 RUN_PREFIX = "run_"
 # What a run folder holds; `configs` is an older place of the config.
@@ -375,3 +493,35 @@ def _entries(output_dir: Path) -> list[os.DirEntry[str]]:
             return sorted((e for e in entries if e.name.startswith(RUN_PREFIX)), key=lambda entry: entry.name)
     except FileNotFoundError:
         return []
+
+
+@dataclass(frozen=True)
+class IterationDir:
+    """The files of one iteration of a multi-node group: `multinode/iteration_N/`. `split` is "train" or "eval"."""
+
+    path: Path
+
+    def plan(self, split: str, epoch: str, round: int) -> Path:
+        """The tasks of each rank in one round of one epoch; written by the master."""
+        return self.path / f"{split}_plan_{epoch}_{round}.json"
+
+    def plans(self, split: str, epoch: str) -> list[Path]:
+        """Those of all rounds of one epoch, the last round last."""
+        found = self.path.glob(f"{split}_plan_{epoch}_*.json")
+        return sorted(found, key=lambda path: int(path.stem.rpartition("_")[2]))
+
+    def rank_file(self, split: str, rank: int, version: int, key: str, incarnation: str) -> Path:
+        """The results of one process of one rank with one policy version. `key` identifies their settings."""
+        return self.path / f"{split}_rank_{rank}_v{version}_{key}_{incarnation}.msgpack"
+
+    def rank_files(self, split: str, *, rank: int | str = "*", version: int | str = "*", key: str = "*") -> list[Path]:
+        """Those of all processes of a rank, with a version and with settings; or of any."""
+        return sorted(self.path.glob(f"{split}_rank_{rank}_v{version}_{key}_*.msgpack"))
+
+    def request(self, what: str, rank: int) -> Path:
+        """A node's request to its own rollout worker."""
+        return self.path / f"{what}_request_{rank}.json"
+
+    def proof(self, name: str) -> Path:
+        """The proof that a phase is done: train, eval, update, checkpoint, done. Written by the master, last of all."""
+        return self.path / f"{name}.json"

@@ -5,18 +5,26 @@ long work is not death. That its work moves shows progress. `sight` remembers, b
 each last moved, and `judge` judges those two ages: a time that another machine wrote is never compared with ours, so
 clock skew cannot make a node look dead or young. `prl` and the TUI, which are no members of the group, add to it what
 they cannot tell yet and how a node ended (`node_health`). Pure.
+
+Looks at `multinode/node_<rank>.json` again and again and remembers, by our own clock, when each last moved.
+
+One thread calls it. `contract.nodes` judges what it has seen.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterable
+import socket
+import time
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
-from prime_rl.contract.condition import stalled_since
-from prime_rl.contract.status import NodeStatus
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import NodeStatus, read_status, stalled_since
+from prime_rl.utils.text import clean_strings, one_line
 
 # Phases 0 to 13 in short. `rollout` goes through 0 to 6, `update` through 7 to 13, `both` through all.
 PHASE_NAMES = (
@@ -232,3 +240,42 @@ class BeatWatch:
         """Keep only `ranks`."""
         kept = set(ranks)
         self._sightings = {rank: sighting for rank, sighting in self._sightings.items() if rank in kept}
+
+
+MAX_FILE_BYTES = 1_000_000
+
+
+class NodeReader:
+    """The nodes of one workspace. `clock` is any that never jumps, in seconds."""
+
+    def __init__(self, output_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._output = OutputDir(output_dir)
+        self._clock = clock
+        self._watch = BeatWatch()
+        self._host = socket.gethostname()
+        self._known: dict[int, NodeStatus] = {}
+
+    def read(self) -> list[SeenNode]:
+        """Return what is known of each node, its text clean; a file that cannot be read just now counts as before."""
+        ranks = self._output.list_nodes()
+        self._watch.forget(ranks)
+        self._known = {rank: status for rank, status in self._known.items() if rank in ranks}
+        for rank in ranks:
+            status = self._status(rank)
+            if status is not None and status.rank == rank:
+                self._known[rank] = status
+        now_s = self._clock()
+        return [self._watch.see(status, now_s, is_gone=self._is_gone(status)) for status in self._known.values()]
+
+    def _status(self, rank: int) -> NodeStatus | None:
+        path = self._output.node_status(rank)
+        try:
+            if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
+                return None
+            return clean_strings(read_status(path, NodeStatus), one_line)
+        except (OSError, RecursionError):
+            return None
+
+    def _is_gone(self, status: NodeStatus) -> bool:
+        """True when it ran here and its process no longer exists: found at once, without waiting for beats."""
+        return status.host == self._host and status.pid > 0 and not status.writer.is_running()

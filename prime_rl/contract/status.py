@@ -3,26 +3,78 @@
 A status file is written at once when its headline changes, for the rest at most twice a second, and by a heartbeat
 thread in between, so long work is not death. That thread would outlive a main loop that hangs, so the file shows both:
 that the process is alive, and when its loop last turned. `contract.condition` judges them, for all readers alike.
+
+The condition of the writer of a status file: its own state, lost or stalled. One judgement, for all readers.
+
+Lost: the file is older than three heartbeats, or the process is gone. Stalled: the process is alive, for its heartbeat
+thread writes, and its main loop has not turned for longer than it may. The writer measures that itself, by a clock that
+never jumps, so a reader needs no memory and no clock of the writer's. Pure but for a look at the process table.
+
+The one function that derives the state of a run: trainer, daemons, CLI and TUI give it the same facts.
+
+Whatever is in the place of a mark of `control/` counts as it, also a pipe or a link, whose refusal is then the text.
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from prime_rl.contract.disk import holding
-from prime_rl.contract.files import read_file, write_atomic
-from prime_rl.contract.run_state import RunFacts as RunFacts
-from prime_rl.contract.run_state import RunState as RunState
-from prime_rl.contract.run_state import run_state as run_state
+from prime_rl.contract.files import holding, read_file, read_text, write_atomic
 from prime_rl.utils.process import ProcessId
+
+LOST = "lost"
+STALLED = "stalled"
+# States that a writer leaves behind when it ends.
+_LAST_STATES = frozenset({"stopped", "failed", "done", "finished", "evicted", "paused"})
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The condition of the writer of a status: its own state, `lost` or `stalled`.
+
+    `since`: when a lost one last wrote, or a stalled one's loop last turned (Unix seconds on the writer's clock).
+    """
+
+    state: str
+    since: float | None = None
+
+
+def condition(status: Status, now: float) -> Condition:
+    """The condition of the writer of `status` at `now` (Unix seconds)."""
+    if status.state in _LAST_STATES:
+        return Condition(status.state)
+    if not is_alive(status, now):
+        return Condition(LOST, status.updated_at)
+    since = stalled_since(status)
+    return Condition(status.state) if since is None else Condition(STALLED, since)
+
+
+def stalled_since(status: Status) -> float | None:
+    """When the main loop of a living writer last turned, if one turn takes longer than it may; None: it turns."""
+    if status.loop is None or status.loop_still_s <= status.loop_limit_s:
+        return None
+    return status.updated_at - status.loop_still_s
+
+
+def stall_text(since: float) -> str:
+    """Such as "its main loop has not turned since 2026-01-31 12:00:00 UTC"."""
+    return f"its main loop has not turned since {utc(since)}"
+
+
+def utc(at: float) -> str:
+    """Unix seconds for people, such as "2026-01-31 12:00:00 UTC"."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+
 
 STATUS_FORMAT_VERSION = 1
 # Ten times the largest that a daemon writes with 1,024 runs; what is larger was not written by a daemon.
@@ -412,3 +464,78 @@ class StatusWriter:
         while not self._closed.wait(HEARTBEAT_S):
             with self._lock:
                 self._write()
+
+
+# In the reason for which the trainer evicts a run whose loss, gradient or weights are not: alerts tell it by this.
+NOT_FINITE = "are not finite"
+
+
+class RunState(enum.StrEnum):
+    """The state of a run as people see it."""
+
+    INVALID = "invalid"
+    WAITING = "waiting"
+    ACTIVE = "active"
+    FINISHED = "finished"
+    FAILED = "failed"
+    EVICTED = "evicted"
+    PAUSED = "paused"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """All that decides a run's state, as read from disk.
+
+    `published_step` is the newest STABLE broadcast (0 when none); `max_steps` is None when the config cannot be read;
+    `supervisor_gave_up` is the reason when the supervisor no longer restarts the run's orchestrator. `paused` and
+    `ended` are the texts of `paused.txt` and `finished.txt`.
+    """
+
+    evicted: str | None
+    config_error: str | None
+    max_steps: int | None
+    published_step: int
+    orchestrator: RunStatus | None
+    trainer_alive: bool
+    in_slot: bool
+    supervisor_gave_up: str | None = None
+    paused: str | None = None
+    ended: str | None = None
+
+
+def run_state(facts: RunFacts) -> tuple[RunState, str | None]:
+    """The state of a run and its reason, if any. What a person did or must fix comes first."""
+    if facts.evicted is not None:
+        return RunState.EVICTED, facts.evicted
+    if facts.config_error is not None:
+        return RunState.INVALID, facts.config_error
+    if facts.max_steps is not None and facts.published_step >= facts.max_steps:
+        return RunState.FINISHED, None
+    if facts.ended is not None:
+        return RunState.FINISHED, facts.ended
+    if facts.paused is not None:
+        return RunState.PAUSED, facts.paused or None
+    if facts.orchestrator is not None and facts.orchestrator.state == "failed":
+        return RunState.FAILED, facts.orchestrator.reason
+    if facts.supervisor_gave_up is not None:
+        return RunState.FAILED, facts.supervisor_gave_up
+    if not facts.trainer_alive:
+        return RunState.STOPPED, None
+    return (RunState.ACTIVE, None) if facts.in_slot else (RunState.WAITING, None)
+
+
+# People read one line.
+MAX_MARK_CHARS = 2_000
+_MAX_BYTES = 10_000
+
+
+def read_mark(path: Path, *, empty: str = "no reason given") -> str | None:
+    """The text of a mark on one line, `empty` when it has none; None when the mark is not there. Never raises."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        text = read_text(path, limit=_MAX_BYTES)
+    except OSError as error:  # FileRefused is a sentence
+        text = str(error)
+    return None if text is None else " ".join(text.split())[:MAX_MARK_CHARS] or empty

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prime_rl.contract.sampling_ranges import refusal
+from prime_rl.contract.served import refusal
 from prime_rl.utils.text import one_line
 
 MAX_MESSAGE_CHARS = 1000

@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
+from prime_rl.contract.notes import Item, WorkNote
 from prime_rl.contract.served import (
     BASE_WEIGHTS,
     LOGPROBS_HEADER,
@@ -40,7 +41,6 @@ from prime_rl.contract.served import (
     is_chat,
     parse_adapter_name,
 )
-from prime_rl.contract.work import Item, WorkNote
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import (
     Asked,

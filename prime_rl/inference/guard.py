@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from prime_rl.contract.layout import stable_marker
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.weight_files import WEIGHTS_FILE
-from prime_rl.utils.http_rule import refusal
+from prime_rl.utils.network import refusal
 
 # A thousand prompts of 2,000 tokens, as text.
 MAX_BODY_BYTES = 16 * 2**20

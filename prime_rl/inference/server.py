@@ -21,11 +21,10 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.inference.child_processes import die_with_parent
 from prime_rl.inference.errors import StartError
-from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.network import bound_socket, is_loopback
-from prime_rl.utils.runtime import heavy_imports
+from prime_rl.utils.process import StopFlag
+from prime_rl.utils.runtime import complain, heavy_imports, setup_logger
 from prime_rl.utils.secrets import SecretError, close_handed, read_secret
-from prime_rl.utils.signals import StopFlag
 
 # `owner/name`, as on the Hugging Face hub.
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

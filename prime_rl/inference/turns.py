@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-from prime_rl.contract.work import Item, WorkNote
+from prime_rl.contract.notes import Item, WorkNote
 from prime_rl.inference.errors import ApiError
 
 # A batch of a small run: what ends an engine does so with one of its first requests, or with the sum of many.

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError
-from prime_rl.lora.tensor_files import Shapes, misfit, read_shapes, shapes_of
+from prime_rl.lora.adapter_state import Shapes, misfit, read_shapes, shapes_of
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,8 @@ import tomli_w
 
 from prime_rl.configs.multinode import RUN_ID, MultinodeConfig
 from prime_rl.contract.files import make_folder, read_file, read_text, write_atomic
-from prime_rl.contract.iterations import IterationDir
-from prime_rl.contract.layout import OutputDir, list_steps
-from prime_rl.contract.rank_files import JoinRequest, MakeRequest, Split, read_rank_file
+from prime_rl.contract.layout import IterationDir, OutputDir, list_steps
+from prime_rl.contract.types import JoinRequest, MakeRequest, Split, read_rank_file
 from prime_rl.multinode.decide import MASTER_RANK
 from prime_rl.multinode.records import GroupRecord, Phase, Position, RlPhase, eval_is_due, first_position
 from prime_rl.multinode.tasks import Child

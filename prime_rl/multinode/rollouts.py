@@ -19,7 +19,7 @@ import msgspec
 
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import stable_marker
-from prime_rl.contract.rank_files import MakeRequest, Split, read_rank_file
+from prime_rl.contract.types import MakeRequest, Split, read_rank_file
 from prime_rl.multinode.place import Place, TrainProof, read_json
 from prime_rl.multinode.tasks import SERVER, Child, InferenceServer, Nothing, Now, Process, Task, size
 

@@ -53,7 +53,7 @@ class Child:
             output.flush()
             self._start = output.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "prime_rl.utils.keeper", *argv],
+                [sys.executable, "-m", "prime_rl.utils.process", *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -18,7 +18,7 @@ import anyio
 import httpx
 import msgspec
 
-from prime_rl.configs.sampling import SamplingConfig
+from prime_rl.configs.shared import SamplingConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.served import LOGPROBS_HEADER, WEIGHTS_HEADER
 from prime_rl.contract.status import InferenceStatus, is_there, read_status

@@ -15,16 +15,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
-from prime_rl.contract.disk import held_async
+from prime_rl.contract.files import held_async
 from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator.client import AccessDenied, AdapterRefused
 from prime_rl.orchestrator.envs.base import Environment
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.metrics import eval_metrics, last_eval_step, write_metrics
-from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
+from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler
 from prime_rl.orchestrator.rollout import PolicySession, Rollout, derive_seed, together
 from prime_rl.orchestrator.sampler import Pick
-from prime_rl.orchestrator.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 

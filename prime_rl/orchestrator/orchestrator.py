@@ -23,22 +23,29 @@ from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
-from prime_rl.contract.resume import pending_request
+from prime_rl.contract.notes import pending_request
 from prime_rl.contract.status import RunStatus, StatusWriter
 from prime_rl.contract.types import BadBatchError, max_batch_bytes
-from prime_rl.orchestrator.batch import BatchLoop, SecondOrchestrator, has_signal
-from prime_rl.orchestrator.checkpoint import CheckpointError, Progress, find_progress
+from prime_rl.orchestrator.batch import (
+    BatchLoop,
+    CheckpointError,
+    Progress,
+    SecondOrchestrator,
+    find_progress,
+    has_signal,
+)
 from prime_rl.orchestrator.client import AccessDenied, AdapterRefused
-from prime_rl.orchestrator.ending import Ending, RunMeter
+from prime_rl.orchestrator.envs import Environments, load_environments
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentBroken
-from prime_rl.orchestrator.envs.loading import Environments, load_environments
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import (
     MAX_LOOK_S,
+    Ending,
     RunEnded,
     RunEvicted,
     RunFailed,
     RunGone,
+    RunMeter,
     RunPaused,
     StopRequested,
     Wake,
@@ -49,7 +56,7 @@ from prime_rl.orchestrator.guard import (
 )
 from prime_rl.orchestrator.ledger import GroupLedger
 from prime_rl.orchestrator.metrics import PhaseClock
-from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
+from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TokenizerError, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.publication import (
     base_model,
@@ -59,17 +66,14 @@ from prime_rl.orchestrator.publication import (
     connect,
     warn_of_narrow_sampling,
 )
-from prime_rl.orchestrator.report import BatchReporter, RunReporter, environment_figures
+from prime_rl.orchestrator.report import BatchReporter, RunReporter, SampleKeeper, environment_figures
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import Curricula, ExampleSampler, Pools
-from prime_rl.orchestrator.samples import SampleKeeper
 from prime_rl.orchestrator.scheduler import Scheduler
-from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from prime_rl.orchestrator.trainer_watch import TrainerWatch, trainer_status
-from prime_rl.utils.keeper import end_orphans, inherit_orphans
-from prime_rl.utils.logger import complain, setup_logger
+from prime_rl.utils.process import StopFlag, end_orphans, inherit_orphans
+from prime_rl.utils.runtime import complain, setup_logger
 from prime_rl.utils.secrets import close_handed
-from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.watch import Watcher
 
 logger = logging.getLogger("orchestrator")

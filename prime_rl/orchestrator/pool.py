@@ -7,6 +7,16 @@ now" is left alone for a while. A request is tried again, with the same seed, un
 long as none can, `trouble` names what is missing. Permanent errors are raised.
 
 `policy` decides which version a request asks for, a `Publication` how the servers get it.
+
+The inference servers of a workspace as their status files show them, for a run whose config names no address.
+
+It only looks. What follows for the requests of the run is decided by `pool`.
+
+The number of a run's rollouts in work at one time: few at first, more while that pays, fewer when inference is full.
+
+`ConcurrencyControl` decides, from answers and overloads alone: no I/O, no clock. `Places` makes requests wait for their
+turn. What counts as an overload (429, 503, no answer in time) is decided by the client, and how many groups exist
+at all by the scheduler.
 """
 
 from __future__ import annotations
@@ -19,13 +29,18 @@ import logging
 import random
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
 from typing import TypeVar
 
 import httpx
 
+from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.served import RUN_HEADER
+from prime_rl.contract.status import LOST_AFTER_S, InferenceStatus, is_elsewhere, is_there, read_status
 from prime_rl.orchestrator.client import (
     AccessDenied,
     Completion,
@@ -37,9 +52,59 @@ from prime_rl.orchestrator.client import (
     ServerClient,
     ServerDown,
 )
-from prime_rl.orchestrator.concurrency import Places
-from prime_rl.orchestrator.replicas import LOOK_EVERY_S, Replicas, Standing
-from prime_rl.utils.background import Background
+from prime_rl.utils.runtime import Background
+
+# A server that dies is noticed by the next request to it; this is for those that come, leave, or hang.
+LOOK_EVERY_S = 1.0
+
+
+class Standing(Enum):
+    """The state of a server as a status file shows it.
+
+    It serves; it serves, but its heartbeat is old; it starts or takes no more requests; its process is gone; there is
+    no file.
+    """
+
+    SERVING = "serving"
+    SILENT = "silent"
+    BUSY = "busy"
+    DEAD = "dead"
+    GONE = "gone"
+
+
+class Replicas:
+    """See the module. `clock` is monotonic: a heartbeat is as old as we have seen it unchanged."""
+
+    def __init__(self, output_dir: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._output = OutputDir(output_dir)
+        self._clock = clock
+        self._beats: dict[int, tuple[object, float]] = {}
+
+    def endpoint(self, number: int) -> Endpoint:
+        """The address of server `number`, by its status file."""
+        return Endpoint(self._output.path, None, replica=number)
+
+    def look(self) -> dict[int, Standing]:
+        """All servers by number, also those that are no more; replica 0 always."""
+        try:
+            return {number: self._look_at(number, path) for number, path in self._output.inference_statuses().items()}
+        except OSError as error:  # the next look may succeed
+            logger.warning("cannot look for inference servers: %s", error)
+            return {}
+
+    def _look_at(self, number: int, path: Path) -> Standing:
+        status = read_status(path, InferenceStatus)
+        if status is None or status.state == "stopped":
+            return Standing.GONE
+        if not is_there(status):
+            return Standing.SILENT if is_elsewhere(status) else Standing.DEAD
+        if status.state != "serving":
+            return Standing.BUSY
+        beat, now_s = (status.pid, status.updated_at), self._clock()
+        if self._beats.get(number, (None, 0.0))[0] != beat:
+            self._beats[number] = (beat, now_s)
+        return Standing.SILENT if now_s - self._beats[number][1] > LOST_AFTER_S else Standing.SERVING
+
 
 logger = logging.getLogger(__name__)
 
@@ -377,3 +442,117 @@ def _describe(error: Exception, server: Server) -> str:
     if isinstance(error, InferenceError):
         return str(error)
     return f"inference at {server.client.address} ({type(error).__name__}: {' '.join(str(error).split())})"
+
+
+# Low enough for a server that many runs share, high enough to be at 64 after two rounds of answers.
+START_LIMIT = 16
+# A rise pays when the tokens per second grow by at least this share of what the limit grew by.
+MIN_GAIN = 0.25
+# So many rounds later a rise that did not pay is tried again: other runs may have gone.
+ROUNDS_ON_PLATEAU = 10
+
+
+class ConcurrencyControl:
+    """Additive increase, multiplicative decrease; doubling until the first time that a rise does not pay.
+
+    A round is as many answered rollouts as `limit`. The limit rises after a round in which it was reached; a rise that
+    did not pay is taken back. It is halved at an overload, once for all requests that were under way together.
+    """
+
+    def __init__(self, maximum: int, start: int = START_LIMIT) -> None:
+        self.limit = min(start, maximum)
+        self.epoch = 0  # of requests that begin now
+        self._maximum = maximum
+        self._is_doubling = True
+        self._before: tuple[int, float] | None = None  # the limit before the last rise, and its tokens per second
+        self._rounds_to_wait = 0
+        self._begin_round()
+
+    def note_answer(self, num_rollouts: int, num_tokens: int, latency_s: float, *, is_full: bool) -> None:
+        """A request was answered; `is_full` when others would have liked to go beside it."""
+        self._num_answered += num_rollouts
+        self._num_tokens += num_tokens
+        self._rollout_s += num_rollouts * latency_s
+        self._was_full |= is_full
+        if self._num_answered >= self.limit:
+            self._end_round()
+
+    def note_overload(self, epoch: int) -> None:
+        """Inference did not take a request that began in `epoch`."""
+        if epoch < self.epoch:
+            return  # it went out together with one for which the limit has been lowered
+        self.limit = max(1, self.limit // 2)
+        self.epoch += 1
+        self._is_doubling = False
+        self._before = None
+        self._begin_round()
+
+    def _end_round(self) -> None:
+        # Little's law: what is under way, over how long each takes.
+        tokens_per_s = self.limit * self._num_tokens / self._rollout_s if self._rollout_s else float("inf")
+        if self._was_full and self.limit < self._maximum:
+            if self._rounds_to_wait:
+                self._rounds_to_wait -= 1
+            elif self._last_rise_paid(tokens_per_s):
+                self._rise(tokens_per_s)
+            elif self._before is not None:
+                self.limit, _ = self._before
+                self._is_doubling = False
+                self._before = None
+                self._rounds_to_wait = ROUNDS_ON_PLATEAU
+        self._begin_round()
+
+    def _last_rise_paid(self, tokens_per_s: float) -> bool:
+        if self._before is None:
+            return True
+        limit, before_per_s = self._before
+        return tokens_per_s >= before_per_s * (1 + MIN_GAIN * (self.limit / limit - 1))
+
+    def _rise(self, tokens_per_s: float) -> None:
+        self._before = (self.limit, tokens_per_s)
+        step = self.limit if self._is_doubling else max(1, self.limit // 8)
+        self.limit = min(self._maximum, self.limit + step)
+
+    def _begin_round(self) -> None:
+        self._num_answered = 0
+        self._num_tokens = 0
+        self._rollout_s = 0.0
+        self._was_full = False
+
+
+class Places:
+    """First come, first served. A request that is larger than the limit goes alone."""
+
+    def __init__(self, maximum: int) -> None:
+        self.control = ConcurrencyControl(maximum)
+        self.num_used = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @contextlib.asynccontextmanager
+    async def hold(self, num_rollouts: int) -> AsyncIterator[None]:
+        """Wait until `num_rollouts` may be sampled, and hold their places for as long as the block runs."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_rollouts, turn))
+        self._let_in()
+        try:
+            await turn
+            yield
+        finally:
+            if not turn.cancelled():
+                self.num_used -= num_rollouts
+            self._let_in()
+
+    def note_answer(self, num_rollouts: int, num_tokens: int, latency_s: float) -> None:
+        """Count a request that was answered after `latency_s`, with all tokens of its rollouts."""
+        is_full = any(not turn.done() for _, turn in self._waiting)
+        self.control.note_answer(num_rollouts, num_tokens, latency_s, is_full=is_full)
+
+    def _let_in(self) -> None:
+        while self._waiting:
+            num_rollouts, turn = self._waiting[0]
+            if not turn.done():
+                if self.num_used and self.num_used + num_rollouts > self.control.limit:
+                    return
+                self.num_used += num_rollouts
+                turn.set_result(None)
+            self._waiting.popleft()

@@ -21,9 +21,8 @@ from typing import Any, TypeVar
 from prime_rl.orchestrator.client import AccessDenied, AdapterRefused, Completion
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, RolloutError
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken, EnvironmentFault, ExampleUnusable, Interrupted
-from prime_rl.orchestrator.policy import FirstTurn, TurnSampler
+from prime_rl.orchestrator.policy import ChatTokenizer, FirstTurn, TokenizerError, TurnSampler
 from prime_rl.orchestrator.sampler import ExampleSampler, Pick
-from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
 

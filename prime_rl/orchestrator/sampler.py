@@ -23,8 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prime_rl.configs.envs import EnvConfig
-from prime_rl.configs.reasoning_gym import CurriculumConfig
+from prime_rl.configs.envs import CurriculumConfig, EnvConfig
 from prime_rl.orchestrator.envs.base import Environment, Example
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 

@@ -24,7 +24,7 @@ from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import Group, GroupFailed
 from prime_rl.orchestrator.trainer_watch import TrainerWatch, describe_policy_wait
-from prime_rl.utils.background import Background
+from prime_rl.utils.runtime import Background
 from prime_rl.utils.watch import Watcher
 
 logger = logging.getLogger(__name__)

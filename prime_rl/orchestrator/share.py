@@ -28,21 +28,25 @@ from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import make_folder, read_file, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.rank_files import JoinRequest, JoinResult, MakeRequest, RankEntry, RankFileWriter, read_rank_file
-from prime_rl.orchestrator.adapters import AdapterPublication
-from prime_rl.orchestrator.batch import SecondOrchestrator, assemble_batch, publish_batch
-from prime_rl.orchestrator.checkpoint import checkpoint_is_due, progress_of, save_state
+from prime_rl.contract.types import JoinRequest, JoinResult, MakeRequest, RankEntry, RankFileWriter, read_rank_file
+from prime_rl.orchestrator.batch import (
+    SecondOrchestrator,
+    assemble_batch,
+    checkpoint_is_due,
+    progress_of,
+    publish_batch,
+    save_state,
+)
+from prime_rl.orchestrator.envs import Environments, load_environments
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, ExampleUnusable
-from prime_rl.orchestrator.envs.loading import Environments, load_environments
 from prime_rl.orchestrator.evaluate import eval_rollout
 from prime_rl.orchestrator.metrics import eval_metrics, mean, reward_metrics, write_metrics
 from prime_rl.orchestrator.orchestrator import FINAL, make_sampler
-from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
-from prime_rl.orchestrator.publication import base_model, check_temperature, connect
+from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler
+from prime_rl.orchestrator.publication import AdapterPublication, base_model, check_temperature, connect
 from prime_rl.orchestrator.rollout import Group, GroupFailed, Rollout, RolloutWorker, together
 from prime_rl.orchestrator.sampler import ExampleSampler, Pick
-from prime_rl.orchestrator.tokenizer import ChatTokenizer
-from prime_rl.utils.logger import complain, setup_logger
+from prime_rl.utils.runtime import complain, setup_logger
 
 logger = logging.getLogger("share")
 

@@ -11,9 +11,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from prime_rl.contract.condition import stall_text, stalled_since
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.status import HEARTBEAT_S, TrainerStatus, is_alive, read_status
+from prime_rl.contract.status import HEARTBEAT_S, TrainerStatus, is_alive, read_status, stall_text, stalled_since
 from prime_rl.orchestrator.guard import MAX_LOOK_S
 
 # A heartbeat that is later than this is looked into; below it the writer lived a moment ago.

@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import list_rollout_steps
-from prime_rl.contract.sampling_ranges import TEMPERATURE
+from prime_rl.contract.notes import Item, WorkNote
+from prime_rl.contract.served import TEMPERATURE
 from prime_rl.contract.types import (
     ADVANTAGE_DTYPE,
     LOGPROB_DTYPE,
@@ -40,7 +41,6 @@ from prime_rl.contract.types import (
     oldest_allowed,
     read_columns,
 )
-from prime_rl.contract.work import Item, WorkNote
 from prime_rl.trainer.fair_queue import RowQueue, blank_micro_batch, rows_of, to_micro_batch
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun

@@ -39,11 +39,10 @@ from prime_rl.configs.orchestrator import CkptConfig, OrchestratorConfig
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.contract.files import make_folder, mark_stable, read_file, remove, staged_dir, write_atomic
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker, step_name
+from prime_rl.contract.notes import pending_request
 from prime_rl.contract.peft import has_adapter
-from prime_rl.contract.resume import pending_request
-from prime_rl.contract.run_state import NOT_FINITE
-from prime_rl.lora.adapter_state import AdapterConfig, load_peft, save_peft
-from prime_rl.lora.tensor_files import load_tensors, misfit, shapes_of
+from prime_rl.contract.status import NOT_FINITE
+from prime_rl.lora.adapter_state import AdapterConfig, load_peft, load_tensors, misfit, save_peft, shapes_of
 from prime_rl.trainer.optim import largest_in
 from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
 

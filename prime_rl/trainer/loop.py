@@ -16,10 +16,10 @@ import torch
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.notes import WorkNote
 from prime_rl.contract.status import StatusWriter, TrainerStatus
 from prime_rl.contract.types import MicroBatch
 from prime_rl.contract.usage import UsageLog
-from prime_rl.contract.work import WorkNote
 from prime_rl.trainer.batches import BatchReader, Packer, noting
 from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager, Snapshots, is_due
 from prime_rl.trainer.fit.capacity import with_a_budget

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from prime_rl.lora.adapter_state import load_peft, peft_names
 from prime_rl.trainer.whole_model import COMPANIONS, CONFIG_FILE, WEIGHTS_FILE, file_of
-from prime_rl.utils.logger import complain
+from prime_rl.utils.runtime import complain
 
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 # A model of a million tensors has a header of about a hundred megabytes, the most that safetensors itself takes.

@@ -23,7 +23,7 @@ from prime_rl.contract.usage import UsageLog
 from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
-from prime_rl.utils.clock import TokenRate
+from prime_rl.utils.runtime import TokenRate
 from prime_rl.utils.text import printable
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,17 @@ from functools import partial
 from pathlib import Path
 
 from prime_rl.configs.shared import BroadcastConfig
-from prime_rl.contract.disk import NotWritten, held, holding
-from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, make_folder, mark_stable, staged_dir, wait_for
+from prime_rl.contract.files import (
+    DEFAULT_POLL_S,
+    NotWritten,
+    WaitTimeout,
+    held,
+    holding,
+    make_folder,
+    mark_stable,
+    staged_dir,
+    wait_for,
+)
 from prime_rl.contract.layout import list_steps, stable_marker
 from prime_rl.trainer.checkpoint import (
     CheckpointManager,

@@ -32,7 +32,7 @@ from prime_rl.configs.losses import LossConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.files import read_file, write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.run_state import NOT_FINITE
+from prime_rl.contract.status import NOT_FINITE
 from prime_rl.contract.types import ADVANTAGE_DTYPE, LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, MicroBatch
 from prime_rl.trainer.loss import LossInputs, LossSums, RowLosses, compute_losses, row_statistics, sums_by_run
 from prime_rl.trainer.model import PolicyModel, Targets

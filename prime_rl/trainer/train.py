@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from prime_rl.configs.base import ConfigError, parse_argv
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.utils.logger import complain, setup_logger
-from prime_rl.utils.runtime import heavy_imports, set_up_memory
-from prime_rl.utils.signals import StopFlag
+from prime_rl.utils.process import StopFlag
+from prime_rl.utils.runtime import complain, heavy_imports, set_up_memory, setup_logger
 
 if TYPE_CHECKING:
     from prime_rl.trainer.world import World

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
-from prime_rl.lora.tensor_files import load_tensors, misfit, shapes_of
+from prime_rl.lora.adapter_state import load_tensors, misfit, shapes_of
 from prime_rl.trainer.checkpoint import Snapshots
 from prime_rl.trainer.model import cut, join, part_here
 from prime_rl.trainer.optim import Moments, RunWeights

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
-from prime_rl.utils.logger import complain
+from prime_rl.utils.runtime import complain
 
 logger = logging.getLogger(__name__)
 

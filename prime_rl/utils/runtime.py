@@ -1,16 +1,38 @@
-"""Memory of the C library, what torch and the model code cost to load, and how many GPUs there are. Without torch."""
+"""Memory of the C library, what torch and the model code cost to load, and how many GPUs there are. Without torch.
+
+Tasks that run beside their owner and that nothing awaits: one that ends by an exception is logged, always.
+
+Extras: the parts of the installation that not every machine has (`pyproject.toml` lists what is in each).
+
+A clock for decisions within one process, durations as people write them, and tokens per second.
+
+What is written for others, and read by people, is `time.time()`.
+
+One log format for every process, on standard error by default: time, level, part, message.
+
+A record may quote a run: its message is one line, and nothing in it is obeyed by a terminal.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import ctypes
 import gc
+import logging
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
+from typing import Any, TextIO
+
+from prime_rl.utils.text import clean_text
 
 # glibc's name for it in mallopt(3), and the most that it takes: larger blocks are always mappings of their own.
 _M_MMAP_THRESHOLD = -3
@@ -110,3 +132,153 @@ def count_gpus(environment: Mapping[str, str], listed: Callable[[], int] = liste
             break
         count += 1
     return count
+
+
+logger = logging.getLogger(__name__)
+
+
+class Background:
+    """The background tasks of one owner."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        """Run `work` from now on; `what` names it in the log."""
+        task = asyncio.get_running_loop().create_task(work, name=what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(log_failure)
+        return task
+
+    async def cancel(self) -> None:
+        """Cancel all of them and wait until they have ended."""
+        await cancel_all(self._tasks)
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel `tasks` and wait until they have ended, however they end."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def log_failure(task: asyncio.Task[Any]) -> None:
+    """Write down the exception that ended `task`, if one did."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a background task failed: %s", task.get_name(), exc_info=error)
+
+
+# Modules without which no daemon of a workspace starts.
+CPU = ("torch", "transformers", "tokenizers", "httpx", "starlette")
+
+
+def install_command(extra: str) -> str:
+    """The shell command that installs this project with an extra."""
+    return f'pip install "prl-multirun[{extra}]"'
+
+
+def missing(extra: str, *modules: str) -> str | None:
+    """The `modules` that are not installed, and the command that installs them; None if all are. Imports nothing."""
+    absent = [module for module in modules if find_spec(module) is None]
+    return f"not installed: {', '.join(absent)}; {install_command(extra)}" if absent else None
+
+
+_UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
+
+
+def parse_duration_s(text: str) -> float:
+    """Seconds of "7d", "12h", "30m", "45s" or plain seconds. Raises ValueError."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None:
+        raise ValueError(f"invalid duration {text!r}: expected a number and s, m, h, d or w, such as 7d")
+    return float(match[1]) * _UNIT_S[match[2] or "s"]
+
+
+class SteadyClock:
+    """Unix seconds that never jump: those at which it was made, and what has passed since.
+
+    When the machine's clock is set, or the machine slept, this one goes on as if nothing had happened. So it is apart
+    from what other processes write: compare only changes of their times.
+    """
+
+    def __init__(self) -> None:
+        self._offset_s = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        """Unix seconds by this clock."""
+        return self._offset_s + time.monotonic()
+
+
+class TokenRate:
+    """Tokens per second of wall time over the last `window_s`, or longer where `per_s` was not called for longer."""
+
+    def __init__(self, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._window_s = window_s
+        self._clock = clock
+        self._seen = deque([(clock(), 0)])
+
+    def per_s(self, total: int) -> float:
+        """Note `total`, the tokens since the start, and return the rate; 0.0 while no time has passed."""
+        now_s = self._clock()
+        while len(self._seen) > 1 and now_s - self._seen[1][0] >= self._window_s:
+            self._seen.popleft()
+        since_s, before = self._seen[0]
+        self._seen.append((now_s, total))
+        return (total - before) / (now_s - since_s) if now_s > since_s else 0.0
+
+
+REPEAT_S = 60.0
+MAX_SEEN = 1000  # messages
+
+
+class _Utc(logging.Formatter):
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return time.strftime(datefmt or "%FT%T", time.gmtime(record.created))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).replace("\n", " ")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return clean_text(super().format(record))
+
+
+class _Repeats(logging.Filter):
+    """Lets the same warning or error through once in REPEAT_S, with how often it was left out since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        message = record.getMessage()
+        at, num_left_out = self._seen.pop((record.name, message), (-REPEAT_S, 0))
+        is_repeated = 0 <= record.created - at < REPEAT_S
+        if len(self._seen) >= MAX_SEEN:
+            self._seen.clear()
+        self._seen[record.name, message] = (at, num_left_out + 1) if is_repeated else (record.created, 0)
+        if num_left_out and not is_repeated:
+            record.msg, record.args = f"{message} ({num_left_out} more times since)", ()
+        return not is_repeated
+
+
+def complain(part: str, message: object) -> None:
+    """Print an error to standard error; `message` may quote a run."""
+    print(f"{part}: {clean_text(str(message))}", file=sys.stderr, flush=True)
+
+
+def setup_logger(part: str, level: str = "info", stream: TextIO | None = None) -> logging.Logger:
+    """Configure the root logger once, at the start of an entry file, and return the logger of `part`."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.addFilter(_Repeats())
+    handler.setFormatter(_Utc("%(asctime)sZ %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for noisy in ("httpx", "httpcore", "watchdog", "urllib3"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return logging.getLogger(part)

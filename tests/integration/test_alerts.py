@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import tomli_w
 
-from daemons.alerts.incident_file import read_open
-from daemons.quiet import mute
+from daemons.quiet import mute, read_open
 from daemons.specs import ALERTS
-from prime_rl.configs.alerts import ALERT_KINDS
+from prime_rl.configs.reports import ALERT_KINDS
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from tests.alerts_support import PROMISE_S, REWARD, Troubles

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from prime_rl.base_model.teach import TURN_END, TURN_START, PromptEncoder, build_tokenizer
-from prime_rl.orchestrator.tokenizer import ChatTokenizer
+from prime_rl.orchestrator.policy import ChatTokenizer
 
 TEXTS = ["Reverse: banal", "", "  two  blanks \n\n and lines\t", "Größe, 漢字, 😀", "{{ 7 * 7 }} {% raw %}", "\x00\x7f"]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl.contract.layout import list_steps
+from prime_rl.contract.notes import read_work
 from prime_rl.contract.status import DaemonStatus, read_status
-from prime_rl.contract.work import read_work
 from tests.system_support import Workspace, closed, make_workspace
 
 GOOD, BAD, NUM_STEPS = ("run_a", "run_b"), "run_bad", 40

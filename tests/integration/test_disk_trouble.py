@@ -18,8 +18,16 @@ import pytest
 
 from daemons.doctor import check_inodes, check_output_dir
 from daemons.workspace_reader import read_workspace
-from prime_rl.contract.disk import FULL_BYTES, NotWritten, find_trouble, held, holding
-from prime_rl.contract.files import append_line, wait_for, write_atomic
+from prime_rl.contract.files import (
+    FULL_BYTES,
+    NotWritten,
+    append_line,
+    find_trouble,
+    held,
+    holding,
+    wait_for,
+    write_atomic,
+)
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.status import LOST_AFTER_S
 from tests.daemons_support import Prl

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.configs.alerts import AlertsConfig
+from prime_rl.configs.reports import AlertsConfig
 from tests.integration.test_docs_commands import BIN, PAGES, ROOT, bash, blocks, prl
 from tests.unit.test_alerts_targets import Server
 

@@ -15,8 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from prime_rl.configs.base import ConfigError
-from prime_rl.configs.envs import EnvConfig
-from prime_rl.configs.reasoning_gym import BROKEN, FAMILIES, INSTRUCTION, VERSION, WITHOUT_CURRICULUM
+from prime_rl.configs.envs import BROKEN, FAMILIES, INSTRUCTION, VERSION, WITHOUT_CURRICULUM, EnvConfig
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.envs import Example, Message, ProcessEnvironment
@@ -142,7 +141,7 @@ def test_families_that_are_refused_score_their_own_answer_low(family: str) -> No
 
 def test_the_families_of_the_configs_are_those_of_the_library() -> None:
     """A config is checked without the library: what is allowed is a list, which must be the library's own."""
-    assert version("reasoning-gym") == VERSION, "write the lists of prime_rl/configs/reasoning_gym.py again"
+    assert version("reasoning-gym") == VERSION, "write the lists of prime_rl/configs/envs.py again"
     assert set(DATASETS) == FAMILIES and BROKEN < FAMILIES
 
 

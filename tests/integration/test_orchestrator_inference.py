@@ -27,7 +27,7 @@ from prime_rl.contract.status import InferenceStatus, RunStatus, is_alive, read_
 from prime_rl.contract.types import TrainingSample, read_batch
 from prime_rl.lora.adapter_state import peft_names, save_peft
 from prime_rl.orchestrator.orchestrator import run_to_the_end
-from prime_rl.orchestrator.tokenizer import ChatTokenizer
+from prime_rl.orchestrator.policy import ChatTokenizer
 from tests.orchestrator_support import FIRST_BYTE, IM_END, make_model, make_run, run_config, stand_in_trainer, until
 from tests.patience import PATIENCE_S
 

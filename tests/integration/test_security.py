@@ -26,7 +26,7 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir, list_rollout_steps
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.types import read_batch
-from prime_rl.lora.tensor_files import load_tensors
+from prime_rl.lora.adapter_state import load_tensors
 from prime_rl.orchestrator.publication import lease
 from prime_rl.utils.process import ProcessId
 from tests.attacker_support import CANARY, LOOT, OTHER_UID, ROOT, ordinary

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from prime_rl.utils.mounts import events_come
+from prime_rl.utils.watch import events_come
 from tests.shared_folder import shared_folder, why_skipped
 from tests.system_support import Workspace, closed, make_workspace
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.work import Item, read_work
+from prime_rl.contract.notes import Item, read_work
 from prime_rl.trainer.metrics import last_metrics_step
 from tests.budgets import in_full
 from tests.fork_runner import Runner

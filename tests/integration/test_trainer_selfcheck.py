@@ -22,8 +22,8 @@ from benchmarks.selfcheck_replay import trainer_config as config_of_trainer
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps
+from prime_rl.contract.notes import ResumeRequest
 from prime_rl.contract.peft import ADAPTER_FILE
-from prime_rl.contract.resume import ResumeRequest
 from prime_rl.lora import linear
 from tests.patience import PATIENCE_S
 from tests.trainer_support import (

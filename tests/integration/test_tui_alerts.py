@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from textual.widgets import OptionList
 
-from daemons.alerts.incident_file import OpenIncident, write_open
+from daemons.quiet import OpenIncident, write_open
 from daemons.specs import ALERTS
 from prime_rl.contract.layout import OutputDir
 from tests.tui_support import NOW, build_workspace, opened_app, screen_text, until

@@ -18,7 +18,7 @@ import pytest
 
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
-from prime_rl.utils.signals import EXIT_TERMINAL_GONE
+from prime_rl.utils.process import EXIT_TERMINAL_GONE
 from tests.patience import PATIENCE_S
 from tests.tui_support import add_run
 

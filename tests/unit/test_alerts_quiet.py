@@ -12,9 +12,9 @@ import pytest
 
 from daemons import quiet
 from daemons.alerts.__main__ import ACKNOWLEDGED_FOR_S
-from daemons.alerts.incident_file import OpenIncident, read_open, write_open
 from daemons.cli import run
 from daemons.errors import ActionError
+from daemons.quiet import OpenIncident, read_open, write_open
 from daemons.specs import ALERTS
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunState

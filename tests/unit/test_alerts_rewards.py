@@ -9,7 +9,7 @@ import pytest
 
 from daemons.alerts import __main__ as alerts
 from daemons.alerts.__main__ import RewardWatch
-from prime_rl.configs.alerts import RewardRule
+from prime_rl.configs.reports import RewardRule
 from prime_rl.contract.files import append_line
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunState

@@ -9,12 +9,12 @@ from typing import Any, get_args
 import pytest
 
 from daemons.alerts.__main__ import LOOK_EVERY_S, Alerts
-from daemons.alerts.incident_file import OpenIncident, read_open
 from daemons.alerts.rules import CRASH_LASTS_S, MAX_TEXT_CHARS, Incident, incidents, is_well
 from daemons.alerts.targets import _WORDS, Message, message
+from daemons.quiet import OpenIncident, read_open
 from daemons.workspace import DaemonView, RefusedView, RunView, Workspace
-from prime_rl.configs.alerts import ALERT_KINDS, AlertKind, AlertsConfig
 from prime_rl.configs.base import ConfigError, build
+from prime_rl.configs.reports import ALERT_KINDS, AlertKind, AlertsConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import SeenNode
 from prime_rl.contract.status import NodeStatus, RunState

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from daemons.alerts import stacks
-from daemons.alerts.stacks import keep_stack
+from daemons.alerts import __main__
+from daemons.alerts.__main__ import keep_stack
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.process import ProcessId, kill_tree
@@ -50,7 +50,7 @@ def output(tmp_path: Path) -> OutputDir:
 def test_the_stack_of_a_child_that_hangs_is_kept_with_its_parents(
     output: OutputDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stacks, "TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(__main__, "TIMEOUT_S", PATIENCE_S)
     with subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE) as parent:
         try:
             assert parent.stdout is not None and parent.stdout.readline() == b"here\n"
@@ -81,8 +81,8 @@ hang_with_a_key()
 def test_a_sealed_daemon_writes_its_stack_itself_and_lives(
     output: OutputDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stacks, "TIMEOUT_S", PATIENCE_S)
-    monkeypatch.setattr(stacks.shutil, "which", lambda *args, **options: None)
+    monkeypatch.setattr(__main__, "TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(__main__.shutil, "which", lambda *args, **options: None)
     log = output.log("inference")
     with log.open("wb") as file:
         daemon = subprocess.Popen([sys.executable, "-c", SEALED], stdout=file, stderr=file)

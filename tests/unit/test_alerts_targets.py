@@ -13,7 +13,7 @@ import pytest
 
 from daemons.alerts import targets
 from daemons.alerts.targets import Message, Target, TargetError, dead_man, message_targets
-from prime_rl.configs.alerts import AlertsConfig
+from prime_rl.configs.reports import AlertsConfig
 from prime_rl.contract.files import wait_for
 from tests.patience import PATIENCE_S
 

@@ -14,7 +14,7 @@ from daemons.errors import ActionError
 from prime_rl.inference.embedded.protocol import Text
 from prime_rl.inference.errors import ApiError
 from prime_rl.orchestrator.envs.base import Message
-from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
+from prime_rl.orchestrator.policy import ChatTokenizer, TokenizerError
 from prime_rl.utils.chat_template import ChatTemplate
 from tests.orchestrator_support import CHATML, config_data, make_model
 

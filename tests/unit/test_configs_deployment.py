@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from prime_rl.configs.deployment import DeploymentConfig
+from prime_rl.configs.system import DeploymentConfig
 
 
 def test_defaults_are_one_process_each_on_this_machine() -> None:

@@ -11,17 +11,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prime_rl.contract.condition import Condition, condition, stalled_since
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.status import (
     LOST_AFTER_S,
+    Condition,
     DaemonStatus,
     InferenceStatus,
     RunStatus,
     Status,
     StatusWriter,
     TrainerStatus,
+    condition,
     read_status,
+    stalled_since,
 )
 from prime_rl.utils.process import ProcessId
 from tests.patience import PATIENCE_S

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.contract import disk
-from prime_rl.contract.disk import NotWritten, disk_trouble, find_trouble, held, held_async, holding
+from prime_rl.contract import files
+from prime_rl.contract.files import NotWritten, disk_trouble, find_trouble, held, held_async, holding
 from prime_rl.contract.status import Status, StatusWriter, read_status
 
 FULL = {"f_bfree": 3, "f_bavail": 3}
@@ -107,7 +107,7 @@ class Flaky:
 
     def gives_up(self, wait_s: float) -> bool:
         self.seen.append(holding())
-        assert wait_s == disk.RETRY_S
+        assert wait_s == files.RETRY_S
         return False
 
 
@@ -124,7 +124,7 @@ def test_a_write_is_tried_until_it_succeeds_and_said_meanwhile(tmp_path: Path, l
 
 
 async def test_a_held_task_can_be_cancelled(tmp_path: Path, look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "RETRY_S", 0.001)
+    monkeypatch.setattr(files, "RETRY_S", 0.001)
     write = Flaky(OSError(errno.ENOSPC, "No space left on device"), times=3)
     assert await held_async(write, tmp_path / "run_a") == "written"
     task = asyncio.ensure_future(held_async(Flaky(OSError(errno.EROFS, ""), times=1 << 60), tmp_path / "run_a"))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prime_rl.contract.rank_files import RankEntry, RankFileWriter, read_rank_file
+from prime_rl.contract.types import RankEntry, RankFileWriter, read_rank_file
 
 ENTRIES = [RankEntry(f"{number}", bytes([number]) * number * 50) for number in range(5)]
 

@@ -30,8 +30,7 @@ from prime_rl.contract.status import (
     is_alive,
     read_status,
 )
-from prime_rl.utils.process import ProcessId, boot_id
-from prime_rl.utils.signals import StopFlag
+from prime_rl.utils.process import ProcessId, StopFlag, boot_id
 from tests.daemons_support import step_clock
 from tests.patience import PATIENCE_S
 

@@ -22,8 +22,8 @@ from daemons.decide import (
 from daemons.process import KILL_WAIT_S
 from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
+from prime_rl.contract.notes import Item, Work
 from prime_rl.contract.status import LOST_AFTER_S
-from prime_rl.contract.work import Item, Work
 from prime_rl.utils.process import ProcessId
 
 TRAINER = DaemonSpec("trainer", ("t",), Path("t.log"))

@@ -18,7 +18,7 @@ from daemons import actions, adding
 from daemons.actions import ActionError
 from daemons.adding import fork_run
 from daemons.cli import app
-from daemons.versions import find_version, parse_version, versions_of
+from daemons.details import find_version, parse_version, versions_of
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.validate import TrainerLimits, check_against_trainer, key_of, load_run_config
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker

@@ -15,7 +15,7 @@ from daemons import halving
 from daemons.halving import Halving, RunFact, Rung, decide_rung, is_due, read_decisions, rungs_of, to_pause
 from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.sweeps import SweepPlan, SweepRun
+from prime_rl.contract.notes import SweepPlan, SweepRun
 
 MAX_STEPS = 27
 

@@ -221,7 +221,7 @@ def test_the_stream_has_every_node_of_a_daemon(tmp_path: Path) -> None:
 def test_a_flag_that_is_set_wakes_all_who_wait() -> None:
     import threading
 
-    from prime_rl.utils.signals import StopFlag
+    from prime_rl.utils.process import StopFlag
 
     stop = StopFlag()
     woken: list[bool] = []

@@ -23,7 +23,7 @@ from daemons.workspace_reader import read_workspace
 from prime_rl.configs.base import parse_toml
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.resume import note_done, pending_request
+from prime_rl.contract.notes import note_done, pending_request
 from prime_rl.contract.status import RunStatus, StatusWriter, TrainerRunStatus, TrainerStatus
 from prime_rl.utils.process import ProcessId
 from tests.daemons_support import RUN_TOML

@@ -16,7 +16,7 @@ from daemons.workspace_reader import read_workspace
 from prime_rl.configs.base import merge, parse_toml
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps
-from prime_rl.contract.resume import pending_request
+from prime_rl.contract.notes import pending_request
 from prime_rl.contract.status import RunStatus, StatusWriter
 from tests.tui_support import add_checkpoint, add_run, orch_toml
 

@@ -20,7 +20,7 @@ from daemons.sweeps import grid, parse_axis, sweep_runs
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.sweeps import list_sweeps, read_plan
+from prime_rl.contract.notes import list_sweeps, read_plan
 from tests.daemons_support import ROOT, RUN_TOML
 
 AXES = ["optim.lr=1e-4,3e-4", "seed=1,2,3"]

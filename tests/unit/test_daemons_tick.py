@@ -31,10 +31,9 @@ from daemons.supervisor import Supervisor
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.notes import Item, Work
 from prime_rl.contract.status import DaemonStatus, InferenceStatus, read_status
-from prime_rl.contract.work import Item, Work
-from prime_rl.utils.process import ProcessId
-from prime_rl.utils.signals import StopFlag
+from prime_rl.utils.process import ProcessId, StopFlag
 from tests.daemons_support import PATIENCE_S, RUN_TOML, fake_workspace
 
 

@@ -20,17 +20,16 @@ from daemons.decide import LOOP_TIMES, Do, Seen, Snapshot, State, decide
 from daemons.pidfile import SupervisorLock
 from daemons.workspace import SUPERVISOR
 from daemons.workspace_reader import read_workspace
-from prime_rl.contract import disk
-from prime_rl.contract.disk import holding
-from prime_rl.contract.files import wait_for
+from prime_rl.contract import files
+from prime_rl.contract.files import holding, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus, RunStatus, TrainerRunStatus, TrainerStatus
 from prime_rl.trainer import publish
 from prime_rl.trainer.publish import BackgroundWriter, Publisher
 from prime_rl.trainer.runs.hooks import RunLife
-from prime_rl.utils import logger as logger_module
-from prime_rl.utils.logger import setup_logger
+from prime_rl.utils import runtime as logger_module
 from prime_rl.utils.process import ProcessId
+from prime_rl.utils.runtime import setup_logger
 from tests.patience import PATIENCE_S
 from tests.runs_support import add, look, manager_of
 from tests.unit.test_daemons_decide import CONFIG, INFERENCE, READY, RUN, TRAINER, History, noted, running
@@ -73,7 +72,7 @@ def publisher_of(manager: Any, full: FullDisk, reported: list[str]) -> Publisher
 def test_a_version_is_published_once_there_is_room_and_no_run_is_evicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "RETRY_S", 0.001)
+    monkeypatch.setattr(files, "RETRY_S", 0.001)
     for run_id in ("run_a", "run_b"):
         add(tmp_path, run_id)
     manager, full, reported = look(manager_of(tmp_path)), FullDisk(), list[str]()
@@ -95,7 +94,7 @@ def test_a_run_keeps_its_slot_while_the_disk_is_full_and_a_stop_gives_up_what_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is evicted for neither."""
-    monkeypatch.setattr(disk, "RETRY_S", PATIENCE_S)
+    monkeypatch.setattr(files, "RETRY_S", PATIENCE_S)
     monkeypatch.setattr(publish, "DISK_TIMEOUT_S", 1e-9)
     add(tmp_path, "run_a")
     manager, full, reported = look(manager_of(tmp_path)), FullDisk(), list[str]()

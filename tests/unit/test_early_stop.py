@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.contract.early_stop import EarlyStop, metric_value, series
+from prime_rl.contract.metrics import EarlyStop, metric_value, series
 
 
 def stops_at(values: list[float], **rule: float | str) -> int | None:

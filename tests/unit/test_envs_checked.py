@@ -13,6 +13,7 @@ import pytest
 
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.client import AccessDenied
+from prime_rl.orchestrator.envs import load_environments
 from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, RolloutError
 from prime_rl.orchestrator.envs.checked import (
     FAILURE_WINDOW,
@@ -23,7 +24,6 @@ from prime_rl.orchestrator.envs.checked import (
     ExampleUnusable,
     Interrupted,
 )
-from prime_rl.orchestrator.envs.loading import load_environments
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import MAX_REPLACEMENTS, GroupFailed, RolloutWorker
 from tests.orchestrator_support import (

@@ -14,7 +14,7 @@ import pytest
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.orchestrator import run_to_the_end
-from prime_rl.orchestrator.tokenizer import ChatTokenizer
+from prime_rl.orchestrator.policy import ChatTokenizer
 from prime_rl.utils.tasks import UPPER
 from tests.orchestrator_support import (
     IM_END,

@@ -14,7 +14,7 @@ import pytest
 
 from daemons.cli import run
 from prime_rl.configs import EXAMPLES
-from prime_rl.utils.extras import CPU, install_command, missing
+from prime_rl.utils.runtime import CPU, install_command, missing
 from tests.wheel_support import LOAD_ALL, ROOT
 
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

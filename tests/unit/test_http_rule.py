@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.utils.http_rule import refusal
+from prime_rl.utils.network import refusal
 from tests.page_attacks import JSON, Attack, attacks
 
 PORT = 8000

@@ -27,8 +27,7 @@ from prime_rl.inference.embedded.model import Served, load_model
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.weight_files import model_shapes
-from prime_rl.lora.adapter_state import ADAPTER_FILE, CONFIG_FILE, ServedPart, served_parts
-from prime_rl.lora.tensor_files import read_shapes
+from prime_rl.lora.adapter_state import ADAPTER_FILE, CONFIG_FILE, ServedPart, read_shapes, served_parts
 from tests.inference_support import greedy, make_adapter, make_model
 from tests.patience import PATIENCE_S
 

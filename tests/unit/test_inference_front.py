@@ -20,8 +20,8 @@ from starlette.responses import Response
 from prime_rl.configs.inference import InferenceConfig, LogprobsMode
 from prime_rl.configs.system import SPARE_VERSIONS, SystemConfig
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.notes import read_work
 from prime_rl.contract.served import LOGPROBS_HEADER
-from prime_rl.contract.work import read_work
 from prime_rl.inference.child_processes import PREFIX, private_tmp
 from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.front import FRESH_S, HealthProbe, build_app

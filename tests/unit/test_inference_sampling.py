@@ -21,7 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from prime_rl.contract.sampling_ranges import RANGES, refusal
+from prime_rl.contract.served import RANGES, refusal
 from prime_rl.inference.embedded.batch import Job, Row
 from prime_rl.inference.embedded.sampling import BatchParams, SamplingParams, _draw, find_stop, sample
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.contract.work import Item, Work, WorkNote, read_work
+from prime_rl.contract.notes import Item, Work, WorkNote, read_work
 from prime_rl.inference import turns as module
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.turns import PROOFS, RECENT_S, TURN_S, Turns

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemons.cli import run
-from daemons.launchers.base import LaunchError
-from daemons.launchers.placement import (
+from daemons.launchers.base import (
     ORCHESTRATORS_PER_NODE,
+    LaunchError,
     Place,
     choose,
     compact,

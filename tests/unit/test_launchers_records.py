@@ -16,9 +16,8 @@ import pytest
 
 from daemons.launchers import ending, ray, slurm
 from daemons.launchers.agent import GPUS_VARIABLE, ORPHANED, Agent, AgentRecord, visible_devices
-from daemons.launchers.base import Alive, Ended, Handle
+from daemons.launchers.base import Alive, Ended, Handle, Place
 from daemons.launchers.ending import kill_strays, strays_of
-from daemons.launchers.placement import Place
 from daemons.launchers.ray import RayLauncher
 from daemons.launchers.slurm import SETTLE_S, Allocation, Slurm, Start
 from daemons.specs import DaemonSpec

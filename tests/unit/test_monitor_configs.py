@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prime_rl.configs.base import ConfigError, build
-from prime_rl.configs.monitors import MonitorConfig, MonitorsConfig, PrometheusConfig, TrackioConfig, WandbConfig
+from prime_rl.configs.reports import MonitorConfig, MonitorsConfig, PrometheusConfig, TrackioConfig, WandbConfig
 
 
 @pytest.mark.parametrize(

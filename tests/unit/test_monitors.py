@@ -15,11 +15,16 @@ from typing import Any
 import httpx
 import pytest
 
-from daemons.monitors.base import Monitor
-from daemons.monitors.feed import MAX_FIGURES, Feed, Positions
-from daemons.monitors.prometheus import PrometheusMonitor, PrometheusPage
-from daemons.monitors.services import TensorBoardMonitor, TrackioMonitor, WandbMonitor
-from prime_rl.configs.monitors import PrometheusConfig, TensorBoardConfig, TrackioConfig, WandbConfig
+from daemons.monitors.__main__ import MAX_FIGURES, Feed, Positions
+from daemons.monitors.services import (
+    Monitor,
+    PrometheusMonitor,
+    PrometheusPage,
+    TensorBoardMonitor,
+    TrackioMonitor,
+    WandbMonitor,
+)
+from prime_rl.configs.reports import PrometheusConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 from prime_rl.contract.files import append_line, wait_for
 from prime_rl.contract.layout import RunDir
 from tests.budgets import in_full

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from daemons.monitors import feed as feed_module
-from daemons.monitors.feed import MAX_FIGURES, Feed, Positions
+from daemons.monitors import __main__ as feed_module
+from daemons.monitors.__main__ import MAX_FIGURES, Feed, Positions
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir
 from tests.orchestrator_support import make_run

@@ -17,11 +17,10 @@ import httpx
 import msgspec
 import pytest
 
-from daemons.monitors.__main__ import Monitors
-from daemons.monitors.base import importing
-from daemons.monitors.followed import CLOSE_LIMIT_S, SLOW_S
+from daemons.monitors.__main__ import CLOSE_LIMIT_S, SLOW_S, Monitors
+from daemons.monitors.services import importing
 from prime_rl.configs.base import build
-from prime_rl.configs.monitors import MonitorsConfig
+from prime_rl.configs.reports import MonitorsConfig
 from prime_rl.contract.files import append_line, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import TrainerRunStatus, TrainerStatus

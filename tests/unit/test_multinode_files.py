@@ -14,8 +14,8 @@ import pytest
 from prime_rl.configs.multinode import RUN_ID, MultinodeConfig
 from prime_rl.contract.files import mark_stable, wait_for
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.rank_files import JoinResult, RankEntry, RankFileWriter, Split
-from prime_rl.multinode.heartbeat import Prober, ProbeServer, answers
+from prime_rl.contract.types import JoinResult, RankEntry, RankFileWriter, Split
+from prime_rl.multinode.member import Prober, ProbeServer, answers
 from prime_rl.multinode.place import Place, Proofs, TrainProof, WorkSetting
 from prime_rl.multinode.records import GroupRecord, NodeRecord, Phase, Position, RlPhase
 from prime_rl.multinode.rollouts import Plan, Rollouts

@@ -15,14 +15,14 @@ import pytest
 
 from daemons.cli import run
 from prime_rl.configs.base import ConfigError
-from prime_rl.configs.node_flags import FlagError, node_parser
+from prime_rl.configs.multinode import FlagError, node_parser
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.nodes import NodeReader
 from prime_rl.contract.status import GroupStatus, NodeStatus
 from prime_rl.multinode import node
-from prime_rl.multinode.flags import NodeFlags, num_ranks, parse_flags
+from prime_rl.multinode.node import NodeFlags, num_ranks, parse_flags
 from prime_rl.multinode.records import RlPhase
-from prime_rl.utils.node_watch import NodeReader
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.runtime import count_gpus, listed_gpus
 from tests.patience import PATIENCE_S

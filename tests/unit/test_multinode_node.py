@@ -10,9 +10,8 @@ import pytest
 
 from prime_rl.contract.layout import OutputDir
 from prime_rl.multinode import node
-from prime_rl.multinode.flags import NodeFlags, parse_flags
-from prime_rl.multinode.records import GroupSetting, NodeRecord, RlPhase
-from prime_rl.multinode.store import DiskStore
+from prime_rl.multinode.node import NodeFlags, parse_flags
+from prime_rl.multinode.records import DiskStore, GroupSetting, NodeRecord, RlPhase
 
 THREE = "--num-nodes 3 --rank-weights 2,1,1"
 

@@ -11,16 +11,17 @@ from msgspec.structs import replace
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import NodeStatus, PhaseTime, read_status
 from prime_rl.multinode.records import (
+    DiskStore,
     GroupRecord,
     GroupSetting,
     GroupState,
     NodeRecord,
     NodeState,
     Phase,
+    PhaseLog,
     Position,
     RlPhase,
 )
-from prime_rl.multinode.store import DiskStore, PhaseLog
 
 SETTING = GroupSetting(2, 3, RlPhase.BOTH, {}, heartbeat_s=2.0, loop_timeout_s=120.0)
 NODE = NodeRecord(

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from prime_rl.configs.multinode import RUN_ID, MultinodeConfig
 from prime_rl.contract.files import mark_stable, wait_for
 from prime_rl.contract.layout import OutputDir
-from prime_rl.multinode.heartbeat import Heartbeat
+from prime_rl.multinode.member import Heartbeat
 from prime_rl.multinode.place import WorkSetting
 from prime_rl.multinode.records import GroupRecord, NodeRecord, Phase, Position, RlPhase
 from prime_rl.multinode.work import PhaseWork
@@ -162,7 +162,7 @@ def test_a_worker_proves_nothing_and_waits_for_what_the_master_proves(tmp_path: 
 def programs_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a node starts under a keeper does nothing and never ends by itself."""
     python = tmp_path / "python"
-    keeper = f'[ "$2" = prime_rl.utils.keeper ] && exec {sys.executable} "$@"'
+    keeper = f'[ "$2" = prime_rl.utils.process ] && exec {sys.executable} "$@"'
     python.write_text(f"#!/bin/sh\n{keeper}\nexec sleep 1000\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))

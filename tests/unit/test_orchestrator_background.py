@@ -16,7 +16,7 @@ from prime_rl.orchestrator.envs.checked import EnvironmentFault
 from prime_rl.orchestrator.envs.process import _Child
 from prime_rl.orchestrator.guard import run_beside
 from prime_rl.orchestrator.rollout import Group
-from prime_rl.utils.background import Background
+from prime_rl.utils.runtime import Background
 from tests.orchestrator_support import FakeInference, make_client, make_model, make_run, run_config, serving, until
 from tests.patience import PATIENCE_S
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.contract.layout import RunDir
-from prime_rl.contract.rank_files import JoinRequest
-from prime_rl.contract.types import TrainingBatch
+from prime_rl.contract.types import JoinRequest, TrainingBatch
 from prime_rl.orchestrator import batch as batch_module
 from prime_rl.orchestrator import share
 from prime_rl.orchestrator.batch import publish_batch

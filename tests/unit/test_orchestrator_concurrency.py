@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.concurrency import ROUNDS_ON_PLATEAU, START_LIMIT, ConcurrencyControl, Places
+from prime_rl.orchestrator.pool import ROUNDS_ON_PLATEAU, START_LIMIT, ConcurrencyControl, Places
 
 
 def play_round(control: ConcurrencyControl, capacity: int, *, is_full: bool = True) -> None:

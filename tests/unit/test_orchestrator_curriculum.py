@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.configs.envs import EnvConfig
-from prime_rl.configs.reasoning_gym import CurriculumConfig
+from prime_rl.configs.envs import CurriculumConfig, EnvConfig
 from prime_rl.orchestrator.envs import Example
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.sampler import Curricula, Curriculum, ExampleSampler

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prime_rl.configs.sampling import SamplingConfig
+from prime_rl.configs.shared import SamplingConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.orchestrator.client import (
@@ -23,12 +23,11 @@ from prime_rl.orchestrator.client import (
     ServedModel,
     UnknownModel,
 )
-from prime_rl.orchestrator.concurrency import START_LIMIT
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy
-from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.orchestrator.policy import ChatTokenizer, TokenizerError
+from prime_rl.orchestrator.pool import START_LIMIT, InferenceClient
 from prime_rl.orchestrator.publication import find_base_model
 from prime_rl.orchestrator.rollout import GroupFailed
-from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from prime_rl.utils.process import ProcessId
 from tests.orchestrator_support import (
     FIRST_BYTE,

@@ -10,8 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prime_rl.configs.envs import EnvConfig
-from prime_rl.configs.reasoning_gym import CurriculumConfig
+from prime_rl.configs.envs import CurriculumConfig, EnvConfig
 from prime_rl.orchestrator.envs.base import MAX_REWARDS, Message
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, RolloutMeter
 from prime_rl.orchestrator.metrics import PHASES, Phase, PhaseClock, batch_metrics, bottleneck, reward_metrics

@@ -14,13 +14,12 @@ from typing import Any
 import httpx
 
 from prime_rl.configs.envs import EnvConfig
-from prime_rl.configs.sampling import SamplingConfig
+from prime_rl.configs.shared import SamplingConfig
 from prime_rl.orchestrator.envs import load_environment
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
 from prime_rl.orchestrator.orchestrator import run_to_the_end
-from prime_rl.orchestrator.policy import FirstTurn, TurnSampler
+from prime_rl.orchestrator.policy import ChatTokenizer, FirstTurn, TurnSampler
 from prime_rl.orchestrator.rollout import PolicySession
-from prime_rl.orchestrator.tokenizer import ChatTokenizer
 from tests.orchestrator_support import (
     FakeInference,
     make_client,

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from prime_rl.configs.base import ConfigError
-from prime_rl.configs.sampling import SamplingConfig
+from prime_rl.configs.shared import SamplingConfig
 from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator import publication
-from prime_rl.orchestrator.adapters import AdapterPublication
 from prime_rl.orchestrator.client import CompletionRequest, InferenceUnavailable, RequestRefused, ServerClient
-from prime_rl.orchestrator.pool import BACKOFF_MAX_S, InferenceClient
-from prime_rl.orchestrator.replicas import Standing
+from prime_rl.orchestrator.pool import BACKOFF_MAX_S, InferenceClient, Standing
+from prime_rl.orchestrator.publication import AdapterPublication
 from tests.orchestrator_support import (
     IM_END,
     FakeInference,

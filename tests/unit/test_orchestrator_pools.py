@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.checkpoint import CheckpointError, Progress
+from prime_rl.orchestrator.batch import CheckpointError, Progress
 from prime_rl.orchestrator.orchestrator import make_sampler
 from prime_rl.orchestrator.sampler import Curricula, ExampleSampler, Pools
 from tests.orchestrator_support import TalkEnv, run_config

@@ -14,12 +14,15 @@ from prime_rl.configs.orchestrator import AdvantageConfig, CkptConfig
 from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import BadBatchError, read_batch
-from prime_rl.orchestrator.batch import SecondOrchestrator, assemble_batch, has_signal, publish_batch
-from prime_rl.orchestrator.checkpoint import (
+from prime_rl.orchestrator.batch import (
     CheckpointError,
     Progress,
+    SecondOrchestrator,
+    assemble_batch,
     checkpoint_is_due,
     find_progress,
+    has_signal,
+    publish_batch,
     save_state,
 )
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken

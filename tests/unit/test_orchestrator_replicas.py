@@ -14,10 +14,8 @@ import pytest
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import LOST_AFTER_S, InferenceStatus, StatusWriter
-from prime_rl.orchestrator.adapters import AdapterPublication
-from prime_rl.orchestrator.pool import InferenceClient
-from prime_rl.orchestrator.publication import connect
-from prime_rl.orchestrator.replicas import Replicas, Standing
+from prime_rl.orchestrator.pool import InferenceClient, Replicas, Standing
+from prime_rl.orchestrator.publication import AdapterPublication, connect
 from prime_rl.utils.process import ProcessId
 from tests.orchestrator_support import FakeInference, make_model, make_run, publish, run_config, serving, until
 from tests.unit.test_orchestrator_pool import completions, sample

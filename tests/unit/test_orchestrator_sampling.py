@@ -12,15 +12,15 @@ import pytest
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.envs import EnvConfig, PromptConfig, ShotConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.sampling import SamplingConfig
+from prime_rl.configs.shared import SamplingConfig
 from prime_rl.contract.layout import list_rollout_steps
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.orchestrator.envs.base import Message
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
 from prime_rl.orchestrator.guard import RunFailed
 from prime_rl.orchestrator.orchestrator import run_to_the_end
+from prime_rl.orchestrator.policy import ChatTokenizer, TokenizerError
 from prime_rl.orchestrator.publication import check_temperature, warn_of_narrow_sampling
-from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from tests.orchestrator_support import (
     FIRST_BYTE,
     FakeInference,

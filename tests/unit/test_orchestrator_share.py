@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from prime_rl.configs.multinode import RUN_ID
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.rank_files import JoinRequest, JoinResult, MakeRequest
-from prime_rl.contract.types import TrainingBatch, read_batch
+from prime_rl.contract.types import JoinRequest, JoinResult, MakeRequest, TrainingBatch, read_batch
 from prime_rl.multinode.place import Proofs
 from prime_rl.multinode.records import RlPhase
 from prime_rl.multinode.rollouts import make_plan

@@ -24,29 +24,25 @@ from daemons import actions
 from daemons.actions import end_run, ends_again
 from daemons.logs import end_of_lines, last_lines, rotate
 from daemons.machine import DiskReader
-from daemons.monitors.__main__ import Monitors
-from daemons.monitors.feed import Feed, Positions
+from daemons.monitors.__main__ import Feed, Monitors, Positions
 from daemons.observe import Observer
 from daemons.process import log_tail, spawn
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.base import parse_argv
-from prime_rl.configs.monitors import MonitorsConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.reports import MonitorsConfig
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import append_line, mark_stable, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, scan_runs, step_name
-from prime_rl.contract.rank_files import RankEntry, RankFileWriter, read_rank_file
-from prime_rl.contract.resume import ResumeRequest, pending_request
+from prime_rl.contract.notes import ResumeRequest, pending_request
 from prime_rl.contract.samples import Sample, SampleFile, read_samples
 from prime_rl.contract.status import RunStatus, StatusWriter, read_status
-from prime_rl.contract.types import max_batch_bytes, read_batch
+from prime_rl.contract.types import RankEntry, RankFileWriter, max_batch_bytes, read_batch, read_rank_file
 from prime_rl.contract.usage import life_of
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import confined_adapter
-from prime_rl.lora.adapter_state import ADAPTER_FILE, load_peft, served_parts
-from prime_rl.lora.tensor_files import load_tensors, read_shapes
-from prime_rl.orchestrator.batch import publish_batch
-from prime_rl.orchestrator.checkpoint import find_progress, save_state
+from prime_rl.lora.adapter_state import ADAPTER_FILE, load_peft, load_tensors, read_shapes, served_parts
+from prime_rl.orchestrator.batch import find_progress, publish_batch, save_state
 from prime_rl.orchestrator.guard import check_run
 from prime_rl.orchestrator.metrics import last_eval_step, write_metrics
 from prime_rl.trainer.checkpoint import PROGRESS_FILE, STATE_FILE, prune, remove_step, sweep, trainer_steps

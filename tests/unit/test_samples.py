@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.configs.monitors import SamplesConfig
 from prime_rl.configs.orchestrator import AdvantageConfig
+from prime_rl.configs.reports import SamplesConfig
 from prime_rl.contract.samples import (
     BatchRatios,
     BatchRewards,
@@ -31,8 +31,8 @@ from prime_rl.contract.samples import (
 )
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.batch import assemble_batch
-from prime_rl.orchestrator.samples import SampleKeeper, pieces, shorten
-from prime_rl.orchestrator.tokenizer import ChatTokenizer
+from prime_rl.orchestrator.policy import ChatTokenizer
+from prime_rl.orchestrator.report import SampleKeeper, pieces, shorten
 from tests.orchestrator_support import make_run
 from tests.unit.test_orchestrator_pure import a_group
 from tests.unit.test_orchestrator_run import Workspace, workspace  # noqa: F401

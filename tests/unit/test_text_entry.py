@@ -18,9 +18,9 @@ from daemons.cli import run
 from daemons.details import read_details
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.nodes import NodeReader
 from prime_rl.contract.samples import TokenSample
-from prime_rl.utils.logger import complain, setup_logger
-from prime_rl.utils.node_watch import NodeReader
+from prime_rl.utils.runtime import complain, setup_logger
 from tests.budgets import in_full
 from tests.text_attacks import (
     ALL,

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from prime_rl.contract.files import wait_for
+from prime_rl.contract.notes import Item, Work, WorkNote, read_work
 from prime_rl.contract.types import BatchColumns, write_batch
-from prime_rl.contract.work import Item, Work, WorkNote, read_work
 from prime_rl.trainer import batches
 from prime_rl.trainer.batches import BatchLimits, BatchReader, noting, take_batch
 from tests.patience import PATIENCE_S

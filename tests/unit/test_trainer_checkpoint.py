@@ -11,7 +11,7 @@ from prime_rl.configs.orchestrator import CkptConfig, OrchestratorConfig
 from prime_rl.contract import files
 from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
-from prime_rl.contract.resume import ResumeRequest, pending_request
+from prime_rl.contract.notes import ResumeRequest, pending_request
 from prime_rl.trainer.checkpoint import (
     PROGRESS_FILE,
     drop_after,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prime_rl.contract.layout import RunDir
-from prime_rl.contract.resume import pending_request
+from prime_rl.contract.notes import pending_request
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.discovery import Claim, leave_reason, preempted
 from prime_rl.trainer.runs.run import Leaving

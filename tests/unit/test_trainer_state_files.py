@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from prime_rl.lora.tensor_files import load_tensors
+from prime_rl.lora.adapter_state import load_tensors
 from prime_rl.trainer.checkpoint import copy_to_cpu, join_tensors, split_tensors
 
 STATE: dict[str, Any] = {

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.nodes import NUM_PHASES, NodeHealth
-from prime_rl.utils.node_watch import NodeReader
+from prime_rl.contract.nodes import NUM_PHASES, NodeHealth, NodeReader
 from prime_rl.utils.text import clean_text
 from tests.tui_places_support import put_group, put_node
 from tests.tui_support import HOSTILE, NOW

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from daemons.workspace_reader import WorkspaceReader
-from prime_rl.contract.condition import utc
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import (
     LOST_AFTER_S,
@@ -21,6 +20,7 @@ from prime_rl.contract.status import (
     RunStatus,
     TrainerStatus,
     read_status,
+    utc,
 )
 from tests.tui_support import HOSTILE, NOW, build_workspace, write_status
 from tui.model import snapshot as snapshot_module

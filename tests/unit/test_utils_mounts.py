@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.utils.mounts import events_come, file_system_type, parse_mounts
+from prime_rl.utils.watch import events_come, file_system_type, parse_mounts
 
 MOUNTS = """\
 22 1 254:0 / / rw - ext4 /dev/root rw

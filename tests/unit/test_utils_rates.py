@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prime_rl.utils.clock import TokenRate
+from prime_rl.utils.runtime import TokenRate
 
 WINDOW_S = 10.0
 

@@ -31,13 +31,13 @@ from daemons.sweeps import Sweep, parse_axis, sweep_runs
 from daemons.workspace import Workspace
 from prime_rl.configs import EXAMPLES
 from prime_rl.configs.base import ConfigError, build, parse_set
-from prime_rl.configs.lifetime import RunLifetime
-from prime_rl.configs.values import key_lines, line_of
+from prime_rl.configs.explain import key_lines, line_of
+from prime_rl.configs.orchestrator import RunLifetime
 from prime_rl.contract.files import open_file, read_text
 from prime_rl.contract.layout import LayoutError, OutputDir
-from prime_rl.contract.sweeps import check_sweep_name
+from prime_rl.contract.notes import check_sweep_name
 from prime_rl.contract.usage import used_in_life
-from prime_rl.utils.clock import parse_duration_s
+from prime_rl.utils.runtime import parse_duration_s
 from prime_rl.utils.text import CleanText, clean_text, one_line, size_text
 from tui import fmt
 from tui.messages import ActionChanged, ActionEntry, ActionState

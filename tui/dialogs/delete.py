@@ -20,8 +20,7 @@ from textual.widgets import Button, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from daemons import actions
-from prime_rl.contract.condition import LOST, STALLED
-from prime_rl.contract.status import RunState
+from prime_rl.contract.status import LOST, STALLED, RunState
 from prime_rl.utils.text import size_text
 from tui import fmt
 from tui.actions.jobs import Job, Perform, Progress, each, name_runs, prl_command

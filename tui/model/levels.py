@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from prime_rl.contract.condition import LOST, STALLED
-from prime_rl.contract.status import LOST_AFTER_S, RunState
+from prime_rl.contract.status import LOST, LOST_AFTER_S, STALLED, RunState
 from prime_rl.utils.text import CleanText, one_line
 from tui.readers.machine import Alert
 

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from daemons.workspace import DaemonView, RunView, Workspace, replica_name, replica_number
-from prime_rl.contract.condition import LOST, STALLED, stall_text, stalled_since
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
-from prime_rl.contract.status import LOST_AFTER_S, RunState, Status
+from prime_rl.contract.status import LOST, LOST_AFTER_S, STALLED, RunState, Status, stall_text, stalled_since
 from prime_rl.utils.text import CleanText, one_line, size_text
 from tui import fmt
 from tui.model.levels import LEVEL_SYMBOLS, STALL_STEPS, STATES, Level, Problem, with_alerts

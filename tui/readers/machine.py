@@ -101,8 +101,8 @@ def read_alerts(output: OutputDir, now: float) -> list[Alert]:
     if not output.alerts_open.exists():
         return []
     from daemons import quiet
-    from daemons.alerts.incident_file import read_open
     from daemons.alerts.targets import sentence
+    from daemons.quiet import read_open
 
     silences = quiet.read_silences(output, now)
     found = []

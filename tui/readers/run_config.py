@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prime_rl.configs import values
+from prime_rl.configs import explain
 from prime_rl.configs.base import ConfigError, build, parse_toml
+from prime_rl.configs.explain import key_lines
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.values import key_lines
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.utils.tail import FileTail
@@ -132,7 +132,7 @@ def find_differences(mine: str, other: str) -> tuple[Difference, ...]:
     one, two = parse_toml(mine, "this orch.toml"), parse_toml(other, "the other orch.toml")
     return tuple(
         Difference(one_line(key, MAX_VALUE_CHARS), _side(ours), _side(theirs))
-        for key, ours, theirs in values.differing(one, two)
+        for key, ours, theirs in explain.differing(one, two)
     )
 
 
@@ -142,7 +142,7 @@ def _side(value: Any) -> CleanText:
 
 def flatten(data: Mapping[str, Any]) -> Iterator[tuple[CleanText, Any]]:
     """Dotted keys, fit for the screen, with their values."""
-    return ((one_line(key, MAX_VALUE_CHARS), value) for key, value in values.flatten(data))
+    return ((one_line(key, MAX_VALUE_CHARS), value) for key, value in explain.flatten(data))
 
 
 def toml_text(value: Any) -> CleanText:

@@ -273,7 +273,7 @@ class SteersRuns(Performs):
         return {run_id: "" for run_id in self.run_ids() if own is None or run_id != own.run_id}
 
     def _live_keys(self) -> Mapping[str, str]:
-        from prime_rl.configs.lifetime import LIVE_KEYS, BudgetConfig
+        from prime_rl.configs.orchestrator import LIVE_KEYS, BudgetConfig
 
         names = [key for key in LIVE_KEYS if key != "budget"] + [f"budget.{name}" for name in BudgetConfig.model_fields]
         return {f"{name}=": "" for name in names}

@@ -154,7 +154,7 @@ class ActingRunScreen(RunScreen, ActsOnRuns):
     def _choose_version(self) -> None:
         def look() -> list[str]:
             from daemons.chat import BASE
-            from daemons.versions import versions_of
+            from daemons.details import versions_of
 
             names = [str(version.name) for version in versions_of(RunDir(self.output_dir / self.run_id))]
             return [self.run_id, *reversed(names), BASE]

@@ -19,9 +19,8 @@ from textual.events import DescendantFocus
 from textual.widget import Widget
 from textual.widgets import Static, TabbedContent, TabPane
 
-from prime_rl.contract.condition import LOST
 from prime_rl.contract.layout import RunDir
-from prime_rl.contract.status import RunState
+from prime_rl.contract.status import LOST, RunState
 from prime_rl.utils.text import size_text
 from tui import fmt
 from tui.messages import LogFound, RunChanged

@@ -21,7 +21,7 @@ from textual.events import Resize
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
-from prime_rl.contract.condition import LOST
+from prime_rl.contract.status import LOST
 from tui import fmt
 from tui.keys import Command, CommandError
 from tui.messages import RunChanged

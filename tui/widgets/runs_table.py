@@ -22,8 +22,7 @@ from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from prime_rl.contract.condition import LOST
-from prime_rl.contract.status import RunState
+from prime_rl.contract.status import LOST, RunState
 from tui import fmt
 from tui.model.query import age_s
 from tui.model.snapshot import RunRow, standing_words

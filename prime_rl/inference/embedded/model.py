@@ -39,9 +39,8 @@ from transformers.modeling_utils import AttentionInterface
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.weight_files import WEIGHTS_FILE, check_fit, readable, weights_label
-from prime_rl.lora.adapter_state import check_finite
+from prime_rl.lora.adapter_state import check_finite, load_tensors, shapes_of
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
-from prime_rl.lora.tensor_files import load_tensors, shapes_of
 from prime_rl.transfer import TransferError, WeightReceiver
 
 # Of the memory that is free after loading: the cache is copied when the batch changes, and others live here too.

@@ -23,9 +23,16 @@ from prime_rl.inference.errors import NOT_FINITE, ApiError, adapter_refused, che
 from prime_rl.inference.guard import decoded, error_response, replay
 from prime_rl.inference.serve import Snapshot
 from prime_rl.inference.weight_files import check_weight_file, meta_model, model_shapes, weights_label
-from prime_rl.lora.adapter_state import DIVERGED, AdapterConfig, check_finite, check_served_adapter, load_peft
+from prime_rl.lora.adapter_state import (
+    DIVERGED,
+    AdapterConfig,
+    check_finite,
+    check_served_adapter,
+    load_peft,
+    misfit,
+    shapes_of,
+)
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
-from prime_rl.lora.tensor_files import misfit, shapes_of
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from prime_rl.inference.guard import Room
 from prime_rl.inference.serve import POLL_S, ServerContext
 from prime_rl.inference.vllm.control import AdapterGate, VllmControl
 from prime_rl.inference.weight_files import max_model_len, model_shapes
-from prime_rl.lora.tensor_files import Shapes
+from prime_rl.lora.adapter_state import Shapes
 
 logger = logging.getLogger(__name__)
 

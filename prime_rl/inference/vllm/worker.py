@@ -21,8 +21,7 @@ from torch import Tensor
 from vllm.platforms import current_platform
 
 from prime_rl.inference.weight_files import WEIGHTS_FILE
-from prime_rl.lora.adapter_state import check_finite
-from prime_rl.lora.tensor_files import load_tensors
+from prime_rl.lora.adapter_state import check_finite, load_tensors
 from prime_rl.transfer import TransferError, WeightReceiver
 
 # Position 3 of both is the slot of each row. The operations for prompts call these.

@@ -1,14 +1,22 @@
-"""Environments by the id in `[[env]]`."""
+"""Environments by the id in `[[env]]`.
+
+All environments of a run, from its config: each loaded once, those in their own processes started and closed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
 
 from prime_rl.configs.base import BaseConfig, ConfigError, ConfigProblem, build
 from prime_rl.configs.envs import EnvConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.envs import built_in
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, Split
+from prime_rl.orchestrator.envs.checked import CheckedEnvironment, RolloutMeter
 from prime_rl.orchestrator.envs.process import ProcessEnvironment
+from prime_rl.utils.secrets import names_of
 
 __all__ = [
     "BUILT_IN_ARGS",
@@ -53,3 +61,49 @@ _MAKERS: dict[type[BaseConfig], Callable[..., Environment]] = {
     built_in.ArithmeticArgs: built_in.ArithmeticEnvironment,
     built_in.GuessNumberArgs: built_in.GuessNumberEnvironment,
 }
+
+
+Environments = dict[str, CheckedEnvironment]
+
+
+async def load_environments(
+    config: OrchestratorConfig, meter: RolloutMeter | None, cleanup: AsyncExitStack, say: Callable[[str | None], None]
+) -> tuple[Environments, Environments]:
+    """The environments to train on and those to evaluate on, by their names in metrics. Raises ConfigError.
+
+    An `[[env]]` that is both is one environment with two counts of faults; what evaluation does stays out of `meter`.
+    `say` gets what is waited for.
+    """
+    loaded: dict[str, Environment] = {}
+    for env in [*config.env, *config.eval_envs]:
+        if _key(env) not in loaded:
+            loaded[_key(env)] = await _load(env, config, cleanup, say)
+    say(None)
+
+    def use(env: EnvConfig, **more: Any) -> CheckedEnvironment:
+        return CheckedEnvironment(loaded[_key(env)], env, max_failure_share=config.max_env_failure_share, **more)
+
+    def to_train(env: EnvConfig) -> CheckedEnvironment:
+        num_examples, num_tries = len(loaded[_key(env)].examples("train")), config.rollouts_per_example
+        names = config.advantage.reward_weights
+        return use(env, meter=meter, reward_names=names, num_examples=num_examples, num_tries=num_tries)
+
+    num_tries = config.eval.rollouts_per_example if config.eval else 1
+    eval_envs = {env.label: use(env, name=f"eval/{env.label}", num_tries=num_tries) for env in config.eval_envs}
+    return {env.label: to_train(env) for env in config.env}, eval_envs
+
+
+async def _load(
+    env: EnvConfig, config: OrchestratorConfig, cleanup: AsyncExitStack, say: Callable[[str | None], None]
+) -> Environment:
+    # The key of inference is not for code that is not ours.
+    made = load_environment(env, config.seed, hidden=names_of(config.client.api_key_var))
+    if isinstance(made, ProcessEnvironment):
+        say(f"env {env.label} (loading {env.id}, takes seconds)")
+        cleanup.push_async_callback(made.close)
+        await made.start()
+    return made
+
+
+def _key(env: EnvConfig) -> str:
+    return env.model_dump_json()

@@ -25,10 +25,8 @@ from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.envs import frames
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.checked import FAULTS, EnvironmentFault, Interrupted, Transient
-from prime_rl.utils.background import Background
-from prime_rl.utils.extras import missing
-from prime_rl.utils.keeper import end_orphans, orphans
-from prime_rl.utils.process import kill_tree
+from prime_rl.utils.process import end_orphans, kill_tree, orphans
+from prime_rl.utils.runtime import Background, missing
 
 logger = logging.getLogger("orchestrator")
 

@@ -14,7 +14,7 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import DATASETS, create_curriculum
 
-from prime_rl.configs.reasoning_gym import PROVIDER, ReasoningGymArgs, read_args
+from prime_rl.configs.envs import PROVIDER, ReasoningGymArgs, read_args
 from prime_rl.orchestrator.envs.base import Example, Message, Outcome, Policy, Split
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 from aiohttp import web
 
 from prime_rl.orchestrator.envs.base import Message, Policy
-from prime_rl.utils.http_rule import refusal
+from prime_rl.utils.network import refusal
 
 # A request is a whole conversation with its tool results; the context of the model is the real limit.
 MAX_BODY_BYTES = 64 * 2**20

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.fit_flags import read_flags
-from prime_rl.configs.node_flags import FlagError
-from prime_rl.utils.logger import complain
-from prime_rl.utils.runtime import heavy_imports
-from prime_rl.utils.signals import EXIT_INTERRUPTED
+from prime_rl.configs.multinode import FlagError
+from prime_rl.utils.process import EXIT_INTERRUPTED
+from prime_rl.utils.runtime import complain, heavy_imports
 
 if TYPE_CHECKING:
     from prime_rl.trainer.fit.capacity import Answer

@@ -33,7 +33,6 @@ from typing import NamedTuple
 from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX, explain, load_run_config
-from prime_rl.contract import audit
 from prime_rl.contract.files import FileRefused, read_file, read_text, write_atomic
 from prime_rl.contract.layout import (
     RUN_FOLDERS,
@@ -45,9 +44,8 @@ from prime_rl.contract.layout import (
     list_steps,
     refusal,
 )
-from prime_rl.contract.resume import pending_request
-from prime_rl.contract.run_state import read_mark
-from prime_rl.contract.status import DaemonStatus, RunStatus, read_status
+from prime_rl.contract.notes import audit_run, pending_request
+from prime_rl.contract.status import DaemonStatus, RunStatus, read_mark, read_status
 from prime_rl.utils.text import error_text, printable
 
 logger = logging.getLogger(__name__)
@@ -217,7 +215,7 @@ class Evictions:
             try:
                 if run.path.is_dir():
                     write_atomic(run.evicted, reason)
-                    audit.note(run, "trainer", "evict", reason)
+                    audit_run(run, "trainer", "evict", reason)
                 del self.unwritten[run_id]
             except OSError as error:
                 logger.error("%s: cannot write the reason of its eviction: %s", run_id, error)

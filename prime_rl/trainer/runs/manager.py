@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import TrainerLimits, check_against_trainer, resolve
-from prime_rl.contract.disk import disk_trouble
-from prime_rl.contract.files import remove
+from prime_rl.contract.files import disk_trouble, remove
 from prime_rl.contract.layout import RunDir
 from prime_rl.lora.linear import MultiLoRALinear
 from prime_rl.trainer.runs.discovery import Candidate, Discovery, Evictions, Findings, preempted

@@ -17,15 +17,13 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from prime_rl.configs.lifetime import LIVE_KEYS, with_live_keys
-from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.orchestrator import LIVE_KEYS, OrchestratorConfig, with_live_keys
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits
-from prime_rl.contract import audit
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import RunDir
-from prime_rl.contract.resume import note_done
+from prime_rl.contract.notes import audit_run, note_done
 from prime_rl.contract.samples import Keeping
 from prime_rl.lora.adapter_state import export_adapter, load_adapter, reset_adapter
 from prime_rl.lora.linear import MultiLoRALinear
@@ -164,7 +162,7 @@ class TrainerRun:
             logger.error("%s keeps its slot: %s", self.run_id, error)
             self.leave(Leaving.NO)
             return False
-        audit.note(self.dir, "trainer", "preempt", self.reason)
+        audit_run(self.dir, "trainer", "preempt", self.reason)
         return True
 
     def take_live_keys(self, changed: OrchestratorConfig) -> None:
