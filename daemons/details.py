@@ -1,4 +1,4 @@
-"""All facts about one run (`prl runs show`), what it has reached, and what differs between two runs (`prl runs diff`).
+"""All facts about one run (`prl runs show`), its results, its versions on disk, and what differs between two runs.
 
 Reads what `workspace_reader` need not read at every look. A file that is missing or damaged costs its own facts. Values
 that look like API keys are hidden. All text is clean but `config`, which is data.
@@ -7,10 +7,8 @@ Of a result (rewards by step, evaluations by version, tokens, time) the last lin
 went back to an earlier step writes its steps again; what it wrote of later steps before that counts no more. Files are
 read in chunks, and a figure of a step is all that is kept.
 
-Versions of a run on disk, and where: what is forked, exported, served, or continued from.
-
 A version has been published for inference, saved as a checkpoint, or both; of both the older ones are removed in time.
-Version 0 is on disk only for a run that started from an adapter (`[init]`). Reads names only.
+Version 0 is on disk only for a run that started from an adapter (`[init]`). Names of files are enough for it.
 """
 
 from __future__ import annotations

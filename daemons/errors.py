@@ -1,6 +1,6 @@
-"""Why an action was refused or failed, in one line. Used by everything that acts on a workspace for a person.
+"""Errors of acts on a workspace for a person, in one line, and people's lines in the audit log.
 
-People's actions in the audit log; daemons write theirs by `prime_rl.contract.notes`.
+Everything that acts for a person uses it; daemons write the audit log by `prime_rl.contract.notes`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Alerts that people have silenced: an incident is acknowledged, a kind or a subject is muted.
+"""Alerts on disk: what people have silenced (an incident is acknowledged, a kind or a subject muted), and what is open.
 
 One small file each in `daemons/alerts/said/`, written by `prl` and `prl-tui`, also with the daemons down. The daemon
-`alerts` sends nothing of what is silenced; every list still shows it. Each act is in the audit log.
-
-The incidents that are open, on disk: for a new start of the daemon, and for `prl alerts`.
+`alerts` sends nothing of what is silenced; every list still shows it. Each act is in the audit log. The daemon keeps
+the open incidents in one file, for its next start and for `prl alerts`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A sweep: one run for each point of a grid over a config file, tagged with the sweep's name.
 
 All runs are checked, and all their folders filled, before the first appears; an error on the way takes back those
-that did. The plan (`contract.sweeps`) is written last, so a sweep with a plan is complete; one that was killed before
+that did. The plan (`contract.notes`) is written last, so a sweep with a plan is complete; one that was killed before
 that is completed by the same command.
 """
 

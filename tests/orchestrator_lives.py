@@ -77,10 +77,10 @@ POINTS = {
     "between a batch and its line of metrics": KillPoint(f"{_ORCHESTRATOR}.batch:publish_batch", after, nth=2),
     "inside a line of metrics": KillPoint(f"{_ORCHESTRATOR}.metrics:append_line", half_a_line, nth=2),
     "while an adapter is loaded": KillPoint(
-        f"{_ORCHESTRATOR}.adapters:AdapterPublication.publish", after_awaiting, nth=2
+        f"{_ORCHESTRATOR}.publication:AdapterPublication.publish", after_awaiting, nth=2
     ),
     "while an old adapter is unloaded": KillPoint(
-        f"{_ORCHESTRATOR}.adapters:AdapterPublication._unload", before_awaiting
+        f"{_ORCHESTRATOR}.publication:AdapterPublication._unload", before_awaiting
     ),
     "while the last version is waited for": KillPoint(
         f"{_ORCHESTRATOR}.scheduler:Scheduler.wait_for_version", before_awaiting

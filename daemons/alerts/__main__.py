@@ -6,9 +6,8 @@ Files -> snapshot -> incidents (`rules`) -> messages (`targets`). It changes not
 Whether a reward has collapsed is judged by all batches in `metrics/orchestrator.jsonl`: that file is the memory, which
 a new start reads from its beginning. A look reads little of each, so a reward is unproven until its file is read.
 
-The stacks of the processes of a daemon that hangs, kept beside the logs, by py-spy where it is installed.
-
-A daemon that has an API key is sealed, also from py-spy: it writes its stacks to its log when it is asked by a signal.
+Of a daemon that hangs the stacks of its processes are kept beside the logs, by py-spy where it is installed. A daemon
+that has an API key is sealed, also from py-spy: it writes its stacks to its log when it is asked by a signal.
 """
 
 from __future__ import annotations

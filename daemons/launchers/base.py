@@ -1,9 +1,7 @@
 """The launcher protocol: how the supervisor starts, watches and ends a daemon, whichever engine runs it.
 
 A launcher places daemons and notices their end. It decides nothing: `decide` chooses what is started and ended, `specs`
-what a daemon is.
-
-The nodes and their GPUs for a daemon, where the engine leaves that to us. Pure.
+what a daemon is. Here too, pure: the nodes and their GPUs for a daemon (`Place`), where the engine leaves that to us.
 """
 
 from __future__ import annotations

@@ -2,19 +2,13 @@
 
     python -m daemons.monitors OUTPUT_DIR
 
-It looks which runs there are (`followed`); for each run and monitor a thread reads the run's metrics files (`feed`) and
-calls the monitor's library. So a library that hangs holds up one monitor of one run.
-
-One run that the daemon may follow: whether there is something to pass on, and the feeds that do it.
-
-Feeds one monitor of one run from the run's metrics files, in a thread: `orchestrator.jsonl` and `trainer.jsonl`.
+It looks which runs there are (`FollowedRun`); for each run and monitor a thread reads the run's `orchestrator.jsonl`
+and `trainer.jsonl` (`Feed`) and calls the monitor's library. So a library that hangs holds up one monitor of one run.
 
 Every whole line is passed on once. How far each monitor has come is kept in the run's `monitors/state.json`, so a new
 start of the daemon repeats nothing and leaves nothing out; only a kill between passing on and keeping may repeat the
-last lines.
-
-Names, as all text of a run, are cleaned here. Monitors keep every name that they have seen: they are given only so
-many, none of which is long.
+last lines. Names, as all text of a run, are cleaned here. Monitors keep every name that they have seen: they are given
+only so many, none of which is long.
 """
 
 from __future__ import annotations

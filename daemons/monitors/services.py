@@ -1,13 +1,11 @@
-"""TensorBoard, Weights & Biases and trackio. Each has one run for the life of a run, however often that is started.
+"""The monitors: TensorBoard, Weights & Biases, trackio, and a page for Prometheus. One interface (`Monitor`).
 
-TensorBoard: event files by the `tensorboard` package alone, without torch or TensorFlow. W&B: all runs share its one
-process. trackio: one local database with all runs, without a server; lines are written as the records by which trackio
-takes what others logged, for `trackio.init` drops what it cannot write within ten seconds, as where many runs log at
-once, and asks Hugging Face for the name of the user.
-
-The interface of a monitor. Each has its own file and imports its library in `start`, so only when it is used.
-
-A page of the newest figures of all runs for Prometheus to scrape, on loopback.
+Each imports its library in `start`, so only when it is used, and has one run for the life of a run, however often that
+is started. TensorBoard: event files by the `tensorboard` package alone, without torch or TensorFlow. W&B: all runs
+share its one process. trackio: one local database with all runs, without a server; lines are written as the records by
+which trackio takes what others logged, for `trackio.init` drops what it cannot write within ten seconds, as where many
+runs log at once, and asks Hugging Face for the name of the user. Prometheus: the newest figures of all runs, on
+loopback.
 """
 
 from __future__ import annotations

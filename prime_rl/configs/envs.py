@@ -1,8 +1,7 @@
 """Config of the environments of a run.
 
-`reasoning-gym:FAMILY`: what can be checked of it without the library, whose import takes seconds.
-
-The lists are those of reasoning-gym VERSION; a test compares them with the installed library.
+What can be checked of `reasoning-gym:FAMILY` without the library, whose import takes seconds, is here too: the lists
+are those of its version `VERSION`; a test compares them with the installed library.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The fields of the config files by their dotted keys, and JSON schemas for editors.
+"""The fields of the config files by their dotted keys, their values in a file, and JSON schemas for editors.
 
-`prl config explain` and `prl config schema` print them. Types, limits and defaults come from the config classes.
-
-A config as dotted keys with values, the lines that set them, and what differs between two runs.
+`prl config explain` and `prl config schema` print them. Types, limits and defaults come from the config classes. Values
+come with the lines that set them; two runs are compared by them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Config of a multi-node group: what `prl multinode @ multinode.toml` trains, and its timeouts.
+"""Config of a multi-node group: what `prl multinode @ multinode.toml` trains, its timeouts, and the flags of one node.
 
-It is the same for all nodes: model, environments, trainer, inference. What differs between nodes (rank, weights,
-phases) is set on the command line. The run is an ordinary run, `run_multinode`, whose `orch.toml` is written from here.
-
-The flags of one node of a group: names, values and help, the same for `prl multinode` and for the node itself.
-
-The node checks which values are allowed together (`prime_rl.multinode.node`).
+The file is the same for all nodes: model, environments, trainer, inference. What differs between nodes (rank, weights,
+phases) is set by flags, the same for `prl multinode` and for the node itself, which checks which values are allowed
+together (`prime_rl.multinode.node`). The run is an ordinary run, `run_multinode`; its `orch.toml` is written from here.
 """
 
 from __future__ import annotations

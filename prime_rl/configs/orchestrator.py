@@ -1,9 +1,8 @@
 """Config of one run: its `control/orch.toml`. Read by its orchestrator and by the trainer.
 
 Only `[[env]]`, `batch_size`, `rollouts_per_example` and `model.name` have no default. rank, alpha and seq_len default
-to the trainer's: `validate.resolve`. TOML has no null: "null" in a help text below means that the key is omitted.
-
-Where a run starts, and what ends it before `max_steps`: `[init]`, `[budget]` and `[stop]` of `orch.toml`.
+to the trainer's: `validate.resolve`. `[init]` is where a run starts, `[budget]` and `[stop]` end it before `max_steps`.
+TOML has no null: "null" in a help text below means that the key is omitted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where alerts go, and what is one.
-
-Where the metrics of runs go in addition to their JSONL files, and which rollouts are kept as text.
-"""
+"""Reports to the outside: what is an alert and where it goes, where metrics go, which rollouts are kept as text."""
 
 from __future__ import annotations
 

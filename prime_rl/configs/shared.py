@@ -1,7 +1,4 @@
-"""Config tables that more than one process reads.
-
-Sampling of completions: what vLLM takes, under its names.
-"""
+"""Config tables that more than one process reads, and the sampling of completions: what vLLM takes, under its names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Config of a whole workspace: what `prl up @ system.toml` starts.
 
-Where the daemons of a workspace run, and on how many machines and GPUs: the table `[deployment]` of a system file.
-
-The engine decides which settings apply: numbers of GPUs of this machine (`gpus`) with "local" only, several nodes with
-"slurm" and "ray" only. It starts nothing.
+Its table `[deployment]` has where the daemons run, and on how many machines and GPUs. The engine decides which settings
+apply: numbers of GPUs of this machine (`gpus`) with "local" only, several nodes with "slurm" and "ray" only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that another process reads, or has written.
+"""Files that another process reads, or has written; and the trouble of the file system that has them.
 
 A file is written under a temporary name in its own folder, synced, and renamed, so a reader sees the old content or the
 new one and never a part. Append-only metrics have one writer and whole lines.
@@ -7,11 +7,10 @@ The owner of a run may put anything into its folder. So every file below a works
 link (below a run, no folder on the way either), never waiting, and only when it is a regular file. What is read has a
 limit.
 
-Trouble of the whole file system of a workspace: no space, no inodes, no quota, read-only, or an I/O error.
-
-It is no run's fault, so nothing is evicted and nothing ends for it: what is to be written is held and tried again until
-the file system takes it (`held`). An error that only a run's folder has (a disk or a quota of its own) is the run's.
-Readers see the trouble in the status files, and where these cannot be written, with `find_trouble`.
+No space, no inodes, no quota, read-only, or an I/O error of the whole file system is no run's fault, so nothing is
+evicted and nothing ends for it: what is to be written is held and tried again until the file system takes it (`held`).
+An error that only a run's folder has (a disk or a quota of its own) is the run's. Readers see the trouble in the status
+files, and where these cannot be written, with `find_trouble`.
 """
 
 from __future__ import annotations

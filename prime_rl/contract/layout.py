@@ -29,12 +29,6 @@ below `output_dir`. It only computes and validates paths; reading and writing is
 `step` counts optimizer updates done. `rollouts/step_N` (N from 1) feeds the N-th update, which makes policy version N,
 published at `broadcast/step_N` and saved at `checkpoints/step_N`. Version 0 is the untouched adapter, or model; it is
 published only where the run starts from `init/`.
-
-The paths of daemons: their status files, configs, starts, requests. `contract.layout` has all others.
-
-The paths of one iteration of a multi-node group, below `contract.layout.OutputDir.iteration`.
-
-Like `contract.layout` it only computes paths.
 """
 
 from __future__ import annotations
@@ -50,7 +44,7 @@ _REPLICA = re.compile(r"[1-9][0-9]{0,4}")
 
 @dataclass(frozen=True)
 class DaemonPaths:
-    """See the module. `path` is the workspace."""
+    """The paths of daemons: status files, configs, starts, requests. `path` is the workspace."""
 
     path: Path
 

@@ -1,8 +1,7 @@
 """Lines of the metrics files: flat JSON objects with `step`, `time` and figures; listed in `docs/metrics.md`.
 
-When a metric has stopped getting better: a pure rule, and the values of one metric out of a metrics file.
-
-The rule sees nothing but values, so a restarted process that reads them again decides the same.
+When a metric has stopped getting better is a pure rule (`EarlyStop`) that sees nothing but values, so a restarted
+process that reads them again decides the same.
 """
 
 from __future__ import annotations

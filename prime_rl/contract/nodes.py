@@ -3,12 +3,8 @@
 A node's record has two signs of life. That it moves shows that the process is alive: a thread writes it once a beat, so
 long work is not death. That its work moves shows progress. `sight` remembers, by the reader's own monotonic clock, when
 each last moved, and `judge` judges those two ages: a time that another machine wrote is never compared with ours, so
-clock skew cannot make a node look dead or young. `prl` and the TUI, which are no members of the group, add to it what
-they cannot tell yet and how a node ended (`node_health`). Pure.
-
-Looks at `multinode/node_<rank>.json` again and again and remembers, by our own clock, when each last moved.
-
-One thread calls it. `contract.nodes` judges what it has seen.
+clock skew cannot make a node look dead or young. `prl` and the TUI, which are no members of the group, look with one
+`NodeWatch` a thread, and add what they cannot tell yet and how a node ended (`node_health`).
 """
 
 from __future__ import annotations

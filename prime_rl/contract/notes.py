@@ -1,14 +1,14 @@
-"""`work.json`: what a daemon works on, noted before it begins, so that what ended it has a name.
+"""Small files that one process leaves for another: work, resume requests, plans of sweeps, the audit log.
 
-One file a daemon, one writer, rewritten only when the set changes; a process that ends by itself, or is killed, leaves
-it behind. The next process begins with the runs that it names as suspects and works for each of them apart, until that
-run has proven harmless. So a note with a suspect in it names the one run that was in work at the end.
+`work.json`: what a daemon works on, noted before it begins, so that what ended it has a name. One file a daemon, one
+writer, rewritten only when the set changes; a process that ends by itself, or is killed, leaves it behind. The next
+process begins with the runs that it names as suspects and works for each of them apart, until that run has proven
+harmless. So a note with a suspect in it names the one run that was in work at the end.
 
-An explicit `ckpt.resume_step`: asked for in `orch.toml`, carried out once, remembered in `control/resumed.json`.
+`control/resumed.json`: an explicit `ckpt.resume_step` is asked for in `orch.toml`, carried out once by the trainer, and
+remembered here. The orchestrator waits for that: what is on disk until then is void.
 
-The trainer carries it out and writes the file. The orchestrator waits for that: what is on disk until then is void.
-
-The plan of a sweep: `sweeps/<name>.json`, written once, when all of its runs are there. Never changed afterwards.
+`sweeps/<name>.json`: the plan of a sweep, written once, when all of its runs are there. Never changed afterwards.
 
 `logs/audit.jsonl`: what was done to which run, by a person or by a daemon, when and why. One line per action.
 """

@@ -1,6 +1,6 @@
-"""The names under which inference serves what a run has published, and the headers that name an answer's source.
+"""Names under which inference serves a run, headers of its answers, and the values that sampling may have.
 
-The values that sampling parameters may have: one table for configs, both engines, chats and the trainer.
+One table of values for configs, both engines, chats and the trainer.
 
 vLLM raises a temperature below 0.01 to that without a word, and the trainer's distribution would not be the one that
 was sampled from. Other values that are nearly zero are zero in float32: quotients by them are not finite.

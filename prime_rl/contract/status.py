@@ -1,17 +1,14 @@
-"""Status files, one writer each.
+"""Status files, one writer each; the condition of their writers; the state of a run.
 
 A status file is written at once when its headline changes, for the rest at most twice a second, and by a heartbeat
 thread in between, so long work is not death. That thread would outlive a main loop that hangs, so the file shows both:
-that the process is alive, and when its loop last turned. `contract.condition` judges them, for all readers alike.
+that the process is alive, and when its loop last turned.
 
-The condition of the writer of a status file: its own state, lost or stalled. One judgement, for all readers.
+`condition` judges them, for all readers alike. Lost: the file is older than three heartbeats, or the process is gone.
+Stalled: the process is alive, for its heartbeat thread writes, and its main loop has not turned for longer than it may.
+The writer measures that itself, by a clock that never jumps, so a reader needs no memory and no clock of the writer's.
 
-Lost: the file is older than three heartbeats, or the process is gone. Stalled: the process is alive, for its heartbeat
-thread writes, and its main loop has not turned for longer than it may. The writer measures that itself, by a clock that
-never jumps, so a reader needs no memory and no clock of the writer's. Pure but for a look at the process table.
-
-The one function that derives the state of a run: trainer, daemons, CLI and TUI give it the same facts.
-
+`run_state` is the one function that derives the state of a run: trainer, daemons, CLI and TUI give it the same facts.
 Whatever is in the place of a mark of `control/` counts as it, also a pipe or a link, whose refusal is then the text.
 """
 

@@ -5,13 +5,12 @@ with the tokens of each sample as the bytes of arrays, so that the trainer needs
 one or the other. A `MicroBatch` is what rank 0 of the trainer hands to a rank for one forward/backward pass. Nothing
 here checks a sample against a model; `trainer.batches` does.
 
-A rank's part of an iteration's rollouts: one finished task a frame, appended as it is done.
-
-A frame is length and checksum (two big-endian 32-bit numbers), then msgpack. What a killed writer left of its last
-frame is ignored by readers and cut off by the next writer, so every task that was acknowledged counts and no other. One
-writer a file. What a node asks of the rollout workers on its machine, and what comes of an evaluation, is JSON beside
-these files, which `prime_rl.orchestrator.share` reads. A task is a number as text: the index of a group in the run's
-example order, or of an example of the evaluation.
+A rank file has a rank's part of an iteration's rollouts: one finished task a frame, appended as it is done. A frame is
+length and checksum (two big-endian 32-bit numbers), then msgpack. What a killed writer left of its last frame is
+ignored by readers and cut off by the next writer, so every task that was acknowledged counts and no other. One writer a
+file. What a node asks of the rollout workers on its machine, and what comes of an evaluation, is JSON beside these
+files, which `prime_rl.orchestrator.share` reads. A task is a number as text: the index of a group in the run's example
+order, or of an example of the evaluation.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 class Guard:
-    """Middleware that refuses what `http_rule` does and what has no key, and reads a body whole before `app` gets it.
+    """Middleware that refuses what `network.refusal` does and what has no key, and reads bodies before `app` does.
 
     Args:
         api_key: what `Authorization: Bearer` must carry; None: no key is required.

@@ -1,13 +1,9 @@
 """One adapter as tensors and as files: start values, PEFT names, export, load. Every name and shape is checked.
 
-An adapter whose names do not match the model would silently act as the base model, so loading is all or
-nothing. Files are safetensors and JSON; nothing is pickled. Whether a folder is complete (`STABLE`) is the caller's
-business.
-
-Safetensors files from folders that others can write to: only regular files, read as they were opened.
-
-They are read and not mapped into memory, unless asked for: truncating a mapped file ends the process. A name that does
-not match would leave a part of the model as it was, without an error: all are compared before any is taken.
+An adapter whose names do not match the model would silently act as the base model, so loading is all or nothing: all
+names are compared before any tensor is taken. Files are safetensors and JSON; nothing is pickled. Others can write to
+their folders: only regular files are taken, read and not mapped into memory unless asked for, since truncating a mapped
+file ends the process. Whether a folder is complete (`STABLE`) is the caller's business.
 """
 
 from __future__ import annotations

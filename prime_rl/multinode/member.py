@@ -1,15 +1,13 @@
-"""One node of a group: look, decide, act, record. `node` drives it, in the tests also a simulation.
+"""One node of a group: look, decide, act, record; and its signs of life. `node` drives it, in the tests a simulation.
 
 `tick` never waits: it decides, starts work, and looks whether that is done. The member writes its own record, and the
-group's when it is the master, at every change; its `heartbeat` does so in between. It decides nothing itself (`decide`
-does).
+group's when it is the master, at every change. It decides nothing itself (`decide` does).
 
-A node's signs of life: it writes its record once a beat, and at each change. `contract.nodes` judges them.
-
-A thread writes the record, so long work is not death. How long ago the main loop last came round (`still_s`) is in it,
-and shows that the node makes progress. Whether a worker reaches the master over the network the shared folder cannot
-show: one TCP probe a beat does (`Prober`). The master answers every connection with its incarnation, so a worker can
-check that it is the right one. Failures are counted in the worker's record as `unreached`; `decide` acts on them.
+In between the thread of its `Heartbeat` writes the record once a beat, so long work is not death. How long ago the main
+loop last came round (`still_s`) is in it, and shows that the node makes progress. Whether a worker reaches the master
+over the network the shared folder cannot show: one TCP probe a beat does (`Prober`). The master answers every
+connection with its incarnation, so a worker can check that it is the right one. Failures are counted in the worker's
+record as `unreached`; `decide` acts on them, and `contract.nodes` judges the beats.
 """
 
 from __future__ import annotations

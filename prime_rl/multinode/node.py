@@ -1,11 +1,8 @@
 """One node of a multi-node group: `prl multinode`, or `python -m prime_rl.multinode.node`. Parse, build, drive, end.
 
 Master and workers run the same loop on the same files; rank 0 also leads. Exit codes: 0 done, 1 this node failed, 2
-wrong usage or refused by the group, 75 a node died (start the same commands again), 130 interrupted.
-
-The command line of one node: every flag that is missing, contradictory or out of range is one line.
-
-Pure: it reads no file but the TOML that it is given.
+wrong usage or refused by the group, 75 a node died (start the same commands again), 130 interrupted. Every flag that is
+missing, contradictory or out of range is one line.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class EvalProof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _UpdateProof(msgspec.Struct, frozen=True):
-    """The part that is read again of the proof of made batches (`contract.rank_files.JoinResult`)."""
+    """The part that is read again of the proof of made batches (`contract.types.JoinResult`)."""
 
     sampler_state: dict[str, Any] = {}
 

@@ -1,19 +1,15 @@
-"""The records of a group's nodes and of the group, as the decisions use them.
+"""The records of a group's nodes and of the group, as the decisions use them, and their store on the shared folder.
 
-Every record has one writer: a node writes `node_<rank>.json`, the master also `group.json`. A flag is a field of such a
-record together with its epoch, so what an older epoch wrote is never mistaken for new, and nothing has to be deleted.
-Pure data; `store` reads and writes the files.
+Every record has one writer: a node writes `node_<rank>.json`, the master also `group/group.json`. A flag is a field of
+such a record together with its epoch, so what an older epoch wrote is never mistaken for new, and nothing has to be
+deleted. The store relies on the atomicity of rename only. A file is read again when its stamp changed; one that cannot
+be read (half shown by a cache, damaged, gone for a moment) counts as what it was before. Beside what decisions need, a
+node's record shows people where it is and for how long (`PhaseLog`).
 
 An iteration has fourteen phases (`RULES`): the work of master and workers, and the file that proves that it was done. A
 node works in one phase at a time, notes in its own record that it is done, and goes on when the master has released the
 next. So every phase ends in a barrier, also those in which only one side has work. `work` does the work, `decide` moves
 the group from phase to phase.
-
-A group's records on the shared folder: `node_<rank>.json` and `group/group.json`, one writer each.
-
-Only the atomicity of rename is relied on. A file is read again when its stamp changed; one that cannot be read (half
-shown by a cache, damaged, gone for a moment) counts as what it was before. Beside what decisions need, a node's record
-shows people where it is and for how long (`PhaseLog`).
 """
 
 from __future__ import annotations

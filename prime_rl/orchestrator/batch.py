@@ -1,19 +1,16 @@
-"""From finished groups to the batch file of one update, step after step.
+"""From finished groups to the batch file of one update, step after step; and where the run stands.
 
-The file's appearance is the signal to the trainer.
+The file's appearance is the signal to the trainer. `BatchLoop` goes on until the run's last update is published (and
+evaluated), or until the run has its reason to end before that. What it awaits is the scheduler's: groups, and the last
+policy version. Advantages come from the rewards of one group; formulas, sources and when to take which are in
+docs/advantages.md.
 
-`BatchLoop` goes on until the run's last update is published (and evaluated), or until the run has its reason to end
-before that. What it awaits is the scheduler's: groups, and the last policy version.
-
-Advantages come from the rewards of one group; formulas, sources and when to take which are in docs/advantages.md.
+Where a run stands, so that a restarted orchestrator goes on at the next example of the next batch, is in two places on
+disk: the newest batch file, and `orchestrator/state.json` in the newest STABLE checkpoint (whose batch files the
+trainer has removed). Both hold the same sampler state. A state file without STABLE does not count: it is written before
+its batch.
 
 G = rollouts of one example.
-
-Where a run stands, so that a restarted orchestrator goes on at the next example of the next batch.
-
-It is in two places on disk: the newest batch file, and `orchestrator/state.json` in the newest STABLE checkpoint (whose
-batch files the trainer has removed). Both hold the same sampler state. A state file without STABLE does not
-count: it is written before its batch.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Ends of a run from outside, reasons that keep it from starting, and its loops beside each other.
+"""Ends of a run: from outside, by its budget and its stop rule; reasons that keep it from starting; its loops together.
 
 The guard looks at the disk every other second, and up to five times a second when something wakes it (a signal, a
 change of what is waited for), so that fifty runs that wait cost next to nothing. It does not watch `control/`: the
 status file is there too, and the events of the heartbeat of the run itself cost more than the looks.
 
-Ends of a run before `max_steps`: its budget and its stop rule; and the account of what it uses.
-
 `RunMeter` adds up what the run uses and writes it down after every step; `Ending` decides after every batch whether
-there is another one. Both take up where an earlier process of the run ended. What others decide about the run is the
-business of `guard`.
+there is another one. Both take up where an earlier process of the run ended.
 """
 
 from __future__ import annotations

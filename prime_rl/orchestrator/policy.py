@@ -4,10 +4,9 @@
 to the servers and finds which version an answer comes from. The scheduler decides when to switch. `TurnSampler`
 samples.
 
-Chat messages to token ids, without transformers: `tokenizers` and the model's chat template.
-
-Token-in/token-out: a conversation is never rendered twice for the model. The first turn is rendered whole; each later
-turn appends only the new messages, so that the tokens the policy sampled stay exactly as it sampled them.
+`ChatTokenizer` makes token ids of messages, without transformers: `tokenizers` and the model's chat template. Token-in,
+token-out: a conversation is never rendered twice for the model. The first turn is rendered whole; each later turn
+appends only the new messages, so that the tokens the policy sampled stay exactly as it sampled them.
 """
 
 from __future__ import annotations

@@ -1,22 +1,18 @@
-"""A run's connection to inference: one server or several, which of them is asked, and trying again.
+"""A run's connection to inference: one server or several, which of them is asked, how many requests, and trying again.
 
 A request goes to the living server that has read its prefix, by consistent hashing, as long as that has little more
 than its share of the outstanding tokens; else to the one with the fewest. A server that does not answer is taken out
 and looked at with back-off; before it is asked again it gets the policy versions that are in use. One that answers "not
-now" is left alone for a while. A request is tried again, with the same seed, until some server has answered it; as
-long as none can, `trouble` names what is missing. Permanent errors are raised.
+now" is left alone for a while. A request is tried again, with the same seed, until some server has answered it; as long
+as none can, `trouble` names what is missing. Permanent errors are raised. A run whose config names no address takes the
+servers that the workspace's status files show.
+
+`ConcurrencyControl` decides the number of rollouts in work at one time, from answers and overloads alone: no I/O, no
+clock. Few at first, more while that pays, fewer when inference is full. `Places` makes requests wait for their turn.
+What counts as an overload (429, 503, no answer in time) is decided by the client, and how many groups exist at all by
+the scheduler.
 
 `policy` decides which version a request asks for, a `Publication` how the servers get it.
-
-The inference servers of a workspace as their status files show them, for a run whose config names no address.
-
-It only looks. What follows for the requests of the run is decided by `pool`.
-
-The number of a run's rollouts in work at one time: few at first, more while that pays, fewer when inference is full.
-
-`ConcurrencyControl` decides, from answers and overloads alone: no I/O, no clock. `Places` makes requests wait for their
-turn. What counts as an overload (429, 503, no answer in time) is decided by the client, and how many groups exist
-at all by the scheduler.
 """
 
 from __future__ import annotations
@@ -73,7 +69,7 @@ class Standing(Enum):
 
 
 class Replicas:
-    """See the module. `clock` is monotonic: a heartbeat is as old as we have seen it unchanged."""
+    """The servers of a workspace, by their status files. `clock` is monotonic: a still heartbeat ages by it."""
 
     def __init__(self, output_dir: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._output = OutputDir(output_dir)

@@ -2,14 +2,11 @@
 
 They do as adapters, or, where the trainer has none, as whole weights. This is the one place that distinguishes the two:
 the run's config may choose, else the trainer decides, in its status file. Everything else works with a `Publication`.
+Of an adapter every version is on the servers under its own name, so nothing has to end when a new one comes: a request
+is answered by the version it names or not at all. `retain` unloads versions that are no longer needed.
 
 Also: what a run's sampling and the log-probabilities of inference mean for the importance ratio, before any training.
 The trainer's own log-probabilities have the run's temperature and no other setting (docs/inference.md).
-
-Publication of a run that trains an adapter: every version is on the servers under its own name.
-
-Several versions are loaded side by side, so nothing has to end when a new one comes: a request is answered by the
-version it names or not at all. `retain` unloads versions that are no longer needed.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from prime_rl.utils.secrets import SecretError, read_secret
 
 
 class AdapterPublication:
-    """See the module. `from_adapter`: version 0 is published too; else it is the base model."""
+    """Publication of a run with an adapter. `from_adapter`: version 0 is published too; else it is the base model."""
 
     def __init__(self, run: RunDir, *, from_adapter: bool = False) -> None:
         self.first = -1 if from_adapter else 0

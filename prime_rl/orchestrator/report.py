@@ -1,8 +1,6 @@
-"""The run's face to the outside: its status file, its metrics lines, its log lines.
+"""The run's face to the outside: its status file, its metrics lines, its log lines, and rollouts for people.
 
-The rollouts of a batch that people get to read, with their tokens.
-
-Written to `metrics/samples.jsonl`; nothing depends on it.
+The rollouts go to `metrics/samples.jsonl`; nothing depends on it.
 """
 
 from __future__ import annotations

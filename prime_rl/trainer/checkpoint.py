@@ -101,7 +101,7 @@ class AdapterSnapshot:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """See the module. `state` is nested dicts of tensors and plain values, null when no checkpoint is due."""
+    """A run after an update, on the CPU. `state`: nested dicts of tensors and values; None: no checkpoint is due."""
 
     run: RunDir
     inode: int

@@ -64,7 +64,7 @@ DISK_TIMEOUT_S = 300.0
 
 
 class Publisher:
-    """See the module."""
+    """The order of the work after an update: publish, checkpoint, metrics, prune."""
 
     def __init__(
         self,
@@ -337,7 +337,7 @@ class Result:
 
 
 class BackgroundWriter:
-    """See the module. All methods are for the main thread."""
+    """One thread a run, which writes what the run made. All methods are for the main thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

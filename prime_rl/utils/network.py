@@ -1,10 +1,9 @@
-"""Where other machines reach this one, and the ports on which it listens.
+"""Where other machines reach this one, the ports on which it listens, and the rule of every HTTP server of the project.
 
-The rule of every HTTP server of the project: a page in a browser reaches none but the server that it came from.
-
-A page can send requests to each address that its reader's machine reaches, and give that address a name of its own. So
-the name that is asked for (`Host`) must be one of the server's, a page (`Origin`) must come from that name, and a POST
-must be declared as JSON: browsers ask before they send that elsewhere.
+A page in a browser reaches none but the server that it came from. It can send requests to each address that its
+reader's machine reaches, and give that address a name of its own. So the name that is asked for (`Host`) must be one of
+the server's, a page (`Origin`) must come from that name, and a POST must be declared as JSON: browsers ask before they
+send that elsewhere.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
-"""The process that a pid means: pids are used again, and clocks are set, so neither a pid nor a time proves anything.
+"""Processes: the one that a pid means, signals, and a keeper for a child.
 
-On Linux a process is known by what never moves: the boot of the machine, the container whose pids these are, and the
-ticks from the boot to its start. Where those are not available, it is identified by its start in Unix seconds, which
-moves whenever the clock is set.
+Pids are used again, and clocks are set, so neither a pid nor a time proves anything. On Linux a process is known by
+what never moves: the boot of the machine, the container whose pids these are, and the ticks from the boot to its start.
+Where those are not available, it is identified by its start in Unix seconds, which moves whenever the clock is set.
 
-Signals set flags, nothing else: the loop of an entry file looks at the flag and cleans up itself.
-
-A handler runs in the middle of whatever the main thread does, also of a wait on the flag itself. So the flag is woken
-through a queue that may be entered again, not through a lock that its own waiter may hold.
-
-Keeps one child of a process: ends all of it on request, and when that process dies, even by SIGKILL.
+Signals set flags, nothing else: the loop of an entry file looks at the flag and cleans up itself. A handler runs in the
+middle of whatever the main thread does, also of a wait on the flag itself. So the flag is woken through a queue that
+may be entered again, not through a lock that its own waiter may hold.
 
     python -m prime_rl.utils.process COMMAND...
 
-The kernel signals this process when its parent dies (Linux), and what its child leaves behind becomes its own. So a
-killed node of a group leaves no server, no torchrun and no rank. Its exit code is the child's.
+keeps one child: it ends all of it on request, and when its own parent dies, even by SIGKILL (Linux); what the child
+leaves behind becomes its own. So a killed node of a group leaves no server, no torchrun and no rank. Its exit code is
+the child's.
 """
 
 from __future__ import annotations

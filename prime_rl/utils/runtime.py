@@ -1,16 +1,10 @@
-"""Memory of the C library, what torch and the model code cost to load, and how many GPUs there are. Without torch.
+"""This process: its log, its clock, its memory, tasks beside its owner, and installed extras. Without torch.
 
-Tasks that run beside their owner and that nothing awaits: one that ends by an exception is logged, always.
-
-Extras: the parts of the installation that not every machine has (`pyproject.toml` lists what is in each).
-
-A clock for decisions within one process, durations as people write them, and tokens per second.
-
-What is written for others, and read by people, is `time.time()`.
-
-One log format for every process, on standard error by default: time, level, part, message.
-
-A record may quote a run: its message is one line, and nothing in it is obeyed by a terminal.
+One log format for every process, on standard error by default: time, level, part, message. A record may quote a run:
+its message is one line, and nothing in it is obeyed by a terminal. Decisions within a process go by a clock that never
+jumps; what is written for others, and read by people, is `time.time()`. A task that nothing awaits and that ends by an
+exception is logged, always. Extras are the parts of the installation that not every machine has (`pyproject.toml` lists
+them).
 """
 
 from __future__ import annotations

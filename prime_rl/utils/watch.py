@@ -6,12 +6,9 @@ never a run. The trainer watches the output directory and the `control/` folders
 folders are scanned by the caller.
 
 Hints come from inotify, through watchdog, or from a thread that looks again and again: one thread for all folders,
-which are not watched recursively. Temporary and hidden files (a leading dot) are left out: what is renamed into place
-is reported under its final name.
-
-The file system of a folder, from the mount table, and whether inotify reports what other machines write.
-
-Reads `/proc/self/mountinfo` and nothing else; without it events are trusted.
+which are not watched recursively. Whether inotify reports what other machines write depends on the file system of a
+folder (`/proc/self/mountinfo`; without it events are trusted). Temporary and hidden files (a leading dot) are left out:
+what is renamed into place is reported under its final name.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _OFF = {**_CUTS, **_PENALTIES, "min_tokens": 0}
 class SamplingParams(Struct, kw_only=True):
     """The sampling of one request, in the fields of clients; the rest is described in `configs.sampling`.
 
-    The values of a request are within `contract.sampling_ranges` before they come here.
+    The values of a request are within `contract.served` before they come here.
 
     Attributes:
         n: choices of each prompt.

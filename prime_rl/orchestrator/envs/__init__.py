@@ -1,7 +1,4 @@
-"""Environments by the id in `[[env]]`.
-
-All environments of a run, from its config: each loaded once, those in their own processes started and closed.
-"""
+"""Environments by the id in `[[env]]`: all of a run from its config, each loaded once."""
 
 from __future__ import annotations
 
