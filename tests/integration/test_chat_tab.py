@@ -85,6 +85,7 @@ async def test_the_tab_loads_a_version_with_the_first_question_and_unloads_it_wh
         await o.until(lambda: loaded(server) == [], "the version to be unloaded")
 
 
+@pytest.mark.slow
 async def test_another_version_is_chosen_and_gets_the_last_question(server: RunningServer) -> None:
     async with opened_chat(server.output_dir) as (o, view):
         await put(o, view, "hello", 2)
@@ -138,6 +139,7 @@ async def test_escape_stops_the_answer_and_not_the_conversation(server: RunningS
         assert not view.line.has_focus and o.app.screen is o.screen
 
 
+@pytest.mark.slow
 async def test_what_cannot_be_is_one_line_and_the_question_is_given_back(tmp_path: Path) -> None:
     add_run(OutputDir(tmp_path), "run_a", step=3)
     async with opened_chat(tmp_path) as (o, view):

@@ -230,6 +230,7 @@ def test_wrong_use_exits_2(args: tuple[str, ...], capsys: pytest.CaptureFixture[
     assert "Traceback" not in "".join(capsys.readouterr())
 
 
+@pytest.mark.slow
 def test_a_question_that_has_no_answer_is_wrong_use(prl: Prl) -> None:
     prl("runs", "add", str(prl.run_file()))
     command = [sys.executable, "-m", "daemons.cli", "runs", "delete", "run_reverse"]
@@ -261,6 +262,7 @@ def test_the_output_dir_comes_from_the_option_else_the_environment(prl: Prl, tmp
     assert not (tmp_path / "outputs").exists() and not (tmp_path / "from_env").exists(), "looking makes no folders"
 
 
+@pytest.mark.slow
 def test_logs_are_shown_without_what_a_terminal_obeys_and_followed(prl: Prl) -> None:
     prl("runs", "add", str(prl.run_file()))
     log = prl.output_dir / "run_reverse" / "logs" / "orchestrator.log"
@@ -362,6 +364,7 @@ def test_demo_ends_with_the_reason_when_a_run_fails(prl: Prl) -> None:
     assert prl.members() == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_demo_and_everything_it_started(prl: Prl) -> None:
     child = prl.start("demo", "--configs", demo_configs(prl, max_steps=200))
     wait_for((prl.output_dir / "run_sort").exists, "the demo to add its runs", timeout_s=PATIENCE_S)

@@ -99,6 +99,7 @@ def test_a_daemon_that_keeps_crashing_fails_until_a_person_asks(prl: Prl) -> Non
     prl.wait_state("run_a", "finished")
 
 
+@pytest.mark.slow
 def test_final_states_and_readmission(prl: Prl) -> None:
     prl.up()
     (prl.output_dir / "pause_run_a").touch()
@@ -158,6 +159,7 @@ def test_down_after_a_killed_supervisor_leaves_nothing(prl: Prl) -> None:
     assert "nothing is running" in prl("down").stdout
 
 
+@pytest.mark.slow
 def test_down_finds_a_worker_whose_parents_are_all_dead(prl: Prl) -> None:
     prl.up()
     kill(prl.daemon("supervisor").pid)
@@ -199,6 +201,7 @@ def test_up_after_a_killed_supervisor_adopts_what_lives(prl: Prl, monkeypatch: p
     assert prl.members() == []
 
 
+@pytest.mark.slow
 def test_up_with_another_config_ends_what_an_earlier_supervisor_left(prl: Prl) -> None:
     prl.up()
     old = {each.pid for each in prl.members()}
@@ -209,6 +212,7 @@ def test_up_with_another_config_ends_what_an_earlier_supervisor_left(prl: Prl) -
     assert old.isdisjoint(each.pid for each in prl.members())
 
 
+@pytest.mark.slow
 def test_down_lets_the_trainer_save_however_short_the_grace_is(prl: Prl) -> None:
     (prl.output_dir / "saving_trainer").touch()
     prl.up("--supervisor.grace_s", "0.1", "--supervisor.drain_s", str(PATIENCE_S))
@@ -231,6 +235,7 @@ def test_a_trainer_that_gets_nowhere_is_reported_and_not_ended(prl: Prl) -> None
     assert (prl.daemon("trainer").pid, prl.daemon("trainer").num_restarts) == (pid, 0)
 
 
+@pytest.mark.slow
 def test_a_stubborn_daemon_is_killed_after_the_grace(prl: Prl) -> None:
     (prl.output_dir / "stubborn_trainer").touch()
     prl.up("--supervisor.grace_s", "0.5", "--supervisor.drain_s", "0.5")
@@ -238,6 +243,7 @@ def test_a_stubborn_daemon_is_killed_after_the_grace(prl: Prl) -> None:
     assert prl.members() == []
 
 
+@pytest.mark.slow
 def test_one_of_two_ups_wins(prl: Prl) -> None:
     both = [prl.start(*prl.up_args()) for _ in range(2)]
     ends = [(*child.communicate(timeout=PATIENCE_S), child.returncode) for child in both]
@@ -249,6 +255,7 @@ def test_one_of_two_ups_wins(prl: Prl) -> None:
     assert sorted(each.environ()["PRL_DAEMON"] for each in prl.members()).count("trainer") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, *in_full(signal.SIGTERM)])
 def test_ctrl_c_during_up_stops_everything(prl: Prl, signum: signal.Signals) -> None:
     prl.modules["inference"] = "slow_start"
@@ -264,6 +271,7 @@ def test_ctrl_c_during_up_stops_everything(prl: Prl, signum: signal.Signals) -> 
     assert prl.members() == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_the_supervisor_has_said_who_it_is(prl: Prl) -> None:
     prl.modules["inference"] = "slow_start"  # or all could be up before the signal
     (prl.output_dir.parent / "modules" / "slow_start.py").write_text("import time\ntime.sleep(600)\n")
@@ -276,6 +284,7 @@ def test_ctrl_c_before_the_supervisor_has_said_who_it_is(prl: Prl) -> None:
     assert prl.members() == []
 
 
+@pytest.mark.slow
 def test_up_in_the_foreground_is_the_supervisor_and_shows_all_logs(prl: Prl) -> None:
     """What a run writes into its log, and how its folder is called, is shown to a person: no terminal obeys it."""
     (prl.output_dir / "say_run_a").write_text("\n".join(attack.replace("{}", "shown") for attack in ATTACKS.values()))
@@ -295,6 +304,7 @@ def test_up_in_the_foreground_is_the_supervisor_and_shows_all_logs(prl: Prl) -> 
     assert prl.members() == []
 
 
+@pytest.mark.slow
 def test_up_in_the_foreground_ends_with_1_when_a_daemon_cannot_start(prl: Prl) -> None:
     (prl.output_dir / "crash_trainer").touch()
     done = prl(*prl.up_args("--foreground"), exit_code=1)

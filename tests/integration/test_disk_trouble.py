@@ -147,6 +147,7 @@ def test_doctor_tells_of_inodes_and_of_a_mount_that_is_read_only(tmpfs: Path) ->
         assert (check.level, check.message) == ("broken", f"tmpfs ({tmpfs}) is mounted read-only")
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_was_stopped_does_not_respond_and_goes_on(prl: Prl) -> None:
     prl.up()
     supervisor = prl.daemon("supervisor")

@@ -233,6 +233,7 @@ class SolvesSums(FakeInference):
         return {"token_ids": token_ids, "logprobs": logprobs, "finish_reason": "stop", "stop_reason": None, "text": ""}
 
 
+@pytest.mark.slow
 async def test_a_run_climbs_and_goes_on_at_its_level_after_a_restart(tmp_path: Path) -> None:
     model, run = make_model(tmp_path / "model"), make_run(tmp_path / "workspace")
     args = {"num_examples": 8, "num_eval_examples": 2, "curriculum": {"max_level": 2, "window": 2}}

@@ -235,6 +235,7 @@ def test_trackio_reads_every_line_of_two_runs_once_over_a_kill_and_nothing_is_se
     assert by_step == [{"step": 1, "orchestrator/reward/mean": 0.5}, *rows_b]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_added_again_is_another_run_of_trackio_and_its_text_is_cleaned(daemon: Daemon) -> None:
     run = add_run(daemon, "run_a", trackio={})
     daemon.hold(run)
@@ -296,6 +297,7 @@ def passed_on(run: RunDir, monitor: str) -> bool:
     return kept.get("trainer") == run.trainer_metrics.stat().st_size
 
 
+@pytest.mark.slow
 def test_the_daemon_lives_while_a_run_asks_for_it_and_has_the_key_alone(prl: Prl) -> None:
     prl.env["WANDB_API_KEY"] = CANARY
     prl.up("--supervisor.drain_s", "60")

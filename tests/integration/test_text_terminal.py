@@ -124,6 +124,7 @@ def harmless(tmp_path_factory: pytest.TempPathFactory) -> Attacked:
     return Attacked(OutputDir(tmp_path_factory.mktemp("harmless")), "{} x").build()
 
 
+@pytest.mark.slow
 async def test_what_the_screens_draw(attacked: Attacked) -> None:
     app = PrlApp(attacked.output.path, clock=time.time)
     app.animation_level = "none"

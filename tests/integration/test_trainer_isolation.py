@@ -44,6 +44,7 @@ from tests.trainer_support import (
 )
 
 
+@pytest.mark.slow
 def test_training_changes_the_adapters_and_every_step_matters(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_together_equals_alone_however_batches_are_split(
     check(runs, alone)
 
 
+@pytest.mark.slow
 def test_files_of_version_1_train_the_same(alone: dict[str, Adapter], tiny: Path, tmp_path: Path) -> None:
     """Every other batch of each run."""
     runs = put_runs(tmp_path, tiny)

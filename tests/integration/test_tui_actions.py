@@ -101,6 +101,7 @@ async def test_evict_needs_a_reason_and_writes_it(workspace: OutputDir) -> None:
     assert audit(workspace) == [("evict", "run_queued-a")]
 
 
+@pytest.mark.slow
 async def test_evict_with_a_suggestion_and_cancel(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_queued-a")
@@ -192,6 +193,7 @@ async def test_a_live_run_is_deleted_only_with_its_name_and_the_wait_is_shown(wo
         holder.wait()
 
 
+@pytest.mark.slow
 async def test_a_run_that_only_claims_to_live_can_be_deleted_at_the_second_try(
     workspace: OutputDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +276,7 @@ def verdict(dialog: AddDialog) -> str:
     return str(dialog.query_one("#check", Static).render())
 
 
+@pytest.mark.slow
 async def test_add_an_unchanged_template(workspace: OutputDir, configs: Path) -> None:
     async with opened(workspace.path) as (app, pilot):
         dialog = await add_dialog(app, pilot)
@@ -312,6 +315,7 @@ async def test_add_checks_as_you_type_and_takes_the_edited_text(workspace: Outpu
     assert RunDir(workspace.path / "run_mine").orch_toml.read_text().startswith("#nonsense = 1\n")
 
 
+@pytest.mark.slow
 async def test_a_start_that_is_refused_tells_why(
     workspace: OutputDir, configs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +337,7 @@ async def test_a_start_that_is_refused_tells_why(
         await refused("the config is still being checked")
 
 
+@pytest.mark.slow
 async def test_add_says_when_the_text_is_no_toml_or_the_trainer_cannot_hold_it(
     workspace: OutputDir, configs: Path
 ) -> None:
@@ -346,6 +351,7 @@ async def test_add_says_when_the_text_is_no_toml_or_the_trainer_cannot_hold_it(
         await until(pilot, lambda: "line 2" in verdict(dialog), "the line of the error")
 
 
+@pytest.mark.slow
 async def test_add_from_a_typed_path(workspace: OutputDir, configs: Path, tmp_path: Path) -> None:
     other = tmp_path / "elsewhere.toml"
     other.write_text(orch_toml(max_steps=7))
@@ -367,6 +373,7 @@ async def test_add_from_a_typed_path(workspace: OutputDir, configs: Path, tmp_pa
         assert (await outcome(app, pilot)).text == "run_elsewhere: added"
 
 
+@pytest.mark.slow
 async def test_the_first_run_of_an_empty_workspace(tmp_path: Path, configs: Path) -> None:
     (tmp_path / "new").mkdir()
     async with opened(tmp_path / "new") as (app, pilot):
@@ -382,6 +389,7 @@ async def test_the_first_run_of_an_empty_workspace(tmp_path: Path, configs: Path
         await until(pilot, lambda: app.screen.query_one(RunsTable).selected_id == "run_fresh", "the new run's row")
 
 
+@pytest.mark.slow
 async def test_an_id_that_is_taken_is_a_problem(workspace: OutputDir, configs: Path) -> None:
     async with opened(workspace.path) as (app, pilot):
         dialog = await add_dialog(app, pilot)
@@ -392,6 +400,7 @@ async def test_an_id_that_is_taken_is_a_problem(workspace: OutputDir, configs: P
         assert isinstance(app.screen, RunsScreen)
 
 
+@pytest.mark.slow
 async def test_acting_on_the_open_run(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_queued-a")

@@ -32,6 +32,7 @@ def audited(output: OutputDir) -> list[tuple[str, str]]:
     return [(each["action"], each["detail"]) for each in lines if "detail" in each]
 
 
+@pytest.mark.slow
 async def test_alerts_are_acknowledged_and_muted_among_the_problems(tmp_path: Path) -> None:
     output = with_alerts(tmp_path / "lab")
     async with opened_app(output, "5", size=(120, 40)) as (app, pilot):

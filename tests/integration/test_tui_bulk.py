@@ -91,6 +91,7 @@ async def test_several_deletes_say_what_goes_and_one_undo_brings_all_back(worksp
         )
 
 
+@pytest.mark.slow
 async def test_several_with_a_live_one_need_words(workspace: OutputDir) -> None:  # noqa: F811
     add_run(workspace, "run_a1")
     async with opened(workspace.path) as (app, pilot):
@@ -107,6 +108,7 @@ async def test_several_with_a_live_one_need_words(workspace: OutputDir) -> None:
         assert "type delete 2" in str(dialog.query_one("#outcome", Static).render())
 
 
+@pytest.mark.slow
 async def test_clone_begins_with_the_runs_text_and_a_free_name(workspace: OutputDir, configs: Path) -> None:  # noqa: F811
     add_run(workspace, "run_done-2")
     async with opened(workspace.path) as (app, pilot):
@@ -123,6 +125,7 @@ async def test_clone_begins_with_the_runs_text_and_a_free_name(workspace: Output
     assert RunDir(workspace.path / "run_done-3").orch_toml.read_text() == text
 
 
+@pytest.mark.slow
 async def test_what_is_wrong_stands_at_its_line(workspace: OutputDir, configs: Path) -> None:  # noqa: F811
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_done")
@@ -143,6 +146,7 @@ async def test_what_is_wrong_stands_at_its_line(workspace: OutputDir, configs: P
         assert "◀" in shown and "✖" in shown
 
 
+@pytest.mark.slow
 async def test_the_log_of_actions_tells_all_and_copies_the_command(workspace: OutputDir) -> None:  # noqa: F811
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_collapsed")
@@ -211,6 +215,7 @@ async def test_every_action_has_a_command_too(workspace: OutputDir, configs: Pat
         await until(pilot, lambda: any("nothing to restore" in n.message for n in app._notifications), "the answer")
 
 
+@pytest.mark.slow
 async def test_the_audit_names_every_run_of_a_bulk_action(workspace: OutputDir) -> None:  # noqa: F811
     async with opened(workspace.path) as (app, pilot):
         await mark(app, pilot, "run_queued-a", "run_queued-b")

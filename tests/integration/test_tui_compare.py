@@ -112,6 +112,7 @@ async def test_runs_are_grouped_by_tag_and_a_group_opens_with_its_best_first(wor
         await until(o.pilot, lambda: screen.charts.view.compare == (SECOND,), "the other one beside it")
 
 
+@pytest.mark.slow
 async def test_a_run_of_the_list_opens(workspace: OutputDir) -> None:
     async with opened(workspace) as o:
         await o.choose(OTHER)
@@ -154,6 +155,7 @@ async def test_smoothing_goes_round(workspace: OutputDir) -> None:
         assert seen[-1] == before and set(seen) == set(SMOOTHINGS)
 
 
+@pytest.mark.slow
 async def test_a_filter_narrows_and_escape_takes_it_away_before_it_leaves(workspace: OutputDir) -> None:
     async with opened(workspace) as o:
         everything = o.runs
@@ -179,6 +181,7 @@ async def test_it_begins_with_the_filter_of_the_home_screen(workspace: OutputDir
         assert o.screen.filter_bar.input.value == "tag:high" and o.screen.list.has_focus
 
 
+@pytest.mark.slow
 async def test_a_run_that_comes_and_one_whose_folder_goes_change_the_list(workspace: OutputDir) -> None:
     async with opened(workspace) as o:
         add_run(workspace, "run_late", step=5, status={"state": "running"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from textual.app import App
 from textual.screen import ModalScreen
 
@@ -15,6 +16,7 @@ def foot(app: App[None]) -> str:
     return screen_text(app).splitlines()[-1].rstrip()
 
 
+@pytest.mark.slow
 async def test_no_key_at_the_foot_is_cut(tmp_path: Path) -> None:
     async with opened_run(build_workspace(tmp_path).path) as o:
         for width, last in [(80, "w Compare"), (140, "d Delete"), (44, "m Maximise"), (43, "← → Step"), (32, "? Help")]:

@@ -79,6 +79,7 @@ async def test_marks_of_a_run_that_goes_away_go_too(workspace: OutputDir) -> Non
         assert chosen(home) == [FIRST[1]]
 
 
+@pytest.mark.slow
 async def test_pins_stay_on_top_in_every_order_and_under_new_runs(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (home, table, pilot):
         await pilot.press("G", "p")
@@ -107,6 +108,7 @@ async def test_the_filter_line_says_what_is_wrong_where_and_completes(workspace:
         assert "1 of 9" in screen_text(home.app)
 
 
+@pytest.mark.slow
 async def test_the_mouse_sorts_chooses_opens_and_marks(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (home, table, pilot):
         reward = home.app.screen.query_one(RunsTable).region.x + screen_text(home.app).splitlines()[2].index("REWARD")
@@ -200,6 +202,7 @@ async def test_a_wrong_command_tells_what_is_wrong_and_what_to_do(workspace: Out
         await until(pilot, lambda: any(note.message.startswith(words) for note in home.app._notifications), words)
 
 
+@pytest.mark.slow
 async def test_a_command_for_a_run_tells_that_there_is_none_under_the_cursor(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (home, table, pilot):
         await command(pilot, "filter no-such-run")
@@ -209,6 +212,7 @@ async def test_a_command_for_a_run_tells_that_there_is_none_under_the_cursor(wor
         await until(pilot, lambda: any(note.message == words for note in home.app._notifications), words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read_only", [True, *in_full(False)])
 async def test_it_remembers_order_filter_pins_and_theme_and_the_workspace_stays_untouched(
     workspace: OutputDir, tmp_path: Path, read_only: bool
@@ -228,6 +232,7 @@ async def test_it_remembers_order_filter_pins_and_theme_and_the_workspace_stays_
     assert {path: path.stat().st_mtime_ns for path in workspace.path.rglob("*")} == before
 
 
+@pytest.mark.slow
 async def test_the_curves_below_the_table_are_those_of_the_selected_run(workspace: OutputDir) -> None:
     async with opened(workspace.path, size=(120, 45)) as (home, table, pilot):
         for run_id, last_step in zip(FIRST, (42, 87, 9, 0), strict=False):

@@ -81,6 +81,7 @@ def gone(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [half, *in_full(empty, huge, folder, long_line, gone)])
 async def test_files_that_are_damaged_while_they_are_open(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     workspace = build_workspace(tmp_path / "workspace")

@@ -114,6 +114,7 @@ async def test_hostile_text_in_every_file_of_a_run(tmp_path: Path) -> None:
         await check(app, pilot, "delete run_hostile")
 
 
+@pytest.mark.slow
 async def test_hostile_text_in_a_template_and_in_what_an_action_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

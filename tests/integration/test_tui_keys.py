@@ -66,6 +66,7 @@ async def open_run(app: PrlApp, pilot: Pilot[None], run_id: str) -> RunScreen:
     return screen
 
 
+@pytest.mark.slow
 async def test_moving_with_letters_and_arrows(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
         ids = shown_ids(app)
@@ -106,6 +107,7 @@ async def test_filter_narrows_and_esc_shows_all_again(workspace: OutputDir) -> N
         assert not app.screen.has_class("-empty") and app.screen.query_one("#filter", Input).value == ""
 
 
+@pytest.mark.slow
 async def test_sort_goes_through_every_column_both_ways_and_the_cursor_stays_on_its_run(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
         await pilot.press("j", "j")
@@ -191,6 +193,7 @@ async def test_help_and_daemons_open_scroll_and_close(workspace: OutputDir) -> N
             assert isinstance(app.screen, RunsScreen)
 
 
+@pytest.mark.slow
 async def test_columns_follow_the_width(workspace: OutputDir) -> None:
     async with opened(workspace.path, size=(80, 24)) as (app, pilot):
         assert table(app).columns == ["state", "run", "progress", "reward", "note"]
@@ -203,6 +206,7 @@ async def test_columns_follow_the_width(workspace: OutputDir) -> None:
         assert table(app).virtual_size.width <= 200
 
 
+@pytest.mark.slow
 async def test_the_palette_knows_every_key_and_every_run(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
         titles = {command.title for command in app.get_system_commands(app.screen)}

@@ -113,6 +113,7 @@ async def test_command_line_help_and_palette_work_everywhere(workspace: OutputDi
         assert len(app.screen_stack) == 3
 
 
+@pytest.mark.slow
 async def test_a_place_draws_each_look_once(workspace: OutputDir, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[WorkspaceHeader, Snapshot]] = []  # keeps them, so that each has an id of its own
     show = WorkspaceHeader.show
@@ -150,6 +151,7 @@ async def test_system_says_what_everything_does_and_takes(workspace: OutputDir) 
         await sees(app, pilot, "152 %", "3.0 GiB", "run_crashed", "3 early crashes")
 
 
+@pytest.mark.slow
 async def test_keys_on_system(workspace: OutputDir) -> None:
     async with opened(workspace, "3") as (app, pilot):
         screen = app.screen

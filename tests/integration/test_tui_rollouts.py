@@ -12,6 +12,7 @@ from tests.tui_run_support import RUN, opened_run
 from tests.tui_support import add_samples, build_workspace, screen_text
 
 
+@pytest.mark.slow
 async def test_views_examples_steps_and_a_search(tmp_path: Path) -> None:
     workspace = build_workspace(tmp_path / "lab")
     add_batches(RunDir(workspace.path / RUN), 5)

@@ -81,6 +81,7 @@ async def test_only_the_open_tab_is_read(workspace: OutputDir) -> None:
         assert o.screen.shown == {"charts", "config"}
 
 
+@pytest.mark.slow
 async def test_escape_and_q_lead_back(workspace: OutputDir) -> None:
     for key in ("escape", "q"):
         async with opened_run(workspace.path) as o:
@@ -120,6 +121,7 @@ async def test_charts_on_a_small_screen_come_four_at_a_time(workspace: OutputDir
         assert view.chosen == 4
 
 
+@pytest.mark.slow
 async def test_charts_grow_while_open(workspace: OutputDir) -> None:
     async with opened_run(workspace.path) as o:
         with RunDir(workspace.path / RUN).orchestrator_metrics.open("a") as file:
@@ -127,6 +129,7 @@ async def test_charts_grow_while_open(workspace: OutputDir) -> None:
         await o.until(lambda: "0.123" in title(o.screen.charts.charts[0]), "the new point")
 
 
+@pytest.mark.slow
 async def test_the_cursor_shows_the_values_of_one_step_in_every_chart(workspace: OutputDir) -> None:
     async with opened_run(workspace.path, size=(200, 50)) as o:
         view = o.screen.charts
@@ -146,6 +149,7 @@ async def test_the_cursor_shows_the_values_of_one_step_in_every_chart(workspace:
         assert view.cursor == 42, "from the right end"
 
 
+@pytest.mark.slow
 async def test_the_mouse_points_chooses_and_maximises(workspace: OutputDir) -> None:
     async with opened_run(workspace.path, size=(200, 50)) as o:
         view = o.screen.charts
@@ -175,6 +179,7 @@ async def test_one_chart_is_maximised_and_finer(workspace: OutputDir) -> None:
         assert not view.is_maximised and o.app.screen is o.screen
 
 
+@pytest.mark.slow
 async def test_zoom_pan_and_following(workspace: OutputDir) -> None:
     async with opened_run(workspace.path) as o:
         view, reward = o.screen.charts, o.screen.charts.charts[0]
@@ -338,6 +343,7 @@ async def test_rollouts_in_every_order_turn_by_turn(workspace: OutputDir) -> Non
         assert view.selected.advantage == -0.75
 
 
+@pytest.mark.slow
 async def test_new_rollouts_come_in_while_one_is_read(workspace: OutputDir) -> None:
     run = add_history(workspace, RUN)
     async with opened_run(workspace.path) as o:
@@ -394,6 +400,7 @@ async def test_a_run_is_rolled_back_to_the_chosen_checkpoint(workspace: OutputDi
         assert o.screen.check_action("rollback", ()) is False
 
 
+@pytest.mark.slow
 async def test_read_only_offers_no_rollback(workspace: OutputDir) -> None:
     add_history(workspace, RUN)
     before = {path: path.read_bytes() for path in workspace.path.rglob("*") if path.is_file()}

@@ -108,6 +108,7 @@ async def test_words_are_found_up_and_down_and_round(workspace: OutputDir) -> No
         await o.until(lambda: isinstance(o.app.screen, RunsScreen), "home")
 
 
+@pytest.mark.slow
 async def test_levels_leave_out_what_is_below(workspace: OutputDir) -> None:
     async with opened_run(workspace.path) as o:
         await open_log(o)
@@ -189,6 +190,7 @@ async def test_a_search_starts_at_the_last_line_on_the_screen_where_lines_are_lo
         assert number(workspace, view.found.start) == last
 
 
+@pytest.mark.slow
 async def test_the_line_above_tells_what_is_read_and_which_log_is_not_there(workspace: OutputDir) -> None:
     async with opened_run(workspace.path) as o:
         await open_log(o)

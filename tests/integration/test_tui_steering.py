@@ -79,6 +79,7 @@ async def test_pause_with_a_reason_and_continue(workspace: OutputDir) -> None:
     assert audit(workspace) == [("pause", QUEUED), ("continue", QUEUED)]
 
 
+@pytest.mark.slow
 async def test_pause_many_and_continue_them_by_command(workspace: OutputDir) -> None:
     runs = [RunDir(workspace.path / name) for name in (QUEUED, "run_queued-b")]
     async with opened(workspace.path) as (app, pilot):
@@ -127,6 +128,7 @@ async def test_weight_is_checked_at_its_field_and_set(workspace: OutputDir) -> N
     assert (config["weight"], config["tags"]) == (3, ["a", "b"])
 
 
+@pytest.mark.slow
 async def test_a_mistake_in_a_set_is_told(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, QUEUED)
@@ -145,6 +147,7 @@ async def test_to_remove_what_is_not_there_changes_nothing(workspace: OutputDir)
     assert path.read_text() == before
 
 
+@pytest.mark.slow
 async def test_budget_shows_what_is_used_and_is_taken_back(workspace: OutputDir) -> None:
     run = RunDir(workspace.path / QUEUED)
     before = run.orch_toml.read_text()
@@ -268,6 +271,7 @@ async def mark(app: PrlApp, pilot: Pilot[None], run_ids: list[str]) -> None:
         await pilot.press("space")
 
 
+@pytest.mark.slow
 async def test_all_marked_runs_are_forked(workspace: OutputDir, two_with_versions: list[str]) -> None:
     async with opened(workspace.path) as (app, pilot):
         await mark(app, pilot, two_with_versions)
@@ -290,6 +294,7 @@ async def test_all_marked_runs_are_forked(workspace: OutputDir, two_with_version
     assert [each["seed"] for each in made] == [9, 9]
 
 
+@pytest.mark.slow
 async def test_all_marked_runs_are_exported_each_into_its_folder(
     workspace: OutputDir, two_with_versions: list[str], tmp_path: Path
 ) -> None:
@@ -309,6 +314,7 @@ async def test_all_marked_runs_are_exported_each_into_its_folder(
     assert folders == ["done", "queued-a"]
 
 
+@pytest.mark.slow
 async def test_all_marked_runs_get_the_limit_that_was_typed_and_keep_the_others(workspace: OutputDir) -> None:
     budgets = {QUEUED: {"max_tokens": 700, "max_hours": 1234.5678}, "run_queued-b": {"max_hours": 1234.5678}}
     for run_id, budget in budgets.items():
@@ -332,6 +338,7 @@ async def test_all_marked_runs_get_the_limit_that_was_typed_and_keep_the_others(
     assert found == [{"max_tokens": 700, "max_hours": 2}, {"max_hours": 2}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "what"), [("W", "a sweep"), ("c", "a clone")])
 async def test_what_starts_from_one_run_refuses_several(workspace: OutputDir, key: str, what: str) -> None:
     async with opened(workspace.path) as (app, pilot):
@@ -352,6 +359,7 @@ async def test_diff_tells_what_differs(workspace: OutputDir) -> None:
         assert "max_steps" in screen_text(app) and "result" in screen_text(app)
 
 
+@pytest.mark.slow
 async def test_a_run_offers_its_chosen_checkpoint_and_tells_its_budget(workspace: OutputDir) -> None:
     run = add_history(workspace, "run_collapsed")
     run.orch_toml.write_text(orch_toml(extra="weight = 4\npriority = 2\nbudget = { max_hours = 2 }\n"))

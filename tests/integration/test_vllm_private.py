@@ -84,6 +84,7 @@ def test_the_variables_are_those_that_are_set() -> None:
     assert {name for name in ours if name.startswith("VLLM_")} == set(private.VARIABLES)
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private, "IMPORTED", {"json": {"loads": ("text",), "gone": ()}, "no_such_module": {"x": ()}})
     monkeypatch.setattr(private, "MEMBERS", {"json.decoder.JSONDecoder": ("decode", "strict", "gone")})

@@ -66,11 +66,9 @@ def test_tab(snap_compare: Compare, app: PrlApp, size: tuple[int, int], tab: str
 @pytest.mark.parametrize(
     ("tab", "keys"),
     [
-        (CHARTS, ("m", "s", "s", "left", "left", "left")),
+        *in_full((CHARTS, ("m", "s", "s", "left", "left", "left"))),
         (CHARTS, ("w", *"sort", "tab", "enter", "space", "space")),
-        (ROLLOUTS, ("n",)),
-        (CONFIG, ("v",)),
-        (CONFIG, ("w", *"upper", "enter")),
+        *in_full((ROLLOUTS, ("n",)), (CONFIG, ("v",)), (CONFIG, ("w", *"upper", "enter"))),
         (LOGS, ("v", "v", "slash", *"client", "enter")),
     ],
     ids=["one-chart", "compared", "turns", "defaults", "differences", "warnings"],
@@ -82,7 +80,10 @@ def test_small(snap_compare: Compare, app: PrlApp, tab: str, keys: tuple[str, ..
 @pytest.mark.parametrize("size", [SMALL, *in_full((LARGE,))], ids=["80x24", "200x50"])
 @pytest.mark.parametrize(
     "keys",
-    [("v", "n", "t", "t"), ("slash", *"again reward>0.5", "enter", "v", "t"), ("v", "v", "less_than_sign")],
+    [
+        ("v", "n", "t", "t"),
+        *in_full((("slash", *"again reward>0.5", "enter", "v", "t"),), (("v", "v", "less_than_sign"),)),
+    ],
     ids=["group", "found", "rewards"],
 )
 def test_rollouts_with_their_tokens(

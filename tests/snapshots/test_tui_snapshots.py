@@ -80,6 +80,7 @@ def test_home_in_the_light_theme(snap_compare: Compare, app: PrlApp, size: tuple
     assert snap_compare(app, terminal_size=size, run_before=steps)
 
 
+@pytest.mark.slow
 def test_marks_pins_an_order_and_a_filter_with_a_mistake(snap_compare: Compare, app: PrlApp) -> None:
     pressed = ("s", "s", "s", "s", "space", "space", "p", "slash", *"step>0 lag>x", "enter")
     assert snap_compare(app, terminal_size=(120, 32), run_before=looked(*pressed))

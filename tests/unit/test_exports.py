@@ -125,6 +125,7 @@ def test_an_adapter_that_does_not_fit_is_refused(run: RunDir, tmp_path: Path) ->
         merge_into(out, str(tmp_path / "empty"), run.broadcast_dir(1))
 
 
+@pytest.mark.slow
 def test_a_merge_that_fails_leaves_nothing_and_tells_why(run: RunDir, tmp_path: Path) -> None:
     (run.broadcast_dir(2) / "adapter_model.safetensors").write_bytes(b"cut")
     place = tmp_path / "place"

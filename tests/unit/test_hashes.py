@@ -102,6 +102,7 @@ def test_a_file_with_its_hash_is_installed(place: Path) -> None:
     assert installed(place) and not install.PIP_REPORT.exists()
 
 
+@pytest.mark.slow
 def test_uv_refuses_another_file_and_pip_is_not_asked(place: Path) -> None:
     lock(place, "0" * 64)
     with pytest.raises(subprocess.CalledProcessError) as error:

@@ -314,6 +314,7 @@ async def test_out_of_memory_computes_rows_again_and_loses_no_token(
     assert max(asked) == 8 and sum(num_rows > 3 for num_rows in asked) < 16, "fewer at a time from then on"
 
 
+@pytest.mark.slow
 async def test_out_of_memory_takes_as_many_rows_as_before_when_there_is_room_again(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

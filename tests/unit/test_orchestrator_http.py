@@ -168,6 +168,7 @@ async def test_the_key_is_sent(model: Path, tmp_path: Path) -> None:
         await client.close()
 
 
+@pytest.mark.slow
 async def test_without_a_base_url_the_server_is_found_again_at_its_new_address(model: Path, tmp_path: Path) -> None:
     fake = FakeInference(model)
     client = InferenceClient([Endpoint(tmp_path, None)], answers, backoff_start_s=0.01)

@@ -39,6 +39,7 @@ def test_lines_files_and_the_share_of_function_bodies() -> None:
     assert size_of([]).body_share == 0
 
 
+@pytest.mark.slow
 def test_the_packages_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     main()
     rows = capsys.readouterr().out.splitlines()

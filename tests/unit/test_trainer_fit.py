@@ -100,6 +100,7 @@ def test_a_few_layers_tell_what_all_of_them_take(
     assert found.peak > found.weights + found.adapters + found.optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny, *in_full(whole)])
 def test_offloaded_inputs_of_layers_are_in_the_memory_of_the_host(make: Callable[..., Setting]) -> None:
     setting = make(checkpoints=True)
@@ -136,6 +137,7 @@ print(json.dumps([vars(predict(whole(1, checkpoints=True, num_ranks=ranks))) for
 """
 
 
+@pytest.mark.slow
 def test_ranks_share_a_whole_model_with_its_gradients_and_moments() -> None:
     """In a process of its own: another test may have made a process group of one."""
     found = subprocess.run([sys.executable, "-c", RANKS], cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -362,6 +364,7 @@ def small(tmp_path: Path) -> str:
     return str(tmp_path / "small")
 
 
+@pytest.mark.slow
 def test_full_fine_tuning_has_its_own_words_and_one_run(small: str, capsys: Any) -> None:
     argv = ["--model", small, "--full-finetune", "--runs", "auto", "--seq-len", "64", "--gpu-memory", "8"]
     assert cli.main(argv) == 0
@@ -386,6 +389,7 @@ def test_the_table_and_the_json_tell_the_same(small: str, capsys: Any) -> None:
     assert "does not fit" in table and found["gpu_memory_utilization"] is None
 
 
+@pytest.mark.slow
 def test_offload_is_counted_on_a_gpu_and_shown(small: str, capsys: Any) -> None:
     argv = ["--model", small, "--seq-len", "64", "--tokens", "65536", "--runs", "2", "--gpu-memory", "16"]
     argv += ["--trainer.model.activation_offload", "true"]

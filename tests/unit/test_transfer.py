@@ -156,6 +156,7 @@ def test_a_server_that_is_killed_in_a_transfer_comes_back_and_harms_no_other(
     assert num_groups(caplog) == 3, "that of the other server lasted"
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_comes_back_and_its_servers_join_it_again(port: int) -> None:
     server = Server(port, num_workers=2)
     for seed in (1, 2):
@@ -204,6 +205,7 @@ def test_a_missing_trainer_is_named_in_time(port: int) -> None:
         fetch(port, timeout_s=1.0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_comes_harms_neither_side(port: int) -> None:
     sender = WeightSender(HOST, port, timeout_s=1.0)
     first, _ = Server(port, num_workers=2).workers  # it waits for the sender's word, however late that comes

@@ -35,6 +35,7 @@ class WokenMeanwhile(Rest):
         return False
 
 
+@pytest.mark.slow
 def test_a_wake_between_reading_and_resetting_the_flag_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
