@@ -1,8 +1,9 @@
-"""Print how large the packages are: `python -m scripts.size`. Fails nothing."""
+"""Print how large the packages are, and the walks through them: `python -m scripts.size`. Fails nothing."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +53,18 @@ def size_of(texts: Iterable[str]) -> Size:
     return Size(files, sum(lines), bodies, max(lines), max(functions))
 
 
+def walks(page: str) -> dict[str, list[str]]:
+    """Return the files of each walk on a page of docs/explanation, by its heading: those in its table, once each."""
+    found = {}
+    for section in re.split(r"^#+ ", page, flags=re.MULTILINE):
+        rows = "\n".join(re.findall(r"^\|.*", section, re.MULTILINE))
+        if files := re.findall(r"`((?:prime_rl|daemons|tui)/[\w/]+\.py)`", rows):
+            found[section.splitlines()[0]] = list(dict.fromkeys(files))
+    return found
+
+
 def main() -> None:
-    """Print one line for each package, and one for all of them."""
+    """Print one line for each package, one for all of them, and one for each walk."""
     texts = {name: [path.read_text() for path in sorted((ROOT / name).rglob("*.py"))] for name in PACKAGES}
     rows = {**texts, "all": [text for each in texts.values() for text in each]}
     print(f"{'':10}{'files':>7}{'lines':>9}{'in bodies':>11}{'longest file':>14}{'function':>10}")
@@ -61,6 +72,9 @@ def main() -> None:
         size = size_of(each)
         share = f"{size.body_share:.0f} %"
         print(f"{name:10}{size.files:7}{size.lines:9,}{share:>11}{size.longest_file:14}{size.longest_function:10}")
+    for path in sorted((ROOT / "docs" / "explanation").glob("*.md")):
+        for heading, files in walks(path.read_text()).items():
+            print(f"walk {path.stem}: {heading}: {len(files)} files")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.size import main, size_of
+from scripts.size import main, size_of, walks
 
 TEXT = '''"""A module."""
 
@@ -39,8 +39,16 @@ def test_lines_files_and_the_share_of_function_bodies() -> None:
     assert size_of([]).body_share == 0
 
 
+def test_a_walk_is_the_files_of_a_table() -> None:
+    page = "# A\n`tui/app.py`\n## B\n| `tui/app.py`, `tui/keys.py` | both |\n| `tui/app.py` | again |\n## C\n| word |\n"
+    assert walks(page) == {"B": ["tui/app.py", "tui/keys.py"]}
+
+
 @pytest.mark.slow
 def test_the_packages_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     main()
     rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows[1:]] == ["prime_rl", "daemons", "tui", "all"]
+    assert [row.split()[0] for row in rows[1:5]] == ["prime_rl", "daemons", "tui", "all"]
+    assert {row.split(":")[0] for row in rows[5:]} >= {
+        f"walk {name}" for name in ("batch", "pause", "rollout", "screen", "up")
+    }
