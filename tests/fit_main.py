@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.losses import AipoLossConfig
-from prime_rl.configs.orchestrator import OptimConfig, RunLoRAConfig
+from prime_rl.configs.orchestrator import OptimConfig
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.trainer.checkpoint import copy_to_cpu
 from prime_rl.trainer.fit.predict import MOMENTS, Setting, micro_batch, model_config
@@ -63,7 +63,7 @@ def as_a_whole(setting: Setting, base: nn.Module) -> tuple[PolicyModel, object]:
     kept: list[object] = []
     if setting.host_copies:
         whole = WholeModel(base, keeps=True)
-        kept += [whole, whole.export(0, RunLoRAConfig())]
+        kept += [whole, whole.gather(torch.float32, torch.device("cpu"))]
     weights = ShardedWeights(named)
     optimizer = make_optimizer(OptimConfig(), weights.vectors)
     for _, leaf in named:

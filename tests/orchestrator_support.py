@@ -141,6 +141,8 @@ class FakeInference:
         data = b""
         while True:
             event = await receive()
+            if event["type"] == "http.disconnect":  # a client that went away amid its request
+                return
             data += event.get("body", b"")
             if not event.get("more_body"):
                 break
