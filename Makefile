@@ -44,7 +44,7 @@ test: install-test ## what to run before every commit: a guard of every promise,
 	@$(PYTEST) -m "not slow and not release"
 
 test-slow: install-test ## real engines, kills, learning, and what `make test` tries once of each kind, with the full budgets
-	@PRL_TEST_BUDGET=full $(PYTEST) -m "slow and not release"
+	@PRL_TEST_BUDGET=full $(PYTEST) -m "(slow or budget) and not release"
 
 test-release: install-test ## before a release: what needs a package index, other Pythons, a container, or long learning
 	@PRL_TEST_BUDGET=full $(PYTEST) -m release

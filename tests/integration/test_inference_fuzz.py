@@ -124,6 +124,7 @@ def attack(server: RunningServer) -> None:
         several()
 
 
+@pytest.mark.budget
 def test_no_request_that_can_be_drawn_harms_the_server(server: RunningServer) -> None:
     with neighbour(server) as seconds:
         attack(server)

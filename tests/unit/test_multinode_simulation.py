@@ -43,6 +43,7 @@ def random_world(seed: int) -> World:
     )
 
 
+@pytest.mark.budget
 @pytest.mark.parametrize("block", range(NUM_BLOCKS))
 def test_every_random_history_ends_well(block: int) -> None:
     for number in range(NUM_HISTORIES):
