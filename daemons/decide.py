@@ -101,7 +101,7 @@ class Seen:
     `exit_code` is None while it lives, and for a process that is not our child. `still_s`: how long its progress has
     stood still though it had work; None: no work, or it counts none. `loop_still_s`: how long its main loop has not
     turned, once that is longer than the loop may take. `end_reason`: why it ended, where its engine knows more than
-    the exit code. `final_state`: written by an orchestrator since this start.
+    the exit code. `final_state`: written by an orchestrator since this start. `has_all_steps`: its run is done.
     `left` are processes of its last start that still run, though SIGKILL was sent to them. `work`: what a process that
     has ended noted last.
     """
@@ -118,6 +118,7 @@ class Seen:
     last_reason: str | None = None
     evicted: bool = False
     ended: bool = False
+    has_all_steps: bool = False
     paused: bool = False
     gone: bool = False
     left: frozenset[int] = frozenset()
@@ -391,10 +392,9 @@ def _exit_text(seen: Seen) -> str:
 
 
 def _backoff(daemon: Daemon, spec: DaemonSpec | None, seen: Seen, now: float, asked: bool) -> Action:
-    if (held := _held(seen)) and spec is None:
-        return Action(Do.NOTE, replace(daemon, state=State.DONE, waiting_on=None, reason=held))
-    if spec is None and daemon.spec.run_id is None:
-        return Action(Do.NOTE, replace(daemon, state=State.DONE, waiting_on=None, reason=NOT_REQUESTED))
+    over = _held(seen) or ("finished" if seen.has_all_steps else None if daemon.spec.run_id else NOT_REQUESTED)
+    if spec is None and over:
+        return Action(Do.NOTE, replace(daemon, state=State.DONE, waiting_on=None, reason=over))
     if spec is None:
         return Action(Do.NOTE, replace(daemon, waiting_on="the trainer to hold its run in a slot"))
     if asked or now >= daemon.retry_at:

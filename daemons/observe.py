@@ -14,7 +14,7 @@ from pathlib import Path
 
 from daemons.decide import Daemon, Seen
 from daemons.launchers.base import Alive, Ended
-from daemons.specs import INFERENCE, OPTIONAL, TRAINER, DaemonSpec, RunNow
+from daemons.specs import INFERENCE, OPTIONAL, TRAINER, DaemonSpec, RunNow, has_all_steps
 from daemons.workspace_reader import Stamp, StatusFiles, stamp_of
 from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.configs.validate import load_run_config
@@ -107,6 +107,7 @@ class Observer:
             last_reason=status.reason if status and last else None,
             evicted=run.evicted if run else False,
             ended=run.ended if run else False,
+            has_all_steps=has_all_steps(run) if run else False,
             paused=run.paused if run else False,
             gone=run.gone if run else False,
             left=end.left if end else frozenset(),

@@ -255,13 +255,14 @@ def wants_orchestrator(run: RunNow) -> bool:
         return run.status is not None and run.status.state in ("starting", "running")
     if not run.in_slot:
         return False
-    if run.status is None:
-        return True
-    if run.status.state == "finished" and run.status.reason:  # it ended early, and was readmitted
-        return True
-    if run.status.state == "finished":  # raised since then: there is more to do
-        return run.max_steps is not None and 0 < run.status.max_steps < run.max_steps
-    return run.status.state != "failed"
+    return run.status is None or not (run.status.state == "failed" or has_all_steps(run))
+
+
+def has_all_steps(run: RunNow) -> bool:
+    """True when it has reached its last step, which was not raised since; one that ended early has a reason."""
+    if run.status is None or run.status.state != "finished" or run.status.reason:
+        return False
+    return run.max_steps is None or not 0 < run.status.max_steps < run.max_steps
 
 
 def wants_monitors(run: RunNow) -> bool:

@@ -372,6 +372,17 @@ def test_a_readmitted_run_gets_its_orchestrator_again() -> None:
     assert history.see(after_s=5) == [Do.START]
 
 
+def test_a_finished_run_that_was_evicted_and_readmitted_is_done_and_waits_for_nothing() -> None:
+    history = running(RUN)
+    history.wanted = False
+    history.see(Seen(exit_code=0, final_state="finished", has_all_steps=True))
+    history.see(Seen(has_all_steps=True), asked=True)
+    history.see(Seen(has_all_steps=True), after_s=1)
+    assert (history.daemon.state, history.daemon.waiting_on) == (State.DONE, None)
+    history.wanted = True  # its last step was raised
+    assert history.see() == [Do.START]
+
+
 def test_a_crashed_orchestrator_waits_for_the_trainer_to_hold_its_run() -> None:
     history = running(RUN)
     history.crash(after_s=60)

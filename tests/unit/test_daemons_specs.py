@@ -17,10 +17,12 @@ def status(state: str, max_steps: int = 10) -> RunStatus:
 
 def test_which_runs_want_an_orchestrator() -> None:
     run = RunNow("run_a", in_slot=True, evicted=False, gone=False, status=None, max_steps=None)
+    early = RunStatus(run_id="run_a", state="finished", max_steps=10, reason="its budget is used up")
     assert wants_orchestrator(run)
     assert wants_orchestrator(replace(run, status=status("evicted")))  # and evicted.txt is gone: readmitted
     assert wants_orchestrator(replace(run, status=status("finished"), max_steps=20))  # raised since
     assert not wants_orchestrator(replace(run, status=status("finished"), max_steps=10))
+    assert wants_orchestrator(replace(run, status=early, max_steps=10))  # readmitted
     assert not wants_orchestrator(replace(run, status=status("failed")))
     assert not wants_orchestrator(replace(run, in_slot=False))
     assert not wants_orchestrator(replace(run, evicted=True))
