@@ -174,7 +174,9 @@ def begun(work: PhaseWork, module: str) -> psutil.Process:
 
     def look() -> bool:
         work.look()
-        found[:] = [each for each in psutil.Process().children() if module in each.cmdline()]
+        # Other tests of this worker may have an inference server of their own.
+        marks = {"prime_rl.utils.process", module}
+        found[:] = [each for each in psutil.Process().children() if marks <= set(each.cmdline())]
         return bool(found and found[0].children())
 
     wait_for(look, f"{module} to start", timeout_s=PATIENCE_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import string
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -202,7 +203,7 @@ def test_whatever_a_file_does_the_end_is_shown_as_it_is(operations: list[str], s
 def _do(operation: str, path: Path, number: int, rng: random.Random) -> None:
     if path.is_dir():
         path.rmdir()
-    line = f"line {number} " + "x" * rng.randrange(90)
+    line = f"line {number} " + "".join(rng.choices(string.ascii_letters, k=rng.randrange(90)))
     if operation in ("append", "partial"):
         with path.open("a") as file:
             file.write(line + "\n" * (operation == "append"))
