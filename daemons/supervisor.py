@@ -62,7 +62,8 @@ TICK_S = 0.25
 # Between two looks at everything while nothing happens. Below a heartbeat, so that every second look renews the
 # daemons' files, well before a reader takes them for lost. A look costs milliseconds for 200 runs.
 IDLE_S = 4.0
-LOOK_AT_LOGS_S = 10.0
+# A daemon may write 100 MB in a second, and must not fill the disk for all.
+LOOK_AT_LOGS_S = 2.0
 _TAIL_LINE_CHARS = 500
 
 
@@ -309,8 +310,7 @@ class Supervisor:
     def _end_all(self, turn: Callable[[], None]) -> Left:
         def tick() -> None:
             turn()
-            if self._relay is not None:
-                self._relay.pump()
+            self.look_at_logs()
             self._try_write_statuses()
 
         left: Left = set()

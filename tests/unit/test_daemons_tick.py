@@ -219,6 +219,13 @@ def test_the_logs_of_all_nodes_are_rotated_and_the_last_lines_are_those_of_the_n
     assert workspace.tell("trainer").log_tail == ["==> trainer-node1.log <==", "out of memory"]
 
 
+def test_logs_are_kept_small_while_daemons_end(workspace: Workspace) -> None:
+    workspace.look_until("both to run", workspace.all_run)
+    log, size = workspace.output.log("trainer"), workspace.supervisor.config.max_log_bytes
+    workspace.supervisor._end_all(lambda: os.truncate(log, size + 1) if not old_log(log, 1).exists() else None)
+    assert old_log(log, 1).exists() and log.stat().st_size < size
+
+
 def test_a_run_that_ends_as_it_is_looked_at_has_not_crashed(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
