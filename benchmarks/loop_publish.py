@@ -156,10 +156,10 @@ def _floors(url: str, run: RunDir, kind: str, pause_s: float) -> list[float]:
     floors = []
     with httpx.Client(timeout=TIMEOUT_S) as http:
         for number in range(1, NUM_STEPS):
-            version = run.path.parent / f"floor_{number}"
+            apart = OutputDir(run.path.parent).run(f"{run.run_id}-{kind}")
+            version, name = apart.broadcast_dir(number), f"{apart.run_id}@v{number}"
             shutil.copytree(newest, version)
             (version / ADAPTER_FILE).unlink()
-            name = f"{run.run_id}-{kind}@v{number}"
             load = {"lora_name": name, "lora_path": str(version)}
             ask = {"model": name, "prompt": prompt, "max_tokens": 1, "logprobs": 1, "return_token_ids": True}
             time.sleep(pause_s)

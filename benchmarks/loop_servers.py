@@ -86,12 +86,13 @@ def _url(workspace: Path, process: subprocess.Popen[bytes]) -> str | None:
 
 
 def random_adapters(folder: Path, model: Path, names: Sequence[str], *, rank: int = 8) -> dict[str, Path]:
-    """A folder for each of `names`, with an adapter of `rank` on every linear layer."""
+    """A folder for each of `names` in the workspace `folder`, with an adapter of `rank` on every linear layer."""
     linear = {
         name: module
         for name, module in AutoModelForCausalLM.from_pretrained(model).named_modules()
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in DEFAULT_TARGET_MODULES
     }
+    folders = {}
     for seed, adapter in enumerate(names):
         generator = torch.Generator().manual_seed(seed)
         tensors = {}
@@ -99,10 +100,12 @@ def random_adapters(folder: Path, model: Path, names: Sequence[str], *, rank: in
             name_A, name_B = peft_names(name)
             tensors[name_A] = torch.randn(rank, module.in_features, generator=generator) * 0.02
             tensors[name_B] = torch.randn(module.out_features, rank, generator=generator) * 0.02
-        (folder / adapter).mkdir()
+        run_id, _, version = adapter.partition("@v")
+        folders[adapter] = OutputDir(folder).run(run_id).broadcast_dir(int(version))
+        folders[adapter].mkdir(parents=True)
         targets = list(DEFAULT_TARGET_MODULES)
-        save_peft(folder / adapter, tensors, rank=rank, alpha=16, target_modules=targets, base_model=str(model))
-    return {name: folder / name for name in names}
+        save_peft(folders[adapter], tensors, rank=rank, alpha=16, target_modules=targets, base_model=str(model))
+    return folders
 
 
 def load(url: str, adapters: dict[str, Path]) -> None:

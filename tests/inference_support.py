@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,6 +166,28 @@ class RunningServer:
         assert status is not None and status.state == "stopped" and status.adapters == []
 
 
+@contextlib.contextmanager
+def unread_request(server: RunningServer, **fields: Any) -> Iterator[None]:
+    """A client that asks, reads nothing, and goes away at the end of the block."""
+    body = json.dumps(fields).encode()
+    url = httpx.URL(server.root_url)
+    key = f"authorization: Bearer {server.api_key}\r\n" if server.api_key else ""
+    with socket.create_connection((url.host, url.port or 0)) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            + f"{key}content-length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        yield
+
+
+def status_of(server: RunningServer) -> InferenceStatus:
+    status = read_status(OutputDir(server.output_dir).inference_status, InferenceStatus)
+    assert status is not None
+    return status
+
+
 def sockets_of(pid: int) -> list[Path]:
     """The files of the unix sockets that a process has open."""
     connections = psutil.Process(pid).net_connections(kind="unix")
@@ -230,7 +256,7 @@ def fill_slots(server: RunningServer, folder: Path) -> list[str]:
     """Load the adapter in `folder` under names of other runs until no slot is free; returns the names."""
     names = [f"run_fill{number}@v{version}" for number in range(NUM_RUNS) for version in (1, 2)][: -len(LOADED)]
     for name in names:
-        server.load(name, folder)
+        server.load(name, shutil.copytree(folder, adapter_dir(server, name), dirs_exist_ok=True))
     return names
 
 

@@ -57,7 +57,7 @@ class EmbeddedConfig(BaseConfig):
     """Settings of the embedded engine."""
 
     max_waiting: int = Field(16_384, ge=1)
-    """Longest queue, in sequences; a request beyond it gets 503 with `Retry-After`."""
+    """Longest queue of a run, in sequences; a request beyond it gets 503 with `Retry-After`."""
 
 
 class InferenceConfig(BaseConfig):

@@ -16,6 +16,7 @@ from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.losses import AipoLossConfig, DrGrpoLossConfig, LossConfig
 from prime_rl.configs.reports import MonitorConfig, SamplesConfig
 from prime_rl.configs.shared import EvalSamplingConfig, LogConfig, SamplingConfig, WatchConfig
+from prime_rl.contract.served import RANGES
 
 # Keys of `orch.toml` that are read while the run is in its slot; it keeps all others as it was admitted.
 LIVE_KEYS = ("weight", "priority", "preempt", "budget", "tags")
@@ -288,7 +289,7 @@ class OrchestratorConfig(RunLifetime):
     batch_size: int = Field(ge=1)
     """Samples per update, a multiple of `rollouts_per_example`."""
 
-    rollouts_per_example: int = Field(ge=1)
+    rollouts_per_example: int = Field(ge=1, le=int(RANGES["n"].highest))
     """Rollouts per example: the group over which advantages are computed."""
 
     seq_len: int | None = Field(None, ge=8)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from prime_rl.configs.base import BaseConfig
-from prime_rl.contract.served import RANGES, TEMPERATURE
+from prime_rl.contract.served import MAX_STOP_CHARS, MAX_STOPS, RANGES, TEMPERATURE
 
 DEFAULT_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -119,7 +119,7 @@ class SamplingConfig(_Ranged):
     frequency_penalty: Penalty = 0.0
     """Taken off the logit of a token for each time that the completion has it so far; 0: off."""
 
-    stop: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field([], max_length=16)
+    stop: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] = Field([], max_length=MAX_STOPS)
     """Texts that end a completion. The environment does not see them; the policy is trained on them."""
 
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([], max_length=64)

@@ -103,8 +103,16 @@ RANGES: Mapping[str, Range] = {
 }
 
 
+# Texts that end a completion, and characters of one: each is looked for at each token.
+MAX_STOPS, MAX_STOP_CHARS = 16, 256
+
+
 def refusal(params: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first parameter outside of its range, and the reason. What is not a number is not looked at."""
+    """The first parameter outside of its range, and the reason. A value of another type is not looked at."""
+    stop = params.get("stop")
+    stops = stop if isinstance(stop, list) else [stop]
+    if len(stops) > MAX_STOPS or any(isinstance(each, str) and len(each) > MAX_STOP_CHARS for each in stops):
+        return "stop", f"stop: must be at most {MAX_STOPS} texts of at most {MAX_STOP_CHARS} characters"
     for name, limits in RANGES.items():
         value = params.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and (problem := limits.problem(value)):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -30,10 +31,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
+from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.contract.notes import Item, WorkNote
 from prime_rl.contract.served import (
     BASE_WEIGHTS,
+    CHAT_PREFIX,
     LOGPROBS_HEADER,
     NUM_CHAT_ADAPTERS,
     RUN_HEADER,
@@ -41,6 +43,7 @@ from prime_rl.contract.served import (
     is_chat,
     parse_adapter_name,
 )
+from prime_rl.contract.status import TrainerStatus, is_there, read_status
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import (
     Asked,
@@ -196,6 +199,7 @@ class Front:
             message = "lora_name must be 1 to 128 of letters, digits and '._@/-', the first a letter or digit."
             raise ApiError(400, message, param="lora_name")
         folder = await asyncio.to_thread(confined_adapter, self._output_dir, asked.lora_path)
+        _check_owner(name, OutputDir(self._output_dir.resolve()), folder)
         # A large file takes long to read and to check: nothing else waits for that.
         async with self.turns.work(Item(_run_of(name), f"loaded {name}")), self._one_load:
             with await self.turnstile.enter():
@@ -218,8 +222,6 @@ class Front:
         chats = [each for each in loaded if is_chat(each)]
         if model.lora is None:
             problem = "This server serves no adapters (model.lora is null)."
-        elif name == model.name:
-            problem = f"{name!r} is the name of the base model."
         elif name in loaded:
             problem = f"The lora adapter {name!r} has already been loaded."
         elif parsed and len(own) >= self._config.max_versions_per_run:
@@ -235,10 +237,18 @@ class Front:
     async def _update(self, request: Request) -> Response:
         asked = await decoded(request, _UpdateRequest)
         folder = await asyncio.to_thread(confined_weights, self._output_dir, asked.weight_dir)
+        await asyncio.to_thread(self._check_trainer)
         # It goes into a header, where not every character of a file name may stand.
         label = quote(weights_label(self._output_dir.resolve(), folder))
-        async with self.turns.work(Item(_valid(label.partition("/")[0]), f"loaded {label}")):
+        async with self.turns.work(Item(self._known(label.partition("/")[0]), f"loaded {label}")):
             return await self._change_weights(folder, label)
+
+    def _check_trainer(self) -> None:
+        """Raises ApiError where the trainer trains adapters: other whole weights would take the base from all runs."""
+        trainer = read_status(OutputDir(self._output_dir).trainer_status, TrainerStatus)
+        if trainer is not None and trainer.max_rank is not None and is_there(trainer):
+            message = "The trainer of this workspace trains adapters: the weights are those of the base model."
+            raise ApiError(409, message, param="weight_dir")
 
     async def _reload(self, request: Request) -> Response:
         return await self._change_weights(None, BASE_WEIGHTS)
@@ -260,22 +270,37 @@ class Front:
         """The item of work of a request that generates; None for one that is refused, since no such model is served."""
         name = model if isinstance(model, str) else None
         if name in (None, self._config.model.name):
-            run_id = _valid(headers.get(RUN_HEADER, ""))
+            run_id = self._known(headers.get(RUN_HEADER, ""))
             served = "the base model" if self.weights == BASE_WEIGHTS else self.weights
             return Item(run_id, f"served {served}{f' for {run_id}' if run_id else ''}")
         return Item(_run_of(name), f"served {name}") if name in self._engine.adapters() else None
+
+    def _known(self, run_id: str) -> str:
+        """The run that a header names; "" for one that is not there: made-up names get no places of their own."""
+        with contextlib.suppress(LayoutError):
+            if os.path.exists(OutputDir(self._output_dir).run(run_id).orch_toml):
+                return run_id
+        return ""
+
+
+def _check_owner(name: str, output: OutputDir, folder: Path) -> None:
+    """Raises ApiError unless `name` says which version of which run is in `folder`: no run answers for another."""
+    parsed = parse_adapter_name(name.removeprefix(CHAT_PREFIX))
+    if parsed is None:
+        message = f"lora_name {name!r} names no version of a run: it must be like run_a@v3."
+        raise ApiError(400, message, param="lora_name")
+    try:
+        run = output.run(parsed[0])
+    except LayoutError as error:
+        raise ApiError(403, str(error), param="lora_name") from error
+    if not (folder.is_relative_to(run.path) if is_chat(name) else folder == run.broadcast_dir(parsed[1])):
+        message = f"{name!r} is published at {run.broadcast_dir(parsed[1])}, not at {folder}."
+        raise ApiError(403, message, param="lora_path")
 
 
 def _run_of(adapter: str) -> str:
     """The run of an adapter; "" for one of a chat, or by another name."""
     return (parse_adapter_name(adapter) or ("",))[0]
-
-
-def _valid(run_id: str) -> str:
-    try:
-        return check_run_id(run_id)
-    except LayoutError:
-        return ""
 
 
 def _in_turn(app: ASGIApp, front: Front, room: Room | None) -> ASGIApp:
@@ -290,6 +315,7 @@ def _in_turn(app: ASGIApp, front: Front, room: Room | None) -> ASGIApp:
         if room:
             room.check(asked)
         item = front.item_of(request.headers, asked.model)
+        request.state.run_id = item.run_id if item else ""
         async with front.turns.work(item) if item else contextlib.nullcontext(Outcome()) as outcome:
 
             async def tell(message: Message) -> None:

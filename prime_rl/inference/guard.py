@@ -79,6 +79,12 @@ def replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
+def run_of(request: Request) -> str:
+    """The run that a request which generates is for, as the front has found it; "" for none."""
+    run_id: str = request.scope.get("state", {}).get("run_id", "")
+    return run_id
+
+
 class Guard:
     """Middleware that refuses what `network.refusal` does and what has no key, and reads bodies before `app` does.
 

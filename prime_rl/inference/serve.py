@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 
 import msgspec
 import uvicorn
@@ -30,6 +32,8 @@ CUT_S = 2
 POLL_S = 0.1
 REPORT_EVERY_S = 0.5
 BACKLOG = 2048
+# File descriptors that are left to everything but connections, at most half of what the process may have.
+OWN_DESCRIPTORS = 256
 
 
 @dataclass(frozen=True)
@@ -151,17 +155,36 @@ class EngineReporter:
 MAX_HEAD_BYTES = 32 * 2**10
 # From the first byte, or from the connection. The body has a limit of its own (`guard`).
 HEAD_TIMEOUT_S = 10.0
+# A client that has read nothing for so long would hold its answer for ever.
+READ_TIMEOUT_S = 60.0
+
+
+def _most_connections() -> int:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(limit - OWN_DESCRIPTORS, limit // 2)
 
 
 class Connection(H11Protocol):
     """uvicorn's, which waits for the rest of a request for ever, and answers what is not HTTP in a form of its own."""
 
     _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _made_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give the first request its time."""
+        """Give the first request its time. Where there are too many, the oldest that have not sent one give way."""
         super().connection_made(transport)
+        self._made_at = self.loop.time()
+        most = _most_connections()
+        if len(self.connections) > most:
+            waiting = [each for each in self.connections if isinstance(each, Connection) and each._is_receiving]
+            for each in nsmallest(1 + most // 100, waiting, key=lambda each: each._made_at):
+                each.transport.close()
         self._limit()
+
+    @property
+    def _is_receiving(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def data_received(self, data: bytes) -> None:
         """Take what came. Time counts while no request is answered: for its head, and the rest of a refused body."""
@@ -175,6 +198,24 @@ class Connection(H11Protocol):
         elif not is_waiting and self._late is not None:
             self._late.cancel()
             self._late = None
+
+    def pause_writing(self) -> None:
+        """Note that the client is behind: it has some time to read on."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """Go on: the client has read what was written."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _watch_reader(self, before: int | None = None) -> None:
+        unread = self.transport.get_write_buffer_size()
+        if unread == before:
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self._unread = self.loop.call_later(READ_TIMEOUT_S, self._watch_reader, unread)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP in OpenAI's form; what was being answered is broken off."""

@@ -136,7 +136,16 @@ class AdapterPublication:
         return {name[1] for name in parsed if name is not None and name[0] == self._run.run_id}
 
     async def _load(self, server: ServerClient, version: int) -> None:
-        await server.load_adapter(self._name(version), self._run.broadcast_dir(version).resolve())
+        name, folder = self._name(version), self._run.broadcast_dir(version).resolve()
+        try:
+            await server.load_adapter(name, folder)
+        except RequestRefused:
+            # Versions of this run that somebody else has loaded take its room.
+            if not (foreign := self._own(await server.list_models()) - self._loaded):
+                raise
+            for each in sorted(foreign):
+                await server.unload_adapter(self._name(each))
+            await server.load_adapter(name, folder)
 
     async def _equip_one(self, server: ServerClient, version: int) -> None:
         try:

@@ -55,8 +55,9 @@ def test_a_chat_has_the_answers_of_the_version_and_leaves_nothing(server: Runnin
 def test_a_chat_takes_no_room_from_runs_and_the_newest_has_the_slot(server: RunningServer) -> None:
     for name in RUNS_VERSIONS:
         server.load(name, adapter_dir(server, name))
+    shutil.copytree(adapter_dir(server, "run_a@v1"), adapter_dir(server, "run_late@v1"))
     response = server.post(
-        "/v1/load_lora_adapter", lora_name="run_c@v1", lora_path=str(adapter_dir(server, "run_a@v1"))
+        "/v1/load_lora_adapter", lora_name="run_late@v1", lora_path=str(adapter_dir(server, "run_late@v1"))
     )
     assert response.status_code == 400 and "All 4 adapter slots are in use" in response.text
     first, second = (Chat(server.output_dir, name, GREEDY) for name in ("run_a@v1", "run_a@v2"))
@@ -66,7 +67,7 @@ def test_a_chat_takes_no_room_from_runs_and_the_newest_has_the_slot(server: Runn
             assert ask(second) == answer_of(server, "run_a@v2", "hello")
             assert ask(first) == answer_of(server, "run_a@v1", "hello")  # it takes the slot back
             response = server.post(
-                "/v1/load_lora_adapter", lora_name="chat/x", lora_path=str(adapter_dir(server, "run_a@v1"))
+                "/v1/load_lora_adapter", lora_name="chat/run_b@v1", lora_path=str(adapter_dir(server, "run_b@v1"))
             )
             assert (
                 response.status_code == 400 and "The adapter slot for chats is in use by chat/run_a@v1" in response.text

@@ -40,7 +40,9 @@ from tests.inference_support import (
     logprob_tolerance,
     make_adapter,
     reference_logprobs,
+    status_of,
     token_ids,
+    unread_request,
 )
 from tests.patience import PATIENCE_S
 from tests.weights_contract import (  # noqa: F401
@@ -284,9 +286,9 @@ def test_loading_what_does_not_fit_is_refused(server: RunningServer, model: Path
     load = "/v1/load_lora_adapter"
     assert "already" in error_of(server.post(load, lora_name=A, lora_path=str(adapter_dir(server, A))))
 
-    wide = make_adapter(server.output_dir / "wide", model, seed=3, rank=16)
-    assert "rank 16" in error_of(server.post(load, lora_name="run_w@v1", lora_path=str(wide)))
-    renamed = make_adapter(server.output_dir / "renamed", model, seed=3)
+    wide = make_adapter(adapter_dir(server, "run_wide@v1"), model, seed=3, rank=16)
+    assert "rank 16" in error_of(server.post(load, lora_name="run_wide@v1", lora_path=str(wide)))
+    renamed = make_adapter(adapter_dir(server, "run_r@v1"), model, seed=3)
     weights = renamed / "adapter_model.safetensors"
     tensors = load_file(weights)
     save_file({name.replace("q_proj", "query"): tensor for name, tensor in tensors.items()}, weights)
@@ -294,7 +296,7 @@ def test_loading_what_does_not_fit_is_refused(server: RunningServer, model: Path
     assert "lora_A.weight is" in message
 
     fewer = TrainedAdapter.on(AutoModelForCausalLM.from_pretrained(model), ["q_proj"], seed=3)
-    partial = fewer.publish(server.output_dir / "partial")
+    partial = fewer.publish(adapter_dir(server, "run_p@v1"))
     config = partial / "adapter_config.json"
     config.write_text(config.read_text().replace('"q_proj"', '"q_proj", "v_proj"'))
     assert "v_proj.lora_A.weight is missing" in error_of(
@@ -316,7 +318,7 @@ def test_an_adapter_that_is_not_finite_costs_its_own_requests_only(
 ) -> None:
     """Its numbers are refused when it is loaded; those that overflow in a product there, or when it is first asked."""
     load, name = "/v1/load_lora_adapter", "run_z@v1"
-    broken = make_adapter(server.output_dir / "broken", model, seed=3)
+    broken = make_adapter(adapter_dir(server, name), model, seed=3)
     weights = broken / "adapter_model.safetensors"
     tensors = load_file(weights)
     save_file({**tensors, **{key: tensors[key] * float("nan") for key in sorted(tensors)[:1]}}, weights)
@@ -338,6 +340,17 @@ def test_an_adapter_that_is_not_finite_costs_its_own_requests_only(
     assert "logits are not finite" in error_of(response)
 
 
+def test_a_request_of_many_choices_holds_up_no_other_run(server: RunningServer) -> None:
+    """Whoever asks by the thousand waits for places, and whoever asks for few has them first."""
+    many = {"model": B, "prompt": [[5 + each] for each in range(16)], "n": 256, "max_tokens": 240, "ignore_eos": True}
+    with unread_request(server, **many):
+        wait_for(lambda: status_of(server).num_waiting > 1000, "choices to wait", timeout_s=PATIENCE_S)
+        answered = server.complete(PROMPTS[0], model=A, n=4, max_tokens=8, ignore_eos=True)
+        # All that wait in turn are thousands of choices of 240 tokens.
+        assert len(answered["choices"]) == 4 and status_of(server).num_waiting > 1000
+    wait_for(lambda: status_of(server).num_waiting == 0, "the client's choices to be forgotten", timeout_s=PATIENCE_S)
+
+
 def test_adapters_come_from_below_output_dir_only(server: RunningServer, model: Path, tmp_path: Path) -> None:
     load = "/v1/load_lora_adapter"
     outside = make_adapter(tmp_path / "outside", model, seed=4)
@@ -354,7 +367,7 @@ def test_adapters_come_from_below_output_dir_only(server: RunningServer, model: 
 
 
 def test_no_more_adapters_than_slots(server: RunningServer, model: Path) -> None:
-    folder = make_adapter(server.output_dir / "many", model, seed=5)
+    folder = make_adapter(adapter_dir(server, "run_m@v1"), model, seed=5)
     names = fill_slots(server, folder)
     response = server.post("/v1/load_lora_adapter", lora_name="run_m@v1", lora_path=str(folder))
     assert response.status_code == 400 and "slots" in error_of(response)

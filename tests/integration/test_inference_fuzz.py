@@ -107,7 +107,7 @@ def attack(server: RunningServer) -> None:
     is_vllm = server.output_dir.name.startswith("vllm")
 
     @settings(
-        max_examples=FUZZ_REQUESTS // BATCH // (8 if is_vllm else 1),
+        max_examples=max(1, FUZZ_REQUESTS // BATCH // (8 if is_vllm else 1)),
         deadline=None,
         derandomize=not IS_FULL,
         database=None,

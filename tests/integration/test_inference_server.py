@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -13,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -22,7 +20,7 @@ import pytest
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, read_status
-from tests.inference_support import RunningServer, error_of, spawn, start, write_config
+from tests.inference_support import RunningServer, error_of, spawn, start, unread_request, write_config
 from tests.page_attacks import answered, ask
 from tests.patience import PATIENCE_S
 
@@ -196,21 +194,6 @@ def test_a_client_that_goes_away_frees_its_rows(server: RunningServer) -> None:
         wait_for(lambda: num_running(server) > 0, "the rows to run", timeout_s=PATIENCE_S)
     wait_for(lambda: num_running(server) == 0, "the rows of the client that went away to be free", timeout_s=PATIENCE_S)
     assert len(server.complete([5], max_tokens=3, ignore_eos=True)["choices"][0]["token_ids"]) == 3
-
-
-@contextlib.contextmanager
-def unread_request(server: RunningServer, **fields: Any) -> Iterator[None]:
-    """A client that asks, reads nothing, and goes away at the end of the block."""
-    body = json.dumps(fields).encode()
-    url = httpx.URL(server.root_url)
-    with socket.create_connection((url.host, url.port or 0)) as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            + f"content-length: {len(body)}\r\n\r\n".encode()
-            + body
-        )
-        yield
 
 
 @pytest.mark.slow

@@ -9,9 +9,12 @@ import itertools
 import json
 import math
 import shutil
+import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import pytest
@@ -21,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.embedded.batch import Row
-from prime_rl.inference.embedded.engine import Engine, EngineDead
+from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Job, Row
+from prime_rl.inference.embedded.engine import Engine, EngineDead, Waiting
 from prime_rl.inference.embedded.model import Served, load_model
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError
@@ -114,6 +117,74 @@ async def test_rows_wait_when_the_cache_could_not_hold_them(served: Served) -> N
     engine.submit([PROMPT], params(1))
     assert [row.job for row in engine._take_fitting()] == [endless]
     assert served.cache_tokens > 10**6
+
+
+async def test_rows_of_a_run_do_not_wait_behind_all_rows_of_another(served: Served) -> None:
+    """The next row is of the run with the fewest tokens, of each in the order they came."""
+    engine = new_engine(served, 4)
+    many = engine.submit([PROMPT], params(30, n=9), run_id="run_many")
+    few = engine.submit([PROMPT], params(30, n=2), run_id="run_few")
+    assert (engine.num_waiting_of("run_many"), engine.num_waiting_of("run_few")) == (9, 2)
+    assert [row.job for row in engine._take_fitting()] == [many, few, many, few]
+    assert [row.job for row in engine._take_fitting()] == [many] * 4 and engine.stats().num_waiting == 3
+    engine.cancel(many)
+    assert engine.stats().num_waiting == 0 and engine._take_fitting() == []
+
+
+def job(run_id: str, *prompts: Sequence[int], n: int = 1) -> Job:
+    return Job(prompts, params(30, n=n), slot=None, max_length=10**6, run_id=run_id)
+
+
+def test_the_run_that_had_the_fewest_tokens_is_next() -> None:
+    waiting = Waiting()
+    long, short = job("run_long", *([number] * 99 for number in range(9))), job("run_short", [1], n=120)
+    waiting.put(long)
+    waiting.put(short)
+    taken = [waiting.take().job.run_id for _ in range(104)]
+    assert taken[:3] == ["run_long", "run_short", "run_short"] and taken.count("run_long") == 2
+    waiting.charge({"run_long": 0, "run_short": 1000})
+    assert [waiting.take().job for _ in range(6)] == [long] * 6, "what was generated counts as what was read"
+    assert waiting.counts == {"run_long": 1, "run_short": 18} and len(waiting) == 19
+
+    # One that comes has no more than the fewest; one that comes back has not been forgotten.
+    rest = waiting.drop(short)
+    assert len(rest) == 18 and waiting.drop(short) == []
+    waiting.put(job("run_new", [1], [2]))
+    waiting.put(job("run_short", [1]))
+    waiting.put_back(long.rows[0])
+    assert [waiting.take().job.run_id for _ in range(2)] == ["run_new", "run_new"]
+    assert [waiting.take() for _ in range(2)] == [long.rows[0], long.rows[-1]]
+    assert waiting.take().job.run_id == "run_short" and len(waiting) == 0
+
+
+async def test_clients_that_hang_up_cost_their_own_rows_only(served: Served) -> None:
+    """A request that is given up is not looked for among thousands of others."""
+    engine = new_engine(served, 4)
+    jobs = [engine.submit([PROMPT], params(30, n=16)) for _ in range(1000)]
+    rows = engine._waiting
+    calls = Counter[str]()
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        calls[event] += 1
+
+    for each in jobs[10:20]:
+        sys.setprofile(count)
+        engine.cancel(each)
+        sys.setprofile(None)
+        assert each.ended.is_set()
+    assert sum(calls.values()) < 10 * 200 and len(rows) == 990 * 16
+
+
+async def test_prompts_are_read_in_parts_between_which_others_go_on(served: Served) -> None:
+    engine = new_engine(served, 64)
+    engine.submit([[number] * 200 for number in range(60)], params(30))
+    joining = engine._take_fitting()
+    assert [len(joining), engine._is_crowded] == [MAX_PREFILL_TOKENS // 201, True]
+    engine._waiting.charge({"": 0})
+    assert len(engine._take_fitting()) == 60 - len(joining) and not engine._is_crowded
+    engine.submit([[number] * 200 for number in range(60)], params(30))
+    engine._waiting.charge({"": 0, "run_behind": 1})
+    assert len(engine._take_fitting()) == 512 // 201, "a run that had much already gives way more often"
 
 
 async def test_unloading_never_changes_what_a_running_request_gets(

@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import httpx
+import msgspec
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from prime_rl.configs.inference import InferenceConfig, LogprobsMode
 from prime_rl.configs.system import SPARE_VERSIONS, SystemConfig
+from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.notes import read_work
 from prime_rl.contract.served import LOGPROBS_HEADER
+from prime_rl.contract.status import TrainerStatus
 from prime_rl.inference.child_processes import PREFIX, private_tmp
 from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.front import FRESH_S, HealthProbe, build_app
@@ -29,6 +34,7 @@ from prime_rl.inference.guard import decoded, json_response
 from prime_rl.inference.serve import Snapshot
 from prime_rl.inference.turns import StillInUse, Turnstile
 from prime_rl.inference.vllm.server import check_adapter_room
+from prime_rl.utils.process import ProcessId
 from tests.patience import PATIENCE_S
 from tests.unit.test_inference_http import adapter, ask
 
@@ -200,6 +206,26 @@ async def test_only_known_routes_are_answered_and_by_their_method(tmp_path: Path
     assert status == body["error"]["code"] == 405 and "takes POST, not GET" in body["error"]["message"]
 
 
+@pytest.mark.parametrize(("max_rank", "expected"), [(8, 409), (None, 200)])
+async def test_no_weights_take_the_base_model_from_runs_that_train_adapters(
+    tmp_path: Path, max_rank: int | None, expected: int
+) -> None:
+    folder = tmp_path / "run_a" / "broadcast" / "step_1"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").touch()
+    mark_stable(folder)
+    output = OutputDir(tmp_path)
+    output.trainer_status.parent.mkdir()
+    me = ProcessId.of(os.getpid())
+    process = {"pid": me.pid, "pid_create_time": me.create_time, "pid_start": me.start}
+    trainer = TrainerStatus(state="training", updated_at=time.time(), max_rank=max_rank, **process)
+    output.trainer_status.write_bytes(msgspec.json.encode(trainer))
+    app = build_app(Engine(), InferenceConfig(output_dir=tmp_path))
+    body = json.dumps({"weight_dir": str(folder)}).encode()
+    status, answered = await ask(app, "/update_weights", body)
+    assert status == expected, answered
+
+
 async def test_bodies_are_json_of_the_expected_shape(tmp_path: Path) -> None:
     app = build_app(Engine(), InferenceConfig(output_dir=tmp_path))
     bad = (
@@ -278,12 +304,13 @@ async def test_other_requests_are_answered_while_an_adapter_is_loaded(tmp_path: 
 
 async def test_adapters_are_loaded_one_at_a_time(tmp_path: Path) -> None:
     """Two that come together under one name, or for the last slot, see each other."""
-    folder, engine = adapter(tmp_path / "adapter"), Engine()
+    folders = {f"{run_id}@v1": adapter(tmp_path / run_id / "broadcast" / "step_1") for run_id in ("run_a", "run_b")}
+    engine = Engine()
     engine.release.clear()
     app = build_app(engine, InferenceConfig(output_dir=tmp_path, max_concurrent_runs=1, max_versions_per_run=1))
 
     async def load(name: str) -> str:
-        body = json.dumps({"lora_name": name, "lora_path": str(folder)}).encode()
+        body = json.dumps({"lora_name": name, "lora_path": str(folders[name])}).encode()
         try:
             return str((await ask(app, "/v1/load_lora_adapter", body))[1]["error"]["message"])
         except json.JSONDecodeError:  # success is told in plain text
@@ -301,21 +328,46 @@ async def test_adapters_are_loaded_one_at_a_time(tmp_path: Path) -> None:
 
 
 async def test_an_adapter_that_nobody_waited_for_is_not_kept(tmp_path: Path) -> None:
-    folder, engine = adapter(tmp_path / "adapter"), Engine()
+    folder, engine = adapter(tmp_path / "run_a" / "broadcast" / "step_1"), Engine()
     app = build_app(engine, InferenceConfig(output_dir=tmp_path))
     body = json.dumps({"lora_name": "run_a@v1", "lora_path": str(folder)}).encode()
     assert (await ask(app, "/v1/load_lora_adapter", body, gone=True))[0] == 400
     assert engine.loads and not engine.loaded
 
 
-async def test_names_that_no_adapter_may_have_and_servers_without_adapters(tmp_path: Path) -> None:
-    folder = adapter(tmp_path / "adapter")
-    config = InferenceConfig.model_validate({"output_dir": tmp_path, "model": {"name": "base"}})
+async def test_a_server_without_adapters_takes_none(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "run_a" / "broadcast" / "step_1")
     bare = InferenceConfig.model_validate({"output_dir": tmp_path, "full_finetune": True})
-    for each, words in ((config, "'base' is the name of the base model"), (bare, "serves no adapters")):
-        body = json.dumps({"lora_name": "base", "lora_path": str(folder)}).encode()
-        status, answered = await ask(build_app(Engine(), each), "/v1/load_lora_adapter", body)
-        assert status == 400 and words in answered["error"]["message"]
+    body = json.dumps({"lora_name": "run_a@v1", "lora_path": str(folder)}).encode()
+    status, answered = await ask(build_app(Engine(), bare), "/v1/load_lora_adapter", body)
+    assert status == 400 and "serves no adapters" in answered["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "status"),
+    [
+        ("run_a@v1", "run_b/broadcast/step_1", 403),
+        ("run_a@v1", "run_a/broadcast/step_2", 403),
+        ("run_a@v1", "run_a/mine", 403),
+        ("run_link@v1", "run_a/broadcast/step_1", 403),
+        ("chat/run_a@v1", "run_b/broadcast/step_1", 403),
+        ("chat/run_a@v1", "run_a/checkpoints/step_1", 200),
+        ("mine", "run_a/broadcast/step_1", 400),
+        ("base", "run_a/broadcast/step_1", 400),
+    ],
+)
+async def test_the_name_of_a_version_means_what_its_own_run_has_published(
+    tmp_path: Path, name: str, place: str, status: int
+) -> None:
+    engine, folder = Engine(), adapter(tmp_path / place)
+    (tmp_path / "run_link").symlink_to(tmp_path / "run_a")
+    app = build_app(engine, InferenceConfig(output_dir=tmp_path))
+    body = json.dumps({"lora_name": name, "lora_path": str(folder)}).encode()
+    found = 200
+    with contextlib.suppress(json.JSONDecodeError):  # success is told in plain text
+        found, answered = await ask(app, "/v1/load_lora_adapter", body)
+        assert "\n" not in answered["error"]["message"]
+    assert (found, engine.loaded) == (status, [name] * (status == 200))
 
 
 @pytest.fixture
@@ -376,6 +428,9 @@ def test_a_workspace_sizes_inference_for_its_runs_and_their_async_level() -> Non
 
 async def test_what_a_request_works_on_is_noted_before_the_engine_gets_it(tmp_path: Path) -> None:
     folder, engine = adapter(tmp_path / "run_a" / "broadcast" / "step_3"), Engine()
+    known = OutputDir(tmp_path).run("run_b").orch_toml
+    known.parent.mkdir(parents=True)
+    known.touch()
     path = OutputDir(tmp_path).replica_work(2)
     path.parent.mkdir(parents=True)
     seen: list[tuple[str, str]] = []
@@ -409,6 +464,7 @@ async def test_what_a_request_works_on_is_noted_before_the_engine_gets_it(tmp_pa
     await complete_as(model="run_a@v3")
     await complete_as({"x-run": "run_b"}, model="base")
     await complete_as({"x-run": "../run_b"})
+    await complete_as({"x-run": "run_made_up"})
     await complete_as(model="chat/run_a@v3")
     await complete_as({"x-run": "run_b"}, model="mine")
     await complete_as({"x-run": "run_b"}, model="run_b@v7")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.layout import OutputDir
@@ -18,7 +19,7 @@ from prime_rl.inference import guard
 from prime_rl.inference import serve as serving_module
 from prime_rl.inference.front import build_app
 from prime_rl.inference.guard import MAX_MESSAGES, Room
-from prime_rl.inference.serve import MAX_HEAD_BYTES, ServerContext, Snapshot, serve
+from prime_rl.inference.serve import MAX_HEAD_BYTES, Connection, ServerContext, Snapshot, serve
 from prime_rl.inference.server import bind
 from tests.patience import PATIENCE_S
 from tests.unit.test_inference_front import Engine
@@ -30,10 +31,11 @@ ROOM = Room.of(4, {"a", "bcd"})
 
 
 @contextlib.asynccontextmanager
-async def serving(tmp_path: Path) -> AsyncIterator[tuple[str, int]]:
+async def serving(tmp_path: Path, engine: Engine | None = None) -> AsyncIterator[tuple[str, int]]:
     """The address of a server with an engine that answers at once."""
     writer = StatusWriter(OutputDir(tmp_path).inference_status, InferenceStatus())
-    app, sock, over = build_app(Engine(), InferenceConfig(output_dir=tmp_path)), bind("127.0.0.1", 0), asyncio.Event()
+    app, sock = build_app(engine or Engine(), InferenceConfig(output_dir=tmp_path)), bind("127.0.0.1", 0)
+    over = asyncio.Event()
     context = ServerContext(InferenceConfig(), sock, None, over.is_set, writer)
     task = asyncio.create_task(serve(app, context, alive=lambda: True, stats=Snapshot))
     try:
@@ -82,6 +84,26 @@ async def test_a_head_that_trickles_is_not_waited_for(tmp_path: Path, monkeypatc
         assert answered.startswith(b"HTTP/1.1 200") and answered.count(b"HTTP/1.1") == 1, "nor the next on a connection"
 
 
+async def test_the_oldest_that_have_sent_no_request_give_way_to_new_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_module, "_most_connections", lambda: 3)
+    whole = HEAD + f"content-length: {len(BODY)}\r\n\r\n".encode() + BODY
+    async with serving(tmp_path) as address, asyncio.timeout(PATIENCE_S):
+        answered_reader, answered = await asyncio.open_connection(*address)
+        answered.write(whole)
+        assert (await answered_reader.read(1000)).startswith(b"HTTP/1.1 200")
+        slow = [await asyncio.open_connection(*address) for _ in range(6)]
+        for _, writer in slow:
+            writer.write(HEAD + b"content-length: 1000000\r\n\r\n{")
+        for reader, _ in slow[:3]:
+            assert await reader.read() == b""
+        last = HEAD + b"connection: close\r\n" + whole.removeprefix(HEAD)
+        assert (await said(address, last)).startswith(b"HTTP/1.1 200")
+        for _, writer in [*slow, (answered_reader, answered)]:
+            writer.close()
+
+
 async def test_a_body_that_trickles_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.2)
     monkeypatch.setattr(serving_module, "HEAD_TIMEOUT_S", 0.2)
@@ -91,6 +113,31 @@ async def test_a_body_that_trickles_is_not_waited_for(tmp_path: Path, monkeypatc
         refused = HEAD.replace(b"application/json", b"text/plain") + b"content-length: 1000000\r\n\r\n"
         slow = await said(address, *trickle(after=refused), pause_s=0.02)
         assert slow.startswith(b"HTTP/1.1 415"), "what is refused has no more time for the rest of its body"
+
+
+async def test_an_answer_that_nobody_reads_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, size, lost = Engine(), 50_000_000, asyncio.Event()
+    connection_lost = Connection.connection_lost
+
+    async def complete(request: Request, body: dict[str, Any]) -> dict[str, Any]:
+        return {"text": "x" * size}
+
+    def note_end(connection: Connection, error: Exception | None) -> None:
+        connection_lost(connection, error)
+        lost.set()
+
+    engine.complete = complete  # type: ignore[method-assign]
+    whole = HEAD + f"connection: close\r\ncontent-length: {len(BODY)}\r\n\r\n".encode() + BODY
+    async with serving(tmp_path, engine) as address, asyncio.timeout(PATIENCE_S):
+        assert len(await said(address, whole)) > size
+        monkeypatch.setattr(serving_module, "READ_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(Connection, "connection_lost", note_end)
+        reader, writer = await asyncio.open_connection(*address, limit=1000)
+        writer.write(whole)
+        await lost.wait()
+        with contextlib.suppress(ConnectionError):
+            assert len(await reader.read()) < size
+        writer.close()
 
 
 async def test_what_is_not_http_is_an_error_of_the_common_form(tmp_path: Path) -> None:

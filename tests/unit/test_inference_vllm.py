@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import threading
@@ -19,7 +20,7 @@ from starlette.requests import Request
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.front import build_app
-from prime_rl.inference.vllm.control import AdapterGate, ToldAsOurs, VllmControl
+from prime_rl.inference.vllm.control import AdapterGate, FairOrder, ToldAsOurs, VllmControl, num_places
 from prime_rl.inference.weight_files import model_shapes
 from tests.inference_support import make_adapter, make_model
 from tests.patience import PATIENCE_S
@@ -191,16 +192,54 @@ async def test_vllm_gets_no_request_that_is_out_of_range(tmp_path: Path) -> None
     control = VllmControl(config, vllm, engine, {}, AdapterGate(config))
     asked = httpx.ASGITransport(build_app(control, config))
     async with httpx.AsyncClient(transport=asked, base_url="http://127.0.0.1") as client:
-        for route in ("/v1/completions", "/v1/chat/completions"):
+        for number, route in enumerate(("/v1/completions", "/v1/chat/completions"), start=1):
             good = {"prompt": "x", "temperature": 0, "top_k": -1, "stream": True, "extra": [1]}
-            assert (await client.post(route, json=good)).status_code == 200 and passed.pop() == good
-            for name, value in (("temperature", 1e-320), ("repetition_penalty", 0), ("max_tokens", 2**70)):
+            assert (await client.post(route, json=good)).status_code == 200
+            assert passed.pop() == good | {"priority": number}
+            stops = [("stop", "x" * 257), ("stop", ["x", "y" * 257]), ("stop", ["x"] * 17)]
+            numbers = [("temperature", 1e-320), ("repetition_penalty", 0), ("max_tokens", 2**70)]
+            for name, value in stops + numbers:
                 response = await client.post(route, json={"prompt": "x", name: value})
                 assert response.status_code == 400 and response.json()["error"]["param"] == name
         body = {"token_ids": [1], "sampling_params": {"temperature": 1e-39}}
         response = await client.post("/inference/v1/generate", json=body)
         assert response.status_code == 400 and "must be 0, or 0.01 to 2" in response.text
     assert not passed
+
+
+def test_runs_get_places_in_turn_however_many_one_asks_for() -> None:
+    order, ended = FairOrder(), contextlib.ExitStack()
+    many = ended.enter_context(order.place("run_many", 1000))
+    later = ended.enter_context(order.place("run_many", 10))
+    with order.place("run_few", 8) as first, order.place("run_few", 8) as second:
+        assert [first.priority, second.priority, many.priority, later.priority] == [8, 16, 1000, 1010]
+        second.is_served = True
+    # What was not served takes no place from its own run, and what was is behind all that ask from now on.
+    with order.place("run_few", 8) as third, order.place("run_new", 1) as new:
+        assert (third.priority, new.priority) == (24, 17)
+    many.is_served = True
+    ended.close()
+    with order.place("run_few", 8) as few, order.place("run_many", 8) as again:
+        assert few.priority == again.priority == 1008
+    assert not order._ends
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"prompt": "x"}, 1),
+        ({"prompt": [1, 2, 3], "n": 4}, 4),
+        ({"prompt": ["x", "y"], "n": 4}, 8),
+        ({"prompt": [[1, 2], [3], [4]], "n": None}, 3),
+        ({"messages": [], "n": 5}, 5),
+        ({"prompt": [], "n": "x"}, 1),
+        ({"prompt": [[7] * 500] * 32}, 32 + 250),
+        ({"prompt": "x" * 512, "n": 4}, 6),
+        ({"messages": [{"content": [{"text": "x" * 1020}, {"text": "y" * 4}]}]}, 5),
+    ],
+)
+def test_places_of_a_request_are_counted_over_its_choices_and_prompts(body: dict[str, Any], expected: int) -> None:
+    assert num_places(body) == expected
 
 
 class Core:

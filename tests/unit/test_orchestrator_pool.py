@@ -121,6 +121,21 @@ async def test_a_dead_server_is_taken_out_in_silence_and_comes_back_with_its_ada
     assert troubles == []
 
 
+async def test_versions_of_the_run_that_somebody_else_loaded_give_way_to_its_own(
+    model: Path, run: RunDir, tmp_path: Path
+) -> None:
+    fake = FakeInference(model)
+    foreign = {"run_a@v7", "run_a@v8"}
+    fake.adapters = dict.fromkeys((*foreign, "run_b@v1"), "somebody else's")
+    fake.fault = lambda path, body: 400 if path == "/v1/load_lora_adapter" and foreign & fake.adapters.keys() else None
+    async with serving(fake) as url:
+        adapters = AdapterPublication(run)
+        client = make_client([url], tmp_path, equip=adapters.equip)
+        await adapters.publish(client, 1)
+        assert set(fake.adapters) == {"run_b@v1", "run_a@v1"}
+        await client.close()
+
+
 async def test_only_when_none_is_left_is_that_waited_for(model: Path, run: RunDir, tmp_path: Path) -> None:
     fake = FakeInference(model)
     async with serving(fake, free_port()) as url:

@@ -53,6 +53,7 @@ class Job:
         slot: of the adapter; None: the base model.
         max_length: of a prompt and what follows it, in tokens.
         model: what errors call the adapter.
+        run_id: the run that asks, as far as that is known.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class Job:
         slot: int | None,
         max_length: int,
         model: str = "the base model",
+        run_id: str = "",
     ) -> None:
         self.prompts = [tuple(prompt) for prompt in prompts]
         self.params = params
         self.slot = slot
         self.rank = -1 if slot is None else slot
         self.model = model
+        self.run_id = run_id
         self.rows: list[Row] = []
         for prompt in self.prompts:
             seed = secrets.randbits(64) if params.seed is None else params.seed

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import torch
 
-from prime_rl.inference.embedded.batch import Batch, Decode, Job, Row
+from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, Decode, Job, Row
 from prime_rl.inference.embedded.model import Served
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError, adapter_refused
@@ -41,6 +41,90 @@ class EngineDead(ApiError):
 
     def __init__(self, reason: BaseException | None) -> None:
         super().__init__(503, f"the engine has stopped: {reason or 'shutdown'}")
+
+
+# Of prompts of a run that is a whole prefill ahead of another: about as much as a token of each of many rows costs.
+AHEAD_PREFILL_TOKENS = 512
+
+
+class Waiting:
+    """Rows that wait for room, of each run in the order they came. `counts`: how many, by run.
+
+    The next is of the run for which the fewest tokens were computed while others were there too. One that comes, or
+    comes back, has at least as many as the fewest of those.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._jobs: dict[str, OrderedDict[Job, deque[Row]]] = {}
+        self._computed: Counter[str] = Counter()
+        self._fewest = 0
+        self._last_prompt: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return self.counts.total()
+
+    def most_tokens(self, run_id: str) -> int:
+        """Return how many tokens may be read at once while others wait for their next."""
+        is_ahead = self._computed[run_id] - self._fewest > MAX_PREFILL_TOKENS
+        return AHEAD_PREFILL_TOKENS if is_ahead else MAX_PREFILL_TOKENS
+
+    def put(self, job: Job) -> None:
+        """Add all rows of a request."""
+        if job.run_id not in self._jobs:
+            self._computed[job.run_id] = max(self._computed[job.run_id], self._fewest)
+        self._jobs.setdefault(job.run_id, OrderedDict())[job] = deque(job.rows)
+        self.counts[job.run_id] += len(job.rows)
+
+    def put_back(self, row: Row) -> None:
+        """Add a row that was taken, as the next of its run."""
+        jobs = self._jobs.setdefault(row.job.run_id, OrderedDict())
+        jobs.setdefault(row.job, deque()).appendleft(row)
+        jobs.move_to_end(row.job, last=False)
+        self.counts[row.job.run_id] += 1
+
+    def first(self) -> Row:
+        """Return the row that is next; there must be one."""
+        jobs = self._jobs[min(self._jobs, key=self._computed.__getitem__)]
+        return next(iter(jobs.values()))[0]
+
+    def cost(self, row: Row) -> int:
+        """Return the tokens to compute for its first: that one, and a prompt that the row before does not share."""
+        is_shared = row.prompt_ids is self._last_prompt and not row.token_ids
+        return 1 if is_shared else 1 + len(row.all_ids)
+
+    def take(self) -> Row:
+        """Take the row that is next, and charge its run."""
+        row = self.first()
+        self._computed[row.job.run_id] += self.cost(row)
+        self._last_prompt = row.prompt_ids
+        rows = self._jobs[row.job.run_id][row.job]
+        rows.popleft()
+        self._forget(row.job, 1, is_empty=not rows)
+        return row
+
+    def drop(self, job: Job) -> list[Row]:
+        """Take all rows of a request."""
+        jobs = self._jobs.get(job.run_id)
+        rows = list(jobs.get(job, ())) if jobs else []
+        if rows:
+            self._forget(job, len(rows), is_empty=True)
+        return rows
+
+    def charge(self, computed: Mapping[str, int]) -> None:
+        """Count tokens that were computed for each run which had rows in the batch."""
+        present = computed.keys() | self._jobs.keys()
+        self._computed.update(computed)
+        self._fewest = min(self._computed[run_id] for run_id in present)
+        for run_id in [each for each, num in self._computed.items() if num <= self._fewest and each not in present]:
+            del self._computed[run_id]
+
+    def _forget(self, job: Job, num_rows: int, *, is_empty: bool) -> None:
+        self.counts -= Counter({job.run_id: num_rows})
+        if is_empty:
+            del self._jobs[job.run_id][job]
+            if not self._jobs[job.run_id]:
+                del self._jobs[job.run_id]
 
 
 class Engine:
@@ -61,7 +145,8 @@ class Engine:
         self._batch = Batch(served, decode, raw_logprobs=raw_logprobs)
         self._thread = ThreadPoolExecutor(1, "engine")
         self._has_news = asyncio.Event()  # for `run`: a request, a change, or the end
-        self._waiting: deque[Row] = deque()
+        self._waiting = Waiting()
+        self._is_crowded = False  # more rows could join, after those whose prompts are read now
         self._open_jobs: set[Job] = set()
         self._adapters: dict[str, tuple[int, str]] = {}  # slot and path by name
         self._dead: EngineDead | None = None
@@ -75,7 +160,7 @@ class Engine:
     @property
     def lacks_memory(self) -> bool:
         """True when rows wait that the device had no memory for."""
-        return self._max_rows < self._max_num_seqs and bool(self._waiting)
+        return self._max_rows < self._max_num_seqs and len(self._waiting) > 0
 
     async def run(self) -> None:
         """Decode until `stop`. Boundary of the engine: whatever ends it is logged and passed to every open job."""
@@ -84,8 +169,13 @@ class Engine:
                 self._has_news.clear()
                 joining = self._take_fitting()
                 if joining or self._batch.num_rows:
+                    running = Counter(row.job.run_id for row in (*self._batch.rows, *joining))
+                    num_tokens = self._batch.num_generated_tokens
                     ended, preempted = await self._on_thread(partial(self._round, joining))
-                    self._waiting.extendleft(reversed(preempted))
+                    num_steps = (self._batch.num_generated_tokens - num_tokens) // running.total()
+                    self._waiting.charge({run_id: num_steps * num_rows for run_id, num_rows in running.items()})
+                    for row in reversed(preempted):
+                        self._waiting.put_back(row)
                     self._max_rows = min(self._max_num_seqs, self._max_rows + len(ended) / self._max_rows)
                     self._end(ended)
                 else:
@@ -102,15 +192,23 @@ class Engine:
         self._has_news.set()
         self._thread.shutdown(wait=False)
 
-    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None) -> Job:
-        """Queue a request. Raises ApiError (404) for an unknown adapter and EngineDead when the engine has stopped."""
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        adapter: str | None = None,
+        run_id: str = "",
+    ) -> Job:
+        """Queue a request of a run. Raises ApiError (404) for an unknown adapter, EngineDead when it has stopped."""
         self._refuse_when_dead()
         if adapter is not None and adapter not in self._adapters:
             raise ApiError(404, f"The model {adapter!r} does not exist.", param="model")
         slot = None if adapter is None else self._adapters[adapter][0]
-        job = Job(prompts, params, slot=slot, max_length=self.max_model_len, model=adapter or "the base model")
+        model = adapter or "the base model"
+        job = Job(prompts, params, slot=slot, max_length=self.max_model_len, model=model, run_id=run_id)
         self._open_jobs.add(job)
-        self._waiting.extend(job.rows)
+        self._waiting.put(job)
         self._num_prompt_tokens += sum(map(len, job.prompts))
         self._has_news.set()
         return job
@@ -120,8 +218,7 @@ class Engine:
         if job.ended.is_set():
             return
         job.is_cancelled = True
-        waiting, self._waiting = self._waiting, deque(row for row in self._waiting if row.job is not job)
-        self._end([row for row in waiting if row.job is job])
+        self._end(self._waiting.drop(job))
 
     async def change(self, action: Callable[[], None]) -> None:
         """Run `action` in the engine's thread while no forward runs.
@@ -189,16 +286,26 @@ class Engine:
         )
         raise ApiError(400, message, param="lora_name")
 
+    def num_waiting_of(self, run_id: str) -> int:
+        """Return the choices of a run that wait for room."""
+        return self._waiting.counts[run_id]
+
     def _take_fitting(self) -> list[Row]:
-        """Waiting rows that may join, in the order they came: by number, and by what the cache may grow to."""
+        """Waiting rows that may join: by number, by what the cache may grow to, and by what others would wait for."""
         joining: list[Row] = []
-        num_rows, longest = self._batch.num_rows, self._batch.longest if self._waiting else 0
+        self._is_crowded = False
+        num_rows, longest, num_tokens = self._batch.num_rows, self._batch.longest if self._waiting else 0, 0
         while self._waiting and num_rows < self._max_rows:
-            longest = max(longest, self._waiting[0].max_length)
+            row = self._waiting.first()
+            longest = max(longest, row.max_length)
             # A row that is alone always runs: max_model_len bounds it.
             if num_rows and (num_rows + 1) * longest > self.served.cache_tokens:
                 break
-            joining.append(self._waiting.popleft())
+            num_tokens += self._waiting.cost(row)
+            if joining and num_tokens > self._waiting.most_tokens(row.job.run_id):
+                self._is_crowded = True
+                break
+            joining.append(self._waiting.take())
             num_rows += 1
         return joining
 
@@ -220,7 +327,7 @@ class Engine:
         rows = [*self._batch.rows, *joining]
         try:
             ended = [*self._batch.add(joining), *self._batch.step()]
-            while self._batch.num_rows and not ended and not self._has_news.is_set():
+            while self._batch.num_rows and not ended and not self._has_news.is_set() and not self._is_crowded:
                 ended = self._batch.step()
             return ended, []
         except (RuntimeError, MemoryError) as error:

@@ -51,7 +51,7 @@ class SamplingParams(Struct, kw_only=True):
     frequency_penalty: float = 0.0
     max_tokens: int = 16
     min_tokens: int = 0
-    stop: _StopString | Annotated[list[_StopString], Meta(max_length=16)] = []
+    stop: _StopString | list[_StopString] = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     ignore_eos: bool = False

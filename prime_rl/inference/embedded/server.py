@@ -39,7 +39,7 @@ from prime_rl.inference.embedded.protocol import (
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.front import serve_engine
-from prime_rl.inference.guard import Room, decoded, json_response
+from prime_rl.inference.guard import Room, decoded, json_response, run_of
 from prime_rl.inference.serve import ServerContext
 from prime_rl.inference.weight_files import max_model_len
 
@@ -167,7 +167,7 @@ class Api:
         render = partial(self._text.render_chat, messages, asked.chat_template_kwargs, **flags)
         prompt = await self._off_loop(request, render)
         if asked.stream:
-            job = self._submit([prompt], asked)
+            job = self._submit([prompt], asked, run_of(request))
             events = chat_events(self._text, asked.model or self._model, asked, job, self._engine.cancel)
             return StreamingResponse(events, media_type="text/event-stream")
         job = await self._generate([prompt], asked, request)
@@ -199,7 +199,7 @@ class Api:
 
     async def _generate(self, prompts: Sequence[Sequence[int]], asked: Generation, request: Request) -> Job:
         """The job of all prompts, ended. Raises ApiError, also when the client goes away first."""
-        job = self._submit(prompts, asked)
+        job = self._submit(prompts, asked, run_of(request))
         ended, gone = asyncio.ensure_future(job.result()), asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -212,7 +212,7 @@ class Api:
             gone.cancel()
         return job
 
-    def _submit(self, prompts: Sequence[Sequence[int]], asked: Generation) -> Job:
+    def _submit(self, prompts: Sequence[Sequence[int]], asked: Generation, run_id: str) -> Job:
         """Raises ApiError."""
         self._check_ids(asked.stop_token_ids, "stop_token_ids")
         for prompt in prompts:
@@ -223,16 +223,16 @@ class Api:
             if len(prompt) >= (most := self._engine.max_model_len):
                 message = f"The prompt has {len(prompt)} tokens: with one more it would exceed the {most} tokens of "
                 raise ApiError(400, f"{message}max_model_len.", param="prompt")
-        self._check_size(asked.n * len(prompts), asked)
+        self._check_size(asked.n * len(prompts), asked, run_id)
         adapter = None if asked.model in (None, self._model) else asked.model
-        return self._engine.submit(prompts, asked, adapter=adapter)
+        return self._engine.submit(prompts, asked, adapter=adapter, run_id=run_id)
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._engine.served.vocab_size
         if (largest := max(token_ids, default=0)) >= vocab_size:
             raise ApiError(400, f"{param}: token id {largest} is out of vocabulary ({vocab_size})", param=param)
 
-    def _check_size(self, num_choices: int, params: SamplingParams) -> None:
+    def _check_size(self, num_choices: int, params: SamplingParams, run_id: str) -> None:
         """Raises ApiError: 400 for what is too much at any time, 429 and 503 for what is too much now."""
         size = num_choices * min(params.max_tokens, self._engine.max_model_len) * (1 + params.top_logprobs)
         if num_choices > self._max_waiting or size > MAX_ANSWER_SIZE:
@@ -244,11 +244,11 @@ class Api:
         if self._engine.lacks_memory:
             message = f"Inference is out of memory and computes earlier requests again: try again in {RETRY_AFTER_S} s."
             raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
-        num_waiting = self._engine.stats().num_waiting
+        num_waiting = self._engine.num_waiting_of(run_id)
         if num_waiting + num_choices > self._max_waiting:
             message = (
-                f"{num_waiting} choices already wait, at most {self._max_waiting} may (embedded.max_waiting): "
-                f"try again in {RETRY_AFTER_S} s."
+                f"{num_waiting} choices{f' of {run_id}' if run_id else ''} already wait, at most "
+                f"{self._max_waiting} may (embedded.max_waiting): try again in {RETRY_AFTER_S} s."
             )
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S)
 

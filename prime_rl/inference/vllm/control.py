@@ -8,7 +8,8 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import NOT_FINITE, ApiError, adapter_refused, check_ranges
-from prime_rl.inference.guard import decoded, error_response, replay
+from prime_rl.inference.guard import decoded, error_response, num_chars, replay, run_of
 from prime_rl.inference.serve import Snapshot
 from prime_rl.inference.weight_files import check_weight_file, meta_model, model_shapes, weights_label
 from prime_rl.lora.adapter_state import (
@@ -72,6 +73,7 @@ class VllmControl:
         self._output_dir = config.output_dir.resolve()
         self._broadcast = config.broadcast
         self._shapes = model_shapes(config.model.name)
+        self._order = FairOrder()
         self.adapters = requests.keys
         self.failed = False
         self.endpoints: dict[str, Callable[..., Any]] = {
@@ -106,18 +108,38 @@ class VllmControl:
     async def complete(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of vLLM's /v1/completions to `body`. Raises ApiError, also when the client goes away."""
         check_ranges(body)
-        answered: dict[str, Any] | None = msgspec.json.decode(await self._answer(request, COMPLETIONS, body))
-        if answered is None:
-            raise ApiError(400, "The client has closed the connection.")
+        with self._order.place(run_of(request), num_places(body)) as place:
+            asked = {**body, "priority": place.priority}
+            answered: dict[str, Any] | None = msgspec.json.decode(await self._answer(request, COMPLETIONS, asked))
+            if answered is None:
+                raise ApiError(400, "The client has closed the connection.")
+            place.is_served = True
         return answered
 
     async def _checked(self, request: Request) -> ASGIApp:
         """Return vLLM's answer to `request`, once its sampling parameters are found to be in range. Raises ApiError."""
-        check_ranges(await decoded(request, dict[str, Any]))
-        body = await request.body()
+        body = await decoded(request, dict[str, Any])
+        check_ranges(body)
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._app(scope, replay(body, receive), send)
+            with self._order.place(run_of(request), num_places(body)) as place:
+                is_lost = False
+
+                async def watch() -> Message:
+                    nonlocal is_lost
+                    message = await receive()
+                    is_lost |= message["type"] == "http.disconnect"
+                    return message
+
+                async def tell(message: Message) -> None:
+                    nonlocal is_lost
+                    is_lost |= message.get("status", 200) >= 400
+                    is_whole = message["type"] == "http.response.body" and not message.get("more_body")
+                    place.is_served = is_whole and not is_lost
+                    await send(message)
+
+                asked = msgspec.json.encode({**body, "priority": place.priority})
+                await self._app(_with_length(scope, asked), replay(asked, watch), tell)
 
         return answer
 
@@ -152,9 +174,7 @@ class VllmControl:
     async def _answer(self, request: Request, path: str, body: Any) -> bytes:
         """Return what vLLM's application answers to `body` at `path`. Raises ApiError with its reason to refuse."""
         data, sent = msgspec.json.encode(body), list[Message]()
-        headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-length"]
-        headers.append((b"content-length", str(len(data)).encode()))
-        scope = {**request.scope, "path": path, "raw_path": path.encode(), "headers": headers}
+        scope = {**_with_length(request.scope, data), "path": path, "raw_path": path.encode()}
 
         async def hold(message: Message) -> None:
             sent.append(message)
@@ -235,6 +255,59 @@ class VllmControl:
             yield
         finally:
             await self._engine.resume_generation()
+
+
+def _with_length(scope: Scope, body: bytes) -> Scope:
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+    return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+
+
+# About as much work to read as a choice is to generate.
+PROMPT_TOKENS, PROMPT_CHARS = 64, 256
+
+
+def num_places(body: Mapping[str, Any]) -> int:
+    """Return how many choices a request asks for, and its prompts in as many; vLLM refuses what is of another type."""
+    prompt, n = body.get("prompt"), body.get("n")
+    many = prompt if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt) else [prompt]
+    num_tokens = sum(len(each) for each in many if isinstance(each, list))
+    chars = num_chars([prompt, body.get("messages")])
+    return len(many) * (n if isinstance(n, int) else 1) + num_tokens // PROMPT_TOKENS + chars // PROMPT_CHARS
+
+
+@dataclass
+class Place:
+    """Of a request in `FairOrder`; the lower `priority` is served first."""
+
+    priority: int
+    is_served: bool = False
+
+
+class FairOrder:
+    """Priorities for vLLM by which runs get places in turn, however many one asks for (self-clocked fair queueing).
+
+    A request ends, in places, behind those of its own run, and behind what was served last. The lowest end goes first.
+    """
+
+    def __init__(self) -> None:
+        self._served = 0
+        self._ends: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def place(self, run_id: str, num_places: int) -> Iterator[Place]:
+        """Hold a place for a request; one that is not served in the end takes none from its run."""
+        end = self._ends[run_id] = max(self._served, self._ends.get(run_id, 0)) + num_places
+        place = Place(end)
+        try:
+            yield place
+        finally:
+            if place.is_served:
+                self._served = max(self._served, end)
+            last = self._ends.get(run_id, 0) - (0 if place.is_served else num_places)
+            if last > self._served:
+                self._ends[run_id] = last
+            else:
+                self._ends.pop(run_id, None)
 
 
 def _error_of(status: int, body: bytes) -> ApiError:

@@ -172,6 +172,8 @@ def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: boo
         "logprobs_mode": config.logprobs_mode,
         # Else top_k, top_p and temperature of the model's own generation config would apply unasked.
         "generation_config": "vllm",
+        # Each request has its place by what its run has asked for.
+        "scheduling_policy": "priority",
         # Give its processes time to end: killed ones leave shared memory behind.
         "shutdown_timeout": 2,
         "worker_extension_cls": WORKER_EXTENSION_CLS[config.broadcast.type],
