@@ -171,8 +171,11 @@ def test_kills_in_the_middle_of_a_fork_lose_nothing(living: Workspace) -> None:
     living.wait(lambda: trainer(living).pid != number, "the trainer's restart")
     living.wait(lambda: living.state("run_again") == "finished", "the fork to train")
     fork, source = living.run_dir("run_again"), living.run_dir(RUN)
-    assert weights(fork, 0) == weights(source, published(living, RUN)) != weights(fork, 1)
-    assert {sample.policy_version for sample in read_batch(fork.rollout_file(1)).samples} == {0}
+    assert weights(fork, 0) == weights(source, published(living, RUN))
+    samples = read_batch(fork.rollout_file(1)).samples
+    assert {sample.policy_version for sample in samples} == {0}
+    has_learned = any(sample.advantage for sample in samples)  # a batch whose rewards are equal changes nothing
+    assert (weights(fork, 1) != weights(fork, 0)) == has_learned
     assert living.runs().keys() - known == {"run_again"} and half.exists(), "half a fork is no run"
 
 

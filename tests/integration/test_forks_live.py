@@ -45,8 +45,11 @@ def weights(run: RunDir, step: int) -> dict[str, bytes]:
 @pytest.mark.parametrize("run_id", ["run_b", "run_c-seed1", "run_c-seed2"])
 def test_version_0_is_the_source_and_its_rollouts_come_from_it(lived: Workspace, run_id: str) -> None:
     source, run = lived.run_dir("run_a"), lived.run_dir(run_id)
-    assert weights(run, 0) == weights(source, 2) != weights(run, 1)
-    assert {sample.policy_version for sample in read_batch(run.rollout_file(1)).samples} == {0}
+    assert weights(run, 0) == weights(source, 2)
+    samples = read_batch(run.rollout_file(1)).samples
+    assert {sample.policy_version for sample in samples} == {0}
+    has_learned = any(sample.advantage for sample in samples)  # a batch whose rewards are equal changes nothing
+    assert (weights(run, 1) != weights(run, 0)) == has_learned
 
 
 def test_what_inference_sampled_from_is_what_the_trainer_has(lived: Workspace) -> None:
