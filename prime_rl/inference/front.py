@@ -43,7 +43,7 @@ from prime_rl.contract.served import (
     is_chat,
     parse_adapter_name,
 )
-from prime_rl.contract.status import TrainerStatus, is_there, read_status
+from prime_rl.contract.status import TrainerStatus, read_status
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import (
     Asked,
@@ -203,6 +203,7 @@ class Front:
         # A large file takes long to read and to check: nothing else waits for that.
         async with self.turns.work(Item(_run_of(name), f"loaded {name}")), self._one_load:
             with await self.turnstile.enter():
+                await self._make_room(name)
                 self._check_room(name)
                 await self._engine.load_adapter(request, name, folder)
                 # Nothing would unload it: its client has gone, and may have unloaded the name before it was there.
@@ -210,6 +211,21 @@ class Front:
                     await self._engine.unload_adapter(name)
                     raise ApiError(400, "The client has closed the connection.")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _make_room(self, name: str) -> None:
+        """Where all slots are taken, unload a version of a run that does not train for one that does."""
+        loaded = [each for each in self._engine.adapters() if not is_chat(each)]
+        if is_chat(name) or len(loaded) < self._config.max_run_loras:
+            return
+        trainer = await asyncio.to_thread(self._trainer)
+        training = trainer.runs if trainer else {}
+        others = [each for each in loaded if _run_of(each) not in training]
+        if _run_of(name) in training and others:
+            logger.warning("unloading %s, whose run does not train, for %s", others[0], name)
+            await self._engine.unload_adapter(others[0])
+
+    def _trainer(self) -> TrainerStatus | None:
+        return read_status(OutputDir(self._output_dir).trainer_status, TrainerStatus)
 
     def _check_room(self, name: str) -> None:
         """Raises ApiError unless an adapter may be loaded as `name`. Beyond the slots vLLM would drop another."""
@@ -244,9 +260,12 @@ class Front:
             return await self._change_weights(folder, label)
 
     def _check_trainer(self) -> None:
-        """Raises ApiError where the trainer trains adapters: other whole weights would take the base from all runs."""
-        trainer = read_status(OutputDir(self._output_dir).trainer_status, TrainerStatus)
-        if trainer is not None and trainer.max_rank is not None and is_there(trainer):
+        """Raises ApiError where adapters are trained: other whole weights would take the base from all runs.
+
+        Also while the trainer is away: it comes back.
+        """
+        trainer = self._trainer()
+        if trainer is not None and trainer.max_rank is not None:
             message = "The trainer of this workspace trains adapters: the weights are those of the base model."
             raise ApiError(409, message, param="weight_dir")
 
@@ -254,10 +273,13 @@ class Front:
         return await self._change_weights(None, BASE_WEIGHTS)
 
     async def _change_weights(self, folder: Path | None, label: str) -> Response:
+        # What changes nothing must not hold up all requests until those under way have ended.
+        self._check_no_adapters()
+        if label == self.weights == BASE_WEIGHTS:
+            return json_response({"weights": label})
         try:
             async with self.turnstile.alone(self._drain_s):
-                if loaded := sorted(self._engine.adapters()):
-                    raise ApiError(409, f"Adapters are loaded ({', '.join(loaded[:3])}): unload them first.")
+                self._check_no_adapters()
                 await self._engine.load_weights(folder)
                 self.weights = label
         except StillInUse as error:
@@ -265,6 +287,10 @@ class Front:
             raise ApiError(503, message) from error
         logger.info("now serving %s", f"the weights of {folder}" if folder else "the base model")
         return json_response({"weights": label})
+
+    def _check_no_adapters(self) -> None:
+        if loaded := sorted(self._engine.adapters()):
+            raise ApiError(409, f"Adapters are loaded ({', '.join(loaded[:3])}): unload them first.")
 
     def item_of(self, headers: Headers, model: Any) -> Item | None:
         """The item of work of a request that generates; None for one that is refused, since no such model is served."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -26,7 +24,7 @@ from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.notes import read_work
 from prime_rl.contract.served import LOGPROBS_HEADER
-from prime_rl.contract.status import TrainerStatus
+from prime_rl.contract.status import TrainerRunStatus, TrainerStatus
 from prime_rl.inference.child_processes import PREFIX, private_tmp
 from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.front import FRESH_S, HealthProbe, build_app
@@ -34,7 +32,6 @@ from prime_rl.inference.guard import decoded, json_response
 from prime_rl.inference.serve import Snapshot
 from prime_rl.inference.turns import StillInUse, Turnstile
 from prime_rl.inference.vllm.server import check_adapter_room
-from prime_rl.utils.process import ProcessId
 from tests.patience import PATIENCE_S
 from tests.unit.test_inference_http import adapter, ask
 
@@ -206,6 +203,33 @@ async def test_only_known_routes_are_answered_and_by_their_method(tmp_path: Path
     assert status == body["error"]["code"] == 405 and "takes POST, not GET" in body["error"]["message"]
 
 
+def put_trainer(output: OutputDir, **fields: Any) -> None:
+    """The last words of a trainer that has ended, for a moment or for good."""
+    output.trainer_status.parent.mkdir()
+    output.trainer_status.write_bytes(msgspec.json.encode(TrainerStatus(state="stopped", **fields)))
+
+
+async def test_weights_that_would_not_change_hold_up_no_request(tmp_path: Path) -> None:
+    engine, begun = Engine(), asyncio.Event()
+
+    async def complete(request: Request, body: dict[str, Any]) -> dict[str, Any]:
+        begun.set()
+        await engine.release.wait()
+        return {}
+
+    engine.complete = complete  # type: ignore[method-assign]
+    engine.release.clear()
+    app = build_app(engine, InferenceConfig(output_dir=tmp_path), drain_s=PATIENCE_S)
+    asking = asyncio.create_task(ask(app, "/v1/completions", b'{"prompt": [1]}'))
+    await begun.wait()
+    assert await asyncio.wait_for(ask(app, "/reload_weights", b""), PATIENCE_S) == (200, {"weights": "base"})
+    engine.loaded.append("run_a@v1")
+    status, answered = await asyncio.wait_for(ask(app, "/reload_weights", b""), PATIENCE_S)
+    assert status == 409 and "unload them first" in answered["error"]["message"] and not asking.done()
+    engine.release.set()
+    assert (await asking)[0] == 200
+
+
 @pytest.mark.parametrize(("max_rank", "expected"), [(8, 409), (None, 200)])
 async def test_no_weights_take_the_base_model_from_runs_that_train_adapters(
     tmp_path: Path, max_rank: int | None, expected: int
@@ -214,16 +238,34 @@ async def test_no_weights_take_the_base_model_from_runs_that_train_adapters(
     folder.mkdir(parents=True)
     (folder / "model.safetensors").touch()
     mark_stable(folder)
-    output = OutputDir(tmp_path)
-    output.trainer_status.parent.mkdir()
-    me = ProcessId.of(os.getpid())
-    process = {"pid": me.pid, "pid_create_time": me.create_time, "pid_start": me.start}
-    trainer = TrainerStatus(state="training", updated_at=time.time(), max_rank=max_rank, **process)
-    output.trainer_status.write_bytes(msgspec.json.encode(trainer))
+    put_trainer(OutputDir(tmp_path), max_rank=max_rank)
     app = build_app(Engine(), InferenceConfig(output_dir=tmp_path))
     body = json.dumps({"weight_dir": str(folder)}).encode()
     status, answered = await ask(app, "/update_weights", body)
     assert status == expected, answered
+
+
+async def test_a_run_that_trains_has_room_though_versions_of_others_fill_all_slots(tmp_path: Path) -> None:
+    names = ("run_done@v7", "run_done@v8", "run_a@v1", "run_a@v2", "run_idle@v1", "chat/run_done@v9")
+    engine, folders = Engine(), {}
+    for name in names:
+        run_id, _, version = name.removeprefix("chat/").partition("@v")
+        folders[name] = str(adapter(tmp_path / run_id / "broadcast" / f"step_{version}"))
+    put_trainer(OutputDir(tmp_path), runs={"run_a": TrainerRunStatus(run_idx=0)})
+    app = build_app(engine, InferenceConfig(output_dir=tmp_path, max_concurrent_runs=1, max_versions_per_run=2))
+
+    async def load(name: str) -> str:
+        body = json.dumps({"lora_name": name, "lora_path": folders[name]}).encode()
+        try:
+            return str((await ask(app, "/v1/load_lora_adapter", body))[1]["error"]["message"])
+        except json.JSONDecodeError:  # success is told in plain text
+            return "loaded"
+
+    assert [await load(name) for name in ("chat/run_done@v9", "run_done@v7", "run_done@v8")] == ["loaded"] * 3
+    assert "All 2 adapter slots are in use" in await load("run_idle@v1"), "it does not train"
+    assert [await load(name) for name in ("run_a@v1", "run_a@v2")] == ["loaded"] * 2
+    assert engine.loaded == ["chat/run_done@v9", "run_a@v1", "run_a@v2"]
+    assert "in use" in await load("run_done@v7"), "nothing gives way to it"
 
 
 async def test_bodies_are_json_of_the_expected_shape(tmp_path: Path) -> None:
