@@ -139,8 +139,8 @@ def test_it_learns_and_a_killed_server_gets_the_newest_weights_again(whole_works
     daemon = read_status(workspace.paths.daemon_status("inference"), DaemonStatus)
     assert daemon is not None and daemon.num_restarts == 1
     first, second = given(workspace)
-    # The third batch needs version 1 or a newer one.
-    assert first[0] == "model" and first[1] in ("step_1", "step_2")
+    # A new server has the base model. The third batch needs version 1 or a newer one.
+    assert first[0] in ("step_1", "step_2")
     assert second[-2:] == [f"step_{NUM_STEPS}", "model"]
     assert int(second[0].removeprefix("step_")) >= int(first[-1].removeprefix("step_")), "nothing was asked of the base"
     workspace.prl("down")
