@@ -4,7 +4,7 @@
 
 This process imports torch once and forks the ranks, because an import in each would take most of the time. A group goes
 through its scenarios one after another, in one process group; each writes what it found under FOLDER. The store of a
-group is in this process, as it is in torchrun's.
+group is in a process of its own, which outlives the ranks, as torchrun's does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import shutil
 import signal
 import sys
-import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -264,38 +264,60 @@ def run_entry(workspace: Path, name: str) -> int:
     return trainer.main(["@", str(workspace / f"{name}.toml")])
 
 
+def forked(work: Callable[[], int]) -> int:
+    """Pid of a child that ends with what `work` returns. The process that calls must have no threads.
+
+    The store's thread looks up its peers' names, and a child that is forked meanwhile waits for the resolver for ever.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        signal.alarm(int(2 * PATIENCE_S))
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def open_store() -> int:
+    """Port of a store that lives as long as this process."""
+    read_end, write_end = os.pipe()
+    owner = os.getpid()
+
+    def keep() -> int:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write_end, f"{store.port:5}".encode())
+        while os.getppid() == owner:
+            time.sleep(0.1)
+        return 0
+
+    forked(keep)
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        return int(pipe.read(5))
+
+
 class Ranks:
     """The processes of one group."""
 
-    def __init__(self, size: int, log: Path, work: Callable[[], int], store: TCPStore | None = None) -> None:
-        read_end, write_end = os.pipe()
-        self.pids = [self._fork(rank, size, log, work, read_end) for rank in range(size)]
-        # After the forks: it has a thread.
-        self.store = store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(write_end, f"{self.store.port:5}".encode() * size)
+    def __init__(self, size: int, log: Path, work: Callable[[], int], port: int | None = None) -> None:
+        self.port = port or open_store()
+        self.pids = [forked(lambda rank=rank: self._be(rank, size, log, work)) for rank in range(size)]
 
-    @staticmethod
-    def _fork(rank: int, size: int, log: Path, work: Callable[[], int], read_end: int) -> int:
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 70
-        try:
-            signal.alarm(int(2 * PATIENCE_S))
-            descriptor = os.open(f"{log}_{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.read(read_end, 5).decode().strip()}
-            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-            code = work()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+    def _be(self, rank: int, size: int, log: Path, work: Callable[[], int]) -> int:
+        descriptor = os.open(f"{log}_{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        return work()
 
     def wait(self) -> list[int]:
         """Exit codes by rank; a signal is negative."""
@@ -322,7 +344,7 @@ def start_again(workspace: Path, name: str, dead: Ranks, run: RunDir) -> list[in
     put_batch(run, make_batch(run.run_id, before + 1))
     config = tight_config(workspace, workspace.parent / "model", dist_timeout_s=PATIENCE_S)  # none is lost here
     (workspace / "again.toml").write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_unset=True)))
-    ranks = Ranks(len(dead.pids), workspace / "again", lambda: run_entry(workspace, "again"), dead.store)
+    ranks = Ranks(len(dead.pids), workspace / "again", lambda: run_entry(workspace, "again"), dead.port)
     wait_for(lambda: published(run) == before + 1, f"{name}: the next version", timeout_s=PATIENCE_S)
     for pid in ranks.pids:
         os.kill(pid, signal.SIGTERM)
@@ -332,20 +354,19 @@ def start_again(workspace: Path, name: str, dead: Ranks, run: RunDir) -> list[in
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     write_model(folder / "model")
-    codes: dict[str, list[int]] = {}
 
-    def note(name: str, work: Callable[[], list[int]]) -> None:
-        codes[name] = work()
+    def note_codes(name: str, codes: list[int]) -> int:
+        (folder / f"codes_{name}.json").write_text(json.dumps(codes))
+        return 0
 
     for size in SCENARIOS:
-        note(str(size), Ranks(size, folder / f"scenarios_{size}", lambda size=size: run_scenarios(folder, size)).wait)
+        ranks = Ranks(size, folder / f"scenarios_{size}", lambda size=size: run_scenarios(folder, size))
+        note_codes(str(size), ranks.wait())
         go_on(folder, 4 if size == 2 else 1)
     # Mostly waiting, so both at once.
-    idle = threading.Thread(target=note, args=("idle", lambda: lose_a_rank(folder, "idle", 2, 0, busy=False)))
-    idle.start()
-    note("busy", lambda: lose_a_rank(folder, "busy", 4, 2, busy=True))
-    idle.join()
-    (folder / "codes.json").write_text(json.dumps(codes))
+    idle = forked(lambda: note_codes("idle", lose_a_rank(folder, "idle", 2, 0, busy=False)))
+    note_codes("busy", lose_a_rank(folder, "busy", 4, 2, busy=True))
+    os.waitpid(idle, 0)
 
 
 if __name__ == "__main__":

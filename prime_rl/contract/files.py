@@ -46,6 +46,7 @@ _KINDS = {
 _CAREFUL = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _CHUNK_BYTES = 1 << 20
+_left: set[Path] = set()
 
 
 class WaitTimeout(TimeoutError):
@@ -265,7 +266,7 @@ def write_atomic(
 
     Makes the parent folder but not its parents, so a run folder that was deleted meanwhile is not made again.
     Raises OSError (disk full, no permission, folder gone, FileRefused for a folder that is a link); the old content is
-    then still in place and no temporary file is left.
+    then still in place and no temporary file is left, or only until the next write (a disk that became read-only).
     """
     payload = data.encode() if isinstance(data, str) else data
     folder = _open_folder(_way(path.parent), make=True)
@@ -287,13 +288,13 @@ def write_atomic(
             else:
                 os.rename(tmp, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(tmp, dir_fd=folder)
+            _discard(path.with_name(tmp))
             raise
     except OSError as error:
         raise _explained(error, path) from None
     finally:
         os.close(folder)
+    _discard(*_left)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -336,8 +337,9 @@ def staged_dir(final: Path) -> Iterator[Path]:
         os.rename(tmp, final)
         _sync(final.parent)
     except BaseException:
-        shutil.rmtree(tmp, ignore_errors=True)
+        _discard(tmp)
         raise
+    _discard(*_left)
 
 
 def mark_stable(step_dir: Path, *, sync: bool = True) -> None:
@@ -353,6 +355,16 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _discard(*temporary: Path) -> None:
+    """Remove what a write that failed has made; where the disk became read-only, after the next that succeeds."""
+    for path in temporary:
+        try:
+            remove(path)
+            _left.discard(path)
+        except OSError:
+            _left.add(path)
 
 
 def _sync(path: Path) -> None:

@@ -25,6 +25,7 @@ from prime_rl.contract.files import (
     find_trouble,
     held,
     holding,
+    staged_dir,
     wait_for,
     write_atomic,
 )
@@ -136,6 +137,24 @@ def test_what_only_a_runs_own_disk_has_is_its_own_fault(
     (run / "broadcast").mkdir(parents=True)
     with mounted(run / "broadcast"), trouble(run / "broadcast"), pytest.raises(OSError, match=r"No space|Read-only"):
         held(lambda: write_atomic(run / "broadcast" / "x", b"x" * 5000), run, lambda wait_s: False)
+
+
+def test_what_a_read_only_disk_kept_of_a_failed_write_goes_with_the_next_write(tmpfs: Path) -> None:
+    (tmpfs / "run_a" / "broadcast").mkdir(parents=True)
+    version, mark = tmpfs / "run_a" / "broadcast" / "step_1", tmpfs / "run_a" / "mark"
+    with contextlib.ExitStack() as stack:
+
+        def write() -> None:
+            with staged_dir(version) as folder:
+                (folder / "weights").write_bytes(b"x" * 5000)
+                stack.enter_context(read_only(tmpfs))
+                (folder / "config").write_bytes(b"x")
+
+        with pytest.raises(OSError, match="Read-only"):
+            write()
+        assert [each.name for each in tmpfs.rglob("weights")] == ["weights"], "nothing can be removed now"
+    write_atomic(mark, b"x")
+    assert sorted(each.name for each in tmpfs.rglob("*")) == ["broadcast", "mark", "run_a"]
 
 
 def test_doctor_tells_of_inodes_and_of_a_mount_that_is_read_only(tmpfs: Path) -> None:

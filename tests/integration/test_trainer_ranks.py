@@ -40,7 +40,7 @@ def logs(folder: Path) -> str:
 
 
 def codes(folder: Path, name: str) -> list[int]:
-    result: list[int] = json.loads((folder / "codes.json").read_text())[name]
+    result: list[int] = json.loads((folder / f"codes_{name}.json").read_text())
     return result
 
 
