@@ -37,6 +37,11 @@ def parse_adapter_name(name: str) -> tuple[str, int] | None:
     return (match[1], int(match[2])) if match else None
 
 
+def run_of(name: str) -> str:
+    """The run whose version an adapter's name says; "" for one of a chat, or another name."""
+    return (parse_adapter_name(name) or ("",))[0]
+
+
 def chat_name(run_id: str, policy_version: int) -> str:
     """The name under which inference serves one version to a person."""
     return CHAT_PREFIX + adapter_name(run_id, policy_version)

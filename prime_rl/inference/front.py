@@ -42,6 +42,7 @@ from prime_rl.contract.served import (
     WEIGHTS_HEADER,
     is_chat,
     parse_adapter_name,
+    run_of,
 )
 from prime_rl.contract.status import TrainerStatus, read_status
 from prime_rl.inference.errors import ApiError
@@ -58,7 +59,7 @@ from prime_rl.inference.guard import (
     replay,
 )
 from prime_rl.inference.serve import ServerContext, Snapshot, serve
-from prime_rl.inference.turns import Outcome, StillInUse, Turns, Turnstile
+from prime_rl.inference.turns import AdapterUser, AdapterUsers, Lanes, Outcome, StillInUse, Turns, Turnstile
 from prime_rl.inference.weight_files import weights_label
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,8 @@ class Front:
         self._output_dir = config.output_dir
         self._drain_s = drain_s
         self._health = HealthProbe(engine)
-        self._one_load = asyncio.Lock()
+        self._loads = Lanes()
+        self._users = AdapterUsers(engine.adapters)
         self.turnstile = Turnstile()
         note = WorkNote(OutputDir(config.output_dir).replica_work(config.replica))
         self.turns = Turns(note, engine.alive, self._health.check)
@@ -201,10 +203,11 @@ class Front:
         folder = await asyncio.to_thread(confined_adapter, self._output_dir, asked.lora_path)
         _check_owner(name, OutputDir(self._output_dir.resolve()), folder)
         # A large file takes long to read and to check: nothing else waits for that.
-        async with self.turns.work(Item(_run_of(name), f"loaded {name}")), self._one_load:
+        async with self.turns.work(Item(run_of(name), f"loaded {name}")), self._loads.turn(run_of(name)):
             with await self.turnstile.enter():
                 await self._make_room(name)
                 self._check_room(name)
+                await self._users.make_room(name, self._config.max_loras)
                 await self._engine.load_adapter(request, name, folder)
                 # Nothing would unload it: its client has gone, and may have unloaded the name before it was there.
                 if await request.is_disconnected():
@@ -219,8 +222,8 @@ class Front:
             return
         trainer = await asyncio.to_thread(self._trainer)
         training = trainer.runs if trainer else {}
-        others = [each for each in loaded if _run_of(each) not in training]
-        if _run_of(name) in training and others:
+        others = [each for each in loaded if run_of(each) not in training]
+        if run_of(name) in training and others:
             logger.warning("unloading %s, whose run does not train, for %s", others[0], name)
             await self._engine.unload_adapter(others[0])
 
@@ -234,7 +237,7 @@ class Front:
             raise ApiError(409, message)
         model, loaded = self._config.model, self._engine.adapters()
         parsed = parse_adapter_name(name)
-        own = [each for each in loaded if parsed and (parse_adapter_name(each) or ("",))[0] == parsed[0]]
+        own = [each for each in loaded if parsed and run_of(each) == parsed[0]]
         chats = [each for each in loaded if is_chat(each)]
         if model.lora is None:
             problem = "This server serves no adapters (model.lora is null)."
@@ -299,7 +302,12 @@ class Front:
             run_id = self._known(headers.get(RUN_HEADER, ""))
             served = "the base model" if self.weights == BASE_WEIGHTS else self.weights
             return Item(run_id, f"served {served}{f' for {run_id}' if run_id else ''}")
-        return Item(_run_of(name), f"served {name}") if name in self._engine.adapters() else None
+        return Item(run_of(name), f"served {name}") if name in self._engine.adapters() else None
+
+    def using(self, model: Any) -> contextlib.AbstractContextManager[AdapterUser]:
+        """Note a request to `model`, which may have to end when that is an adapter and is unloaded."""
+        is_adapter = isinstance(model, str) and model in self._engine.adapters()
+        return self._users.using(model) if is_adapter else contextlib.nullcontext(AdapterUser())
 
     def _known(self, run_id: str) -> str:
         """The run that a header names; "" for one that is not there: made-up names get no places of their own."""
@@ -324,11 +332,6 @@ def _check_owner(name: str, output: OutputDir, folder: Path) -> None:
         raise ApiError(403, message, param="lora_path")
 
 
-def _run_of(adapter: str) -> str:
-    """The run of an adapter; "" for one of a chat, or by another name."""
-    return (parse_adapter_name(adapter) or ("",))[0]
-
-
 def _in_turn(app: ASGIApp, front: Front, room: Room | None) -> ASGIApp:
     """Middleware of what generates: it waits for its turn and while weights change; its answer names the weights.
 
@@ -343,14 +346,23 @@ def _in_turn(app: ASGIApp, front: Front, room: Room | None) -> ASGIApp:
         item = front.item_of(request.headers, asked.model)
         request.state.run_id = item.run_id if item else ""
         async with front.turns.work(item) if item else contextlib.nullcontext(Outcome()) as outcome:
+            with await front.turnstile.enter(), front.using(asked.model) as user:
+                sent = False
 
-            async def tell(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    outcome.is_refused = message["status"] >= 400
-                await send(message)
+                async def tell(message: Message) -> None:
+                    nonlocal sent
+                    if user.is_to_end and not sent:
+                        return
+                    sent = True
+                    if message["type"] == "http.response.start":
+                        outcome.is_refused = message["status"] >= 400
+                    await send(message)
 
-            with await front.turnstile.enter():
-                await app(scope, replay(body, receive), _with_header(tell, WEIGHTS_HEADER, front.weights))
+                told = _with_header(tell, WEIGHTS_HEADER, front.weights)
+                await app(scope, replay(body, lambda: user.listen(receive)), told)
+            if user.is_to_end and not sent:
+                message = f"The lora adapter {asked.model!r} was unloaded, and another one needs its slot."
+                raise ApiError(404, message, param="model")
 
     return answer
 

@@ -11,18 +11,21 @@ import contextlib
 import resource
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
+from heapq import nlargest, nsmallest
 
 import msgspec
 import uvicorn
+from starlette.requests import Request
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.status import StatusWriter
 from prime_rl.inference.errors import ApiError, StartError
+from prime_rl.inference.guard import run_of
 from prime_rl.utils.runtime import TokenRate
 
 # How long requests in flight may still take after a stop was asked for; below the supervisor's grace.
@@ -172,19 +175,28 @@ class Connection(H11Protocol):
     _made_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give the first request its time. Where there are too many, the oldest that have not sent one give way."""
+        """Give the first request its time. Where there are too many connections, some of whom has the most give way.
+
+        Of those without a request the oldest, of a run the newest.
+        """
         super().connection_made(transport)
         self._made_at = self.loop.time()
-        most = _most_connections()
-        if len(self.connections) > most:
-            waiting = [each for each in self.connections if isinstance(each, Connection) and each._is_receiving]
-            for each in nsmallest(1 + most // 100, waiting, key=lambda each: each._made_at):
+        if len(self.connections) > (most := _most_connections()):
+            open_now = (each for each in self.connections if not each.transport.is_closing())
+            here = [(each, each._run) for each in open_now if isinstance(each, Connection)]
+            ((largest, _),) = Counter(run for _, run in here).most_common(1)
+            theirs = [each for each, run in here if run == largest]
+            choose = nsmallest if largest is None else nlargest
+            for each in choose(1 + most // 100, theirs, key=lambda each: each._made_at):
                 each.transport.close()
         self._limit()
 
     @property
-    def _is_receiving(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+    def _run(self) -> str | None:
+        """The run whose request is worked on; None while there is no whole request."""
+        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+            return None
+        return run_of(Request(dict(self.cycle.scope)))
 
     def data_received(self, data: bytes) -> None:
         """Take what came. Time counts while no request is answered: for its head, and the rest of a refused body."""

@@ -3,19 +3,24 @@
 Such a suspect shares the engine with nothing until its first PROOFS requests were answered, four times as many after
 each further death, and all others wait, so a note with a suspect in it names the one that ended the engine. A request
 that was refused proves nothing. Turns are short, and go to who waited for its own longest.
-`Turnstile`: requests that generate go through together, a change of the weights alone.
+`Turnstile`: requests that generate go through together, a change of the weights alone. `Lanes`: a lock that runs get
+by turns. `AdapterUsers`: who uses an adapter that was unloaded gives way to one that is loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
 
+from starlette.types import Message, Receive
+
 from prime_rl.contract.notes import Item, WorkNote
+from prime_rl.contract.served import run_of
 from prime_rl.inference.errors import ApiError
 
 # A batch of a small run: what ends an engine does so with one of its first requests, or with the sum of many.
@@ -210,3 +215,113 @@ class Turnstile:
                 yield
             finally:
                 self._open.set()
+
+
+class Lanes:
+    """A lock. Of each run one waiter gets it after the other, those of all runs by turns."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._lanes: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @contextlib.asynccontextmanager
+    async def turn(self, run_id: str) -> AsyncIterator[None]:
+        """Wait for the lock, and hold it."""
+        if self._is_held:
+            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._lanes.setdefault(run_id, deque()).append(mine)
+            try:
+                await mine
+            except asyncio.CancelledError:
+                if not mine.cancelled():  # it was given just now
+                    self._pass_on()
+                raise
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._is_held = False
+        while self._lanes and not self._is_held:
+            run_id = next(iter(self._lanes))
+            lane = self._lanes.pop(run_id)
+            first = lane.popleft()
+            if lane:
+                self._lanes[run_id] = lane  # behind those of all others
+            if not first.done():
+                self._is_held = True
+                first.set_result(None)
+
+
+class AdapterUser:
+    """One request. What reads from its client by `listen` is told that it has gone when the request is to `end`."""
+
+    def __init__(self) -> None:
+        self.is_to_end = False
+        self.gone = asyncio.Event()
+        self._listening: set[asyncio.Timeout] = set()
+
+    def end(self) -> None:
+        """Have it end soon."""
+        self.is_to_end = True
+        for until in self._listening:
+            until.reschedule(0.0)
+        self._listening.clear()
+
+    async def listen(self, receive: Receive) -> Message:
+        """Return the next message of the client."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.0 if self.is_to_end else None) as until:
+                self._listening.add(until)
+                try:
+                    return await receive()
+                finally:
+                    self._listening.discard(until)
+        return {"type": "http.disconnect"}
+
+
+class AdapterUsers:
+    """Requests under way by the adapter they use. One that was unloaded meanwhile keeps its slot until they have ended.
+
+    Args:
+        loaded: names of the adapters that are loaded now.
+    """
+
+    def __init__(self, loaded: Callable[[], Collection[str]]) -> None:
+        self._loaded = loaded
+        self._loads = itertools.count(1)
+        self._latest: dict[str, int] = {}
+        # By number and name of the load.
+        self._users: dict[tuple[int, str], set[AdapterUser]] = {}
+
+    @contextlib.contextmanager
+    def using(self, name: str) -> Iterator[AdapterUser]:
+        """Note a request that uses the adapter `name`, as it is loaded now."""
+        load, user = (self._latest.get(name, 0), name), AdapterUser()
+        users = self._users.setdefault(load, set())
+        users.add(user)
+        try:
+            yield user
+        finally:
+            users.remove(user)
+            if not users:
+                del self._users[load]
+            user.gone.set()
+
+    async def make_room(self, name: str, num_slots: int) -> None:
+        """End requests until `name` fits, which is about to be loaded: the oldest of whom holds the most slots."""
+        while (unloaded := self._unloaded()) and len(self._loaded()) + len(unloaded) >= num_slots:
+            held = Counter(run_of(each) for _, each in unloaded)
+            users = set(self._users[min(unloaded, key=lambda load: (-held[run_of(load[1])], load))])
+            for user in users:
+                user.end()
+            for user in users:
+                await user.gone.wait()
+        self._latest = {each: load for each, load in self._latest.items() if each in self._loaded()}
+        self._latest[name] = next(self._loads)
+
+    def _unloaded(self) -> list[tuple[int, str]]:
+        here = self._loaded()
+        return [load for load in self._users if load[1] not in here or load[0] != self._latest.get(load[1], 0)]

@@ -104,6 +104,42 @@ async def test_the_oldest_that_have_sent_no_request_give_way_to_new_connections(
             writer.close()
 
 
+async def test_requests_of_whom_has_the_most_connections_give_way_to_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections that each have one request in work: those of the others stay, also the oldest without a request."""
+    monkeypatch.setattr(serving_module, "_most_connections", lambda: 8)
+    engine, go_on, num_begun = Engine(), asyncio.Event(), 0
+    engine.loaded = ["run_bad@v1", "run_a@v1"]
+
+    async def complete(request: Request, body: dict[str, Any]) -> dict[str, Any]:
+        nonlocal num_begun
+        num_begun += 1
+        await go_on.wait()
+        return {"model": body["model"]}
+
+    engine.complete = complete  # type: ignore[method-assign]
+
+    def asking(model: str) -> bytes:
+        body = json.dumps({"model": model}).encode()
+        return HEAD + f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+    async with serving(tmp_path, engine) as address, asyncio.timeout(PATIENCE_S):
+        idle_reader, idle = await asyncio.open_connection(*address)
+        asked = list[asyncio.Task[bytes]]()
+        for model in ("run_a@v1", *["run_bad@v1"] * 20, "run_a@v1"):
+            asked.append(asyncio.create_task(said(address, asking(model))))
+            while num_begun < len(asked):
+                await asyncio.sleep(0.01)
+        idle.write(asking("run_a@v1"))
+        go_on.set()
+        good, *flood, late = await asyncio.gather(*asked)
+        for answered in (good, late, await idle_reader.read()):
+            assert answered.startswith(b"HTTP/1.1 200") and b"run_a@v1" in answered
+        assert sum(each != b"" for each in flood) == 5, "eight less those of the others"
+        idle.close()
+
+
 async def test_a_body_that_trickles_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.2)
     monkeypatch.setattr(serving_module, "HEAD_TIMEOUT_S", 0.2)

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from prime_rl.contract.notes import Item, Work, WorkNote, read_work
 from prime_rl.inference import turns as module
 from prime_rl.inference.errors import ApiError
-from prime_rl.inference.turns import PROOFS, RECENT_S, TURN_S, Turns
+from prime_rl.inference.turns import PROOFS, RECENT_S, TURN_S, AdapterUsers, Lanes, Turns
 from prime_rl.utils.process import ProcessId
+from tests.patience import PATIENCE_S
 from tests.unit.test_daemons_decide import INFERENCE, READY, dies, running
 from tests.unit.test_inference_front import Clock
 
@@ -393,3 +394,70 @@ def test_every_hostile_run_is_evicted_and_no_other_ever(
             runs.remove(run_id)
     assert set(runs) == set(RUNS) - hostile
     assert history.see(READY) == [] and history.daemon.num_restarts <= 2 * len(hostile)
+
+
+async def test_a_lock_goes_to_each_run_in_turn_however_many_one_has() -> None:
+    lanes, order = Lanes(), list[str]()
+
+    async def want(run_id: str, name: str) -> None:
+        async with lanes.turn(run_id):
+            order.append(name)
+            await asyncio.sleep(0)
+
+    async with lanes.turn("run_a"):
+        waiting = [asyncio.create_task(want("run_a", f"a{number}")) for number in range(100)]
+        await asyncio.sleep(0)
+        waiting += [asyncio.create_task(want(run_id, run_id[-1])) for run_id in ("run_b", "run_c")]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*waiting, return_exceptions=True)
+    assert order == ["a0", "b", "c", *(f"a{number}" for number in range(2, 100))]
+    waiting = [asyncio.create_task(want("run_a", "late"))]
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*waiting)
+
+
+async def test_a_lock_that_was_given_to_who_has_just_gone_goes_on_to_the_next() -> None:
+    lanes, held = Lanes(), asyncio.Event()
+
+    async def hold() -> None:
+        async with lanes.turn("run_b"):
+            held.set()
+
+    async with lanes.turn("run_a"):
+        gone, next_one = asyncio.create_task(hold()), asyncio.create_task(hold())
+        await asyncio.sleep(0)
+    gone.cancel()
+    async with asyncio.timeout(PATIENCE_S):
+        await next_one
+    assert held.is_set() and gone.cancelled()
+
+
+async def test_the_oldest_requests_of_whom_holds_the_most_unloaded_adapters_make_room() -> None:
+    loaded, ended = list[str](), list[str]()
+    users = AdapterUsers(lambda: loaded)
+
+    async def use(name: str) -> None:
+        with users.using(name) as user:
+            await user.listen(asyncio.Event().wait)  # type: ignore[arg-type]
+            ended.append(name)
+
+    async def load(name: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await users.make_room(name, 5)
+        loaded.append(name)
+
+    tasks = []
+    for name in ("run_a@v1", "run_bad@v1", "run_bad@v2", "run_bad@v1"):
+        await load(name)
+        tasks.append(asyncio.create_task(use(name)))
+        await asyncio.sleep(0)
+        loaded.remove(name)
+    await load("run_b@v1")
+    assert ended == [], "five slots, four of them unloaded but in use"
+    await load("run_c@v1")
+    await load("run_c@v2")
+    assert ended == ["run_bad@v1", "run_bad@v2"], "not the older one of another run, nor a later load of the name"
+    for task in tasks:
+        task.cancel()

@@ -244,7 +244,7 @@ class Engine:
 
         One adapter at a time. Raises ApiError, 400 or 422, with one clear line.
         """
-        slot = self._free_slot()
+        slot = await self._free_slot()
         # Not closed when this is cancelled: its thread still reads, and closes it by dropping it.
         parts = served_parts(self.served.layers, folder, base=self.served.model.name_or_path)
         try:
@@ -273,18 +273,25 @@ class Engine:
             kv_use=num_running / self._max_num_seqs,
         )
 
-    def _free_slot(self) -> int:
+    async def _free_slot(self) -> int:
+        """The first that is free, once jobs that were cancelled have left it. Raises ApiError when none will be."""
         slots = range(len(self.served.routing.scaling))
-        named = {slot for slot, _ in self._adapters.values()}
-        draining = {job.slot for job in self._open_jobs} - named - {None}
-        for slot in slots:
-            if slot not in named | draining:
-                return slot
-        message = (
-            f"All {len(slots)} adapter slots are in use, {len(draining)} of them unloaded but still in use "
-            "by requests: unload an adapter first."
-        )
-        raise ApiError(400, message, param="lora_name")
+        while True:
+            self._refuse_when_dead()
+            named = {slot for slot, _ in self._adapters.values()}
+            left = {job.slot: job for job in self._open_jobs if job.slot not in named and job.slot is not None}
+            for slot in slots:
+                if slot not in named and slot not in left:
+                    return slot
+            working = {job.slot for job in self._open_jobs if not job.is_cancelled}
+            leaving = next((job for slot, job in left.items() if slot not in working), None)
+            if leaving is None:
+                message = (
+                    f"All {len(slots)} adapter slots are in use, {len(left)} of them unloaded but still in use "
+                    "by requests: unload an adapter first."
+                )
+                raise ApiError(400, message, param="lora_name")
+            await leaving.ended.wait()
 
     def num_waiting_of(self, run_id: str) -> int:
         """Return the choices of a run that wait for room."""
