@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,14 +25,13 @@ from transformers import (
 
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.served import LOGPROBS_HEADER, NUM_CHAT_ADAPTERS
+from prime_rl.contract.served import LOGPROBS_HEADER
 from prime_rl.contract.status import InferenceStatus, is_alive, read_status
 from tests.adapter_sets import TARGET_SETS, TrainedAdapter
 from tests.inference_support import (
     EOS,
     KEY,
     LOADED,
-    NUM_RUNS,
     RunningServer,
     adapter_dir,
     error_of,
@@ -354,41 +352,23 @@ def test_a_request_of_many_choices_holds_up_no_other_run(server: RunningServer) 
 
 
 def test_who_uses_an_unloaded_adapter_gives_way_to_one_that_is_loaded(server: RunningServer, model: Path) -> None:
-    """A run that loads, asks for much and unloads, again and again, keeps no slot from others."""
-    many = {"prompt": [[5 + each] for each in range(16)], "n": 16, "max_tokens": 240, "ignore_eos": True}
-    names = [f"run_q@v{version}" for version in range(1, 2 * NUM_RUNS + NUM_CHAT_ADAPTERS - len(LOADED) + 1)]
-    for name in (*names, "run_new@v1"):
-        make_adapter(adapter_dir(server, name), model, seed=6)
-    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as clients:
-
-        def ask(name: str) -> None:
-            before = status_of(server)
-            clients.enter_context(unread_request(server, model=name, **many))
-            until_asked(before)  # behind the first, which is served before it
-
-        def until_asked(before: InferenceStatus) -> None:
-            def is_there() -> bool:
-                now = status_of(server)
-                return now.num_waiting + now.num_running > before.num_waiting + before.num_running + 64
-
-            wait_for(is_there, "the choices to be asked for", timeout_s=PATIENCE_S)
-
-        before = status_of(server)
-        server.load(names[0], adapter_dir(server, names[0]))
-        first = pool.submit(server.post, "/v1/completions", model=names[0], **{**many, "n": 128})
-        until_asked(before)
-        server.unload(names[0])
-        for name in names[1:]:
-            server.load(name, adapter_dir(server, name))
-            ask(name)
-            server.unload(name)
-        assert not first.done(), "there was room for all"
-        server.load("run_new@v1", adapter_dir(server, "run_new@v1"))
-        assert server.complete(PROMPTS[0], model="run_new@v1", max_tokens=2)["choices"]
-        refused = first.result(PATIENCE_S)
-        assert refused.status_code == 404 and "another one needs its slot" in error_of(refused)
-        server.unload("run_new@v1")
-    wait_for(lambda: status_of(server).num_waiting == 0, "the clients' choices to be forgotten", timeout_s=PATIENCE_S)
+    """Who loads, asks for much and unloads, again and again, keeps no slot from others."""
+    folder = make_adapter(adapter_dir(server, "run_q@v1"), model, seed=6)
+    names = fill_slots(server, folder)
+    many = {"prompt": [[5 + each] for each in range(16)], "n": 128, "max_tokens": 240, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        server.load("chat/run_q@v1", folder)
+        asked = pool.submit(server.post, "/v1/completions", model="chat/run_q@v1", **many)
+        wait_for(lambda: status_of(server).num_waiting > 1000, "choices to wait", timeout_s=PATIENCE_S)
+        server.unload("chat/run_q@v1")
+        assert not asked.done(), "its slot is the last"
+        server.load("chat/run_q@v2", folder)
+        refused = asked.result(PATIENCE_S)
+    assert refused.status_code == 404 and "another one needs its slot" in error_of(refused)
+    wait_for(lambda: status_of(server).num_waiting == 0, "its choices to be forgotten", timeout_s=PATIENCE_S)
+    assert server.complete(PROMPTS[0], model="chat/run_q@v2", max_tokens=2)["choices"]
+    for name in (*names, "chat/run_q@v2"):
+        server.unload(name)
 
 
 def test_adapters_come_from_below_output_dir_only(server: RunningServer, model: Path, tmp_path: Path) -> None:
