@@ -47,10 +47,10 @@ from prime_rl.contract.served import (
 from prime_rl.contract.status import TrainerStatus, read_status
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import (
-    Asked,
     GenerateRequest,
     Guard,
     Room,
+    Wanted,
     confined_adapter,
     confined_weights,
     decoded,
@@ -59,7 +59,7 @@ from prime_rl.inference.guard import (
     replay,
 )
 from prime_rl.inference.serve import ServerContext, Snapshot, serve
-from prime_rl.inference.turns import AdapterUser, AdapterUsers, Lanes, Outcome, StillInUse, Turns, Turnstile
+from prime_rl.inference.turns import AdapterUsers, Asked, Lanes, Outcome, StillInUse, Turns, Turnstile
 from prime_rl.inference.weight_files import weights_label
 
 logger = logging.getLogger(__name__)
@@ -281,7 +281,7 @@ class Front:
         if label == self.weights == BASE_WEIGHTS:
             return json_response({"weights": label})
         try:
-            async with self.turnstile.alone(self._drain_s):
+            async with self.turnstile.alone(self._drain_s, label.partition("/")[0] if folder else ""):
                 self._check_no_adapters()
                 await self._engine.load_weights(folder)
                 self.weights = label
@@ -304,10 +304,10 @@ class Front:
             return Item(run_id, f"served {served}{f' for {run_id}' if run_id else ''}")
         return Item(run_of(name), f"served {name}") if name in self._engine.adapters() else None
 
-    def using(self, model: Any) -> contextlib.AbstractContextManager[AdapterUser]:
+    def using(self, model: Any, asked: Asked) -> contextlib.AbstractContextManager[None]:
         """Note a request to `model`, which may have to end when that is an adapter and is unloaded."""
         is_adapter = isinstance(model, str) and model in self._engine.adapters()
-        return self._users.using(model) if is_adapter else contextlib.nullcontext(AdapterUser())
+        return self._users.using(model, asked) if is_adapter else contextlib.nullcontext()
 
     def _known(self, run_id: str) -> str:
         """The run that a header names; "" for one that is not there: made-up names get no places of their own."""
@@ -340,18 +340,19 @@ def _in_turn(app: ASGIApp, front: Front, room: Room | None) -> ASGIApp:
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        body, asked = await request.body(), await decoded(request, Asked)
+        body, wanted = await request.body(), await decoded(request, Wanted)
         if room:
-            room.check(asked)
-        item = front.item_of(request.headers, asked.model)
-        request.state.run_id = item.run_id if item else ""
+            room.check(wanted)
+        item = front.item_of(request.headers, wanted.model)
+        asked = Asked(item.run_id if item else "")
+        request.state.run_id = asked.run_id
         async with front.turns.work(item) if item else contextlib.nullcontext(Outcome()) as outcome:
-            with await front.turnstile.enter(), front.using(asked.model) as user:
+            with await front.turnstile.enter(asked), front.using(wanted.model, asked):
                 sent = False
 
                 async def tell(message: Message) -> None:
                     nonlocal sent
-                    if user.is_to_end and not sent:
+                    if asked.refusal and not sent:
                         return
                     sent = True
                     if message["type"] == "http.response.start":
@@ -359,10 +360,9 @@ def _in_turn(app: ASGIApp, front: Front, room: Room | None) -> ASGIApp:
                     await send(message)
 
                 told = _with_header(tell, WEIGHTS_HEADER, front.weights)
-                await app(scope, replay(body, lambda: user.listen(receive)), told)
-            if user.is_to_end and not sent:
-                message = f"The lora adapter {asked.model!r} was unloaded, and another one needs its slot."
-                raise ApiError(404, message, param="model")
+                await app(scope, replay(body, lambda: asked.listen(receive)), told)
+            if asked.refusal and not sent:
+                raise asked.refusal
 
     return answer
 

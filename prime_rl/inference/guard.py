@@ -231,7 +231,7 @@ MAX_MESSAGES = 1024
 _MEDIA = frozenset({"image_url", "input_audio", "audio_url", "video_url", "file"})
 
 
-class Asked(msgspec.Struct):
+class Wanted(msgspec.Struct):
     """The model and the prompt of a request that generates; other fields are the engine's to check."""
 
     model: Any = None
@@ -253,7 +253,7 @@ class Room(NamedTuple):
         """Return the room of a model with the tokens `vocabulary`: no text has more characters than so many longest."""
         return cls(max_model_len, max_model_len * max(map(len, vocabulary)))
 
-    def check(self, asked: Asked) -> None:
+    def check(self, asked: Wanted) -> None:
         """Raise ApiError (400) when a text of the request cannot fit."""
         for prompt in asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]:
             self._check("prompt", len(prompt) if isinstance(prompt, str) else 0)

@@ -3,8 +3,9 @@
 Such a suspect shares the engine with nothing until its first PROOFS requests were answered, four times as many after
 each further death, and all others wait, so a note with a suspect in it names the one that ended the engine. A request
 that was refused proves nothing. Turns are short, and go to who waited for its own longest.
-`Turnstile`: requests that generate go through together, a change of the weights alone. `Lanes`: a lock that runs get
-by turns. `AdapterUsers`: who uses an adapter that was unloaded gives way to one that is loaded.
+`Turnstile`: requests that generate go through together, a change of the weights alone, for which those of others than
+its run end. `Lanes`: a lock that runs get by turns. `AdapterUsers`: who uses an adapter that was unloaded gives way to
+one that is loaded.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ FORGIVES_S = 3600.0
 TURN_S = 10.0
 WAIT_S = 30.0
 RETRY_AFTER_S = 1
+# How long requests of nobody, or of another run, may hold up the weights of a run that is trained whole.
+GUESTS_S = 10.0
 # What has ended stays in the note for so long, or requests of two runs by turns would each write it.
 RECENT_S = 10.0
 
@@ -174,44 +177,89 @@ class StillInUse(RuntimeError):
         self.num_users = num_users
 
 
+class Asked:
+    """A request of a run. What reads from its client by `listen` is told that it has gone when the request is to `end`.
+
+    Attributes:
+        refusal: why it is to end; None while it may go on.
+    """
+
+    def __init__(self, run_id: str = "") -> None:
+        self.run_id = run_id
+        self.refusal: ApiError | None = None
+        self.gone = asyncio.Event()
+        self._listening: set[asyncio.Timeout] = set()
+
+    def end(self, refusal: ApiError) -> None:
+        """Have it end soon."""
+        self.refusal = refusal
+        for until in self._listening:
+            until.reschedule(0.0)
+        self._listening.clear()
+
+    async def listen(self, receive: Receive) -> Message:
+        """Return the next message of the client."""
+        if self.refusal is None:  # whoever only looks gives up at the first wait
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None) as until:
+                    self._listening.add(until)
+                    try:
+                        return await receive()
+                    finally:
+                        self._listening.discard(until)
+        return {"type": "http.disconnect"}
+
+
 class Turnstile:
     """Admits no new user while a caller is `alone` or waits for it, so a stream of requests cannot hold up a change."""
 
     def __init__(self) -> None:
-        self._num_users = 0
+        self._users: set[Asked] = set()
         self._open = asyncio.Event()
         self._open.set()
         self._empty = asyncio.Event()
         self._empty.set()
         self._one_at_a_time = asyncio.Lock()
 
-    async def enter(self) -> contextlib.AbstractContextManager[None]:
+    async def enter(self, asked: Asked | None = None) -> contextlib.AbstractContextManager[None]:
         """Wait for admission; enter the returned context at once, without an `await` in between."""
         while not self._open.is_set():
             await self._open.wait()
-        return self._inside()
+        return self._inside(asked or Asked())
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        self._num_users += 1
+    def _inside(self, asked: Asked) -> Iterator[None]:
+        self._users.add(asked)
         self._empty.clear()
         try:
             yield
         finally:
-            self._num_users -= 1
-            if not self._num_users:
+            self._users.remove(asked)
+            if not self._users:
                 self._empty.set()
 
+    async def _leave_but(self, run_id: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), GUESTS_S)
+        message = f"The weights of {run_id or 'the start'} are loaded: ask again."
+        for asked in [each for each in self._users if each.run_id != run_id]:
+            asked.end(ApiError(503, message, retry_after_s=RETRY_AFTER_S))
+
     @contextlib.asynccontextmanager
-    async def alone(self, timeout_s: float) -> AsyncIterator[None]:
-        """Admit no requests, wait until all have left. Raises StillInUse after `timeout_s`."""
+    async def alone(self, timeout_s: float, run_id: str = "") -> AsyncIterator[None]:
+        """Admit no requests, wait until all have left; those of others than `run_id` may take GUESTS_S.
+
+        Raises StillInUse after `timeout_s`.
+        """
         async with self._one_at_a_time:
             self._open.clear()
             try:
                 try:
-                    await asyncio.wait_for(self._empty.wait(), timeout_s)
+                    async with asyncio.timeout(timeout_s):
+                        await self._leave_but(run_id)
+                        await self._empty.wait()
                 except TimeoutError:
-                    raise StillInUse(self._num_users) from None
+                    raise StillInUse(len(self._users)) from None
                 yield
             finally:
                 self._open.set()
@@ -255,33 +303,6 @@ class Lanes:
                 first.set_result(None)
 
 
-class AdapterUser:
-    """One request. What reads from its client by `listen` is told that it has gone when the request is to `end`."""
-
-    def __init__(self) -> None:
-        self.is_to_end = False
-        self.gone = asyncio.Event()
-        self._listening: set[asyncio.Timeout] = set()
-
-    def end(self) -> None:
-        """Have it end soon."""
-        self.is_to_end = True
-        for until in self._listening:
-            until.reschedule(0.0)
-        self._listening.clear()
-
-    async def listen(self, receive: Receive) -> Message:
-        """Return the next message of the client."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.0 if self.is_to_end else None) as until:
-                self._listening.add(until)
-                try:
-                    return await receive()
-                finally:
-                    self._listening.discard(until)
-        return {"type": "http.disconnect"}
-
-
 class AdapterUsers:
     """Requests under way by the adapter they use. One that was unloaded meanwhile keeps its slot until they have ended.
 
@@ -294,31 +315,33 @@ class AdapterUsers:
         self._loads = itertools.count(1)
         self._latest: dict[str, int] = {}
         # By number and name of the load.
-        self._users: dict[tuple[int, str], set[AdapterUser]] = {}
+        self._users: dict[tuple[int, str], set[Asked]] = {}
 
     @contextlib.contextmanager
-    def using(self, name: str) -> Iterator[AdapterUser]:
+    def using(self, name: str, asked: Asked) -> Iterator[None]:
         """Note a request that uses the adapter `name`, as it is loaded now."""
-        load, user = (self._latest.get(name, 0), name), AdapterUser()
+        load = self._latest.get(name, 0), name
         users = self._users.setdefault(load, set())
-        users.add(user)
+        users.add(asked)
         try:
-            yield user
+            yield
         finally:
-            users.remove(user)
+            users.remove(asked)
             if not users:
                 del self._users[load]
-            user.gone.set()
+            asked.gone.set()
 
     async def make_room(self, name: str, num_slots: int) -> None:
         """End requests until `name` fits, which is about to be loaded: the oldest of whom holds the most slots."""
         while (unloaded := self._unloaded()) and len(self._loaded()) + len(unloaded) >= num_slots:
             held = Counter(run_of(each) for _, each in unloaded)
-            users = set(self._users[min(unloaded, key=lambda load: (-held[run_of(load[1])], load))])
-            for user in users:
-                user.end()
-            for user in users:
-                await user.gone.wait()
+            oldest = min(unloaded, key=lambda load: (-held[run_of(load[1])], load))
+            message = f"The lora adapter {oldest[1]!r} was unloaded, and another one needs its slot."
+            users = set(self._users[oldest])
+            for asked in users:
+                asked.end(ApiError(404, message, param="model"))
+            for asked in users:
+                await asked.gone.wait()
         self._latest = {each: load for each, load in self._latest.items() if each in self._loaded()}
         self._latest[name] = next(self._loads)
 

@@ -25,6 +25,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.notes import read_work
 from prime_rl.contract.served import LOGPROBS_HEADER
 from prime_rl.contract.status import TrainerRunStatus, TrainerStatus
+from prime_rl.inference import turns
 from prime_rl.inference.child_processes import PREFIX, private_tmp
 from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.front import FRESH_S, HealthProbe, build_app
@@ -174,6 +175,46 @@ async def test_requests_that_do_not_end_hold_up_a_change_for_so_long_only() -> N
             pass
     async with turnstile.alone(0.01):
         pass
+
+
+async def test_requests_of_others_hold_up_the_weights_of_a_run_for_less_long_than_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "GUESTS_S", 0.05)
+    engine, own = Engine(), asyncio.Event()
+    for step in (1, 2):
+        folder = tmp_path / "run_a" / "broadcast" / f"step_{step}"
+        folder.mkdir(parents=True)
+        mark_stable(folder)
+    OutputDir(tmp_path).run("run_a").orch_toml.parent.mkdir(parents=True)
+    OutputDir(tmp_path).run("run_a").orch_toml.touch()
+    app = build_app(engine, InferenceConfig(output_dir=tmp_path), drain_s=PATIENCE_S)
+
+    async def complete(request: Request, body: dict[str, Any]) -> dict[str, Any]:
+        if body["prompt"] == ["own"]:
+            await own.wait()
+        else:
+            while not await request.is_disconnected():
+                await asyncio.sleep(0.01)
+        return {"id": "own"}
+
+    async def asking(prompt: str, **headers: str) -> Any:
+        body = json.dumps({"prompt": [prompt]}).encode()
+        return await ask(app, "/v1/completions", body, headers={"content-type": "application/json", **headers})
+
+    engine.complete = complete  # type: ignore[method-assign]
+    others = [asyncio.create_task(asking("endless")) for _ in range(3)]
+    mine = asyncio.create_task(asking("own", **{"x-run": "run_a"}))
+    await asyncio.sleep(0.02)
+    body = json.dumps({"weight_dir": str(tmp_path / "run_a" / "broadcast" / "step_1")}).encode()
+    update = asyncio.create_task(ask(app, "/update_weights", body))
+    async with asyncio.timeout(PATIENCE_S):
+        for status, answered in await asyncio.gather(*others):
+            assert status == 503 and answered["error"]["message"] == "The weights of run_a are loaded: ask again."
+        assert not update.done() and not mine.done(), "a request of the run itself is waited for"
+        own.set()
+        assert (await mine)[0] == 200
+        assert await update == (200, {"weights": "run_a/broadcast/step_1"})
 
 
 async def test_a_folder_with_an_odd_name_does_no_harm_to_headers(tmp_path: Path) -> None:

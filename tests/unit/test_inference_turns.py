@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from prime_rl.contract.notes import Item, Work, WorkNote, read_work
 from prime_rl.inference import turns as module
 from prime_rl.inference.errors import ApiError
-from prime_rl.inference.turns import PROOFS, RECENT_S, TURN_S, AdapterUsers, Lanes, Turns
+from prime_rl.inference.turns import PROOFS, RECENT_S, TURN_S, AdapterUsers, Asked, Lanes, Turns
 from prime_rl.utils.process import ProcessId
 from tests.patience import PATIENCE_S
 from tests.unit.test_daemons_decide import INFERENCE, READY, dies, running
@@ -439,8 +439,10 @@ async def test_the_oldest_requests_of_whom_holds_the_most_unloaded_adapters_make
     users = AdapterUsers(lambda: loaded)
 
     async def use(name: str) -> None:
-        with users.using(name) as user:
-            await user.listen(asyncio.Event().wait)  # type: ignore[arg-type]
+        asked = Asked()
+        with users.using(name, asked):
+            await asked.listen(asyncio.Event().wait)  # type: ignore[arg-type]
+            assert asked.refusal is not None and asked.refusal.status == 404 and name in str(asked.refusal)
             ended.append(name)
 
     async def load(name: str) -> None:
