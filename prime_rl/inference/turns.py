@@ -34,8 +34,9 @@ FORGIVES_S = 3600.0
 TURN_S = 10.0
 WAIT_S = 30.0
 RETRY_AFTER_S = 1
-# How long requests of nobody, or of another run, may hold up the weights of a run that is trained whole.
-GUESTS_S = 10.0
+# How long requests of nobody, or of another run, may hold up the weights of a run that is trained whole: at most so
+# long at once, and at most this share of the time since they last did.
+GUESTS_S, GUESTS_SHARE = 10.0, 0.2
 # What has ended stays in the note for so long, or requests of two runs by turns would each write it.
 RECENT_S = 10.0
 
@@ -220,6 +221,7 @@ class Turnstile:
         self._empty = asyncio.Event()
         self._empty.set()
         self._one_at_a_time = asyncio.Lock()
+        self._guests_ended_at = float("-inf")
 
     async def enter(self, asked: Asked | None = None) -> contextlib.AbstractContextManager[None]:
         """Wait for admission; enter the returned context at once, without an `await` in between."""
@@ -239,15 +241,19 @@ class Turnstile:
                 self._empty.set()
 
     async def _leave_but(self, run_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        grace_s = min(GUESTS_S, GUESTS_SHARE * (loop.time() - self._guests_ended_at))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), GUESTS_S)
+            async with asyncio.timeout(grace_s):
+                await self._empty.wait()
         message = f"The weights of {run_id or 'the start'} are loaded: ask again."
         for asked in [each for each in self._users if each.run_id != run_id]:
             asked.end(ApiError(503, message, retry_after_s=RETRY_AFTER_S))
+            self._guests_ended_at = loop.time()
 
     @contextlib.asynccontextmanager
     async def alone(self, timeout_s: float, run_id: str = "") -> AsyncIterator[None]:
-        """Admit no requests, wait until all have left; those of others than `run_id` may take GUESTS_S.
+        """Admit no requests, wait until all have left; those of others than `run_id` may take GUESTS_S at most.
 
         Raises StillInUse after `timeout_s`.
         """

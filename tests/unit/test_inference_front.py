@@ -31,7 +31,7 @@ from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.front import FRESH_S, HealthProbe, build_app
 from prime_rl.inference.guard import decoded, json_response
 from prime_rl.inference.serve import Snapshot
-from prime_rl.inference.turns import StillInUse, Turnstile
+from prime_rl.inference.turns import Asked, StillInUse, Turnstile
 from prime_rl.inference.vllm.server import check_adapter_room
 from tests.patience import PATIENCE_S
 from tests.unit.test_inference_http import adapter, ask
@@ -215,6 +215,25 @@ async def test_requests_of_others_hold_up_the_weights_of_a_run_for_less_long_tha
         own.set()
         assert (await mine)[0] == 200
         assert await update == (200, {"weights": "run_a/broadcast/step_1"})
+
+
+async def test_requests_of_others_that_come_again_and_again_take_a_small_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turnstile = Turnstile()
+
+    async def ask() -> None:
+        asked = Asked()
+        with await turnstile.enter(asked):
+            await asked.listen(asyncio.Event().wait)  # type: ignore[arg-type]
+
+    for grace_s in (0.05, *[100 * PATIENCE_S] * 5):
+        monkeypatch.setattr(turns, "GUESTS_S", grace_s)
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE_S), turnstile.alone(2 * PATIENCE_S, "run_a"):
+            pass
+        await asking
 
 
 async def test_a_folder_with_an_odd_name_does_no_harm_to_headers(tmp_path: Path) -> None:
