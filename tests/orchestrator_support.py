@@ -24,7 +24,7 @@ from prime_rl.configs.shared import SamplingConfig
 from prime_rl.contract.files import mark_stable, staged_dir
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
 from prime_rl.contract.served import BASE_WEIGHTS, LOGPROBS_HEADER, WEIGHTS_HEADER, parse_adapter_name
-from prime_rl.inference.turns import Turnstile
+from prime_rl.inference.sharing import Turnstile
 from prime_rl.orchestrator.client import Endpoint, ServerClient
 from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, Split
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler

@@ -37,7 +37,7 @@ def parse_adapter_name(name: str) -> tuple[str, int] | None:
     return (match[1], int(match[2])) if match else None
 
 
-def run_of(name: str) -> str:
+def served_run(name: str) -> str:
     """The run whose version an adapter's name says; "" for one of a chat, or another name."""
     return (parse_adapter_name(name) or ("",))[0]
 

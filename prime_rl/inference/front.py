@@ -42,7 +42,7 @@ from prime_rl.contract.served import (
     WEIGHTS_HEADER,
     is_chat,
     parse_adapter_name,
-    run_of,
+    served_run,
 )
 from prime_rl.contract.status import TrainerStatus, read_status
 from prime_rl.inference.errors import ApiError
@@ -59,7 +59,8 @@ from prime_rl.inference.guard import (
     replay,
 )
 from prime_rl.inference.serve import ServerContext, Snapshot, serve
-from prime_rl.inference.turns import AdapterUsers, Asked, Lanes, Outcome, StillInUse, Turns, Turnstile
+from prime_rl.inference.sharing import AdapterUsers, Asked, Lanes, StillInUse, Turnstile
+from prime_rl.inference.turns import Outcome, Turns
 from prime_rl.inference.weight_files import weights_label
 
 logger = logging.getLogger(__name__)
@@ -203,7 +204,7 @@ class Front:
         folder = await asyncio.to_thread(confined_adapter, self._output_dir, asked.lora_path)
         _check_owner(name, OutputDir(self._output_dir.resolve()), folder)
         # A large file takes long to read and to check: nothing else waits for that.
-        async with self.turns.work(Item(run_of(name), f"loaded {name}")), self._loads.turn(run_of(name)):
+        async with self.turns.work(Item(served_run(name), f"loaded {name}")), self._loads.turn(served_run(name)):
             with await self.turnstile.enter():
                 await self._make_room(name)
                 self._check_room(name)
@@ -222,8 +223,8 @@ class Front:
             return
         trainer = await asyncio.to_thread(self._trainer)
         training = trainer.runs if trainer else {}
-        others = [each for each in loaded if run_of(each) not in training]
-        if run_of(name) in training and others:
+        others = [each for each in loaded if served_run(each) not in training]
+        if served_run(name) in training and others:
             logger.warning("unloading %s, whose run does not train, for %s", others[0], name)
             await self._engine.unload_adapter(others[0])
 
@@ -237,7 +238,7 @@ class Front:
             raise ApiError(409, message)
         model, loaded = self._config.model, self._engine.adapters()
         parsed = parse_adapter_name(name)
-        own = [each for each in loaded if parsed and run_of(each) == parsed[0]]
+        own = [each for each in loaded if parsed and served_run(each) == parsed[0]]
         chats = [each for each in loaded if is_chat(each)]
         if model.lora is None:
             problem = "This server serves no adapters (model.lora is null)."
@@ -302,7 +303,7 @@ class Front:
             run_id = self._known(headers.get(RUN_HEADER, ""))
             served = "the base model" if self.weights == BASE_WEIGHTS else self.weights
             return Item(run_id, f"served {served}{f' for {run_id}' if run_id else ''}")
-        return Item(run_of(name), f"served {name}") if name in self._engine.adapters() else None
+        return Item(served_run(name), f"served {name}") if name in self._engine.adapters() else None
 
     def using(self, model: Any, asked: Asked) -> contextlib.AbstractContextManager[None]:
         """Note a request to `model`, which may have to end when that is an adapter and is unloaded."""

@@ -25,13 +25,13 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.notes import read_work
 from prime_rl.contract.served import LOGPROBS_HEADER
 from prime_rl.contract.status import TrainerRunStatus, TrainerStatus
-from prime_rl.inference import turns
+from prime_rl.inference import sharing
 from prime_rl.inference.child_processes import PREFIX, private_tmp
 from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.front import FRESH_S, HealthProbe, build_app
 from prime_rl.inference.guard import decoded, json_response
 from prime_rl.inference.serve import Snapshot
-from prime_rl.inference.turns import Asked, StillInUse, Turnstile
+from prime_rl.inference.sharing import Asked, StillInUse, Turnstile
 from prime_rl.inference.vllm.server import check_adapter_room
 from tests.patience import PATIENCE_S
 from tests.unit.test_inference_http import adapter, ask
@@ -180,7 +180,7 @@ async def test_requests_that_do_not_end_hold_up_a_change_for_so_long_only() -> N
 async def test_requests_of_others_hold_up_the_weights_of_a_run_for_less_long_than_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "GUESTS_S", 0.05)
+    monkeypatch.setattr(sharing, "GUESTS_S", 0.05)
     engine, own = Engine(), asyncio.Event()
     for step in (1, 2):
         folder = tmp_path / "run_a" / "broadcast" / f"step_{step}"
@@ -228,7 +228,7 @@ async def test_requests_of_others_that_come_again_and_again_take_a_small_share_o
             await asked.listen(asyncio.Event().wait)  # type: ignore[arg-type]
 
     for grace_s in (0.05, *[100 * PATIENCE_S] * 5):
-        monkeypatch.setattr(turns, "GUESTS_S", grace_s)
+        monkeypatch.setattr(sharing, "GUESTS_S", grace_s)
         asking = asyncio.create_task(ask())
         await asyncio.sleep(0)
         async with asyncio.timeout(PATIENCE_S), turnstile.alone(2 * PATIENCE_S, "run_a"):

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from prime_rl.contract.notes import Item, Work, WorkNote, read_work
 from prime_rl.inference import turns as module
 from prime_rl.inference.errors import ApiError
-from prime_rl.inference.turns import PROOFS, RECENT_S, TURN_S, AdapterUsers, Asked, Lanes, Turns
+from prime_rl.inference.sharing import AdapterUsers, Asked, Lanes
+from prime_rl.inference.turns import PROOFS, RECENT_S, TURN_S, Turns
 from prime_rl.utils.process import ProcessId
 from tests.patience import PATIENCE_S
 from tests.unit.test_daemons_decide import INFERENCE, READY, dies, running
