@@ -349,21 +349,29 @@ def _in_turn(app: ASGIApp, front: Front, room: Room | None) -> ASGIApp:
         request.state.run_id = asked.run_id
         async with front.turns.work(item) if item else contextlib.nullcontext(Outcome()) as outcome:
             with await front.turnstile.enter(asked), front.using(wanted.model, asked):
-                sent = False
+                sent = streams = False
 
                 async def tell(message: Message) -> None:
-                    nonlocal sent
+                    nonlocal sent, streams
                     if asked.refusal and not sent:
                         return
-                    sent = True
                     if message["type"] == "http.response.start":
                         outcome.is_refused = message["status"] >= 400
+                        streams = (b"content-type", b"text/event-stream") in (
+                            (name, value.partition(b";")[0]) for name, value in message["headers"]
+                        )
+                    elif not message.get("more_body"):
+                        streams = False
+                    sent = True
                     await send(message)
 
                 told = _with_header(tell, WEIGHTS_HEADER, front.weights)
                 await app(scope, replay(body, lambda: asked.listen(receive)), told)
             if asked.refusal and not sent:
                 raise asked.refusal
+            if asked.refusal and streams:  # begun, and not at its end
+                event = b"data: " + msgspec.json.encode(asked.refusal.body()) + b"\n\n"
+                await send({"type": "http.response.body", "body": event})
 
     return answer
 

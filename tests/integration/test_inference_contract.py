@@ -356,15 +356,20 @@ def test_who_uses_an_unloaded_adapter_gives_way_to_one_that_is_loaded(server: Ru
     folder = make_adapter(adapter_dir(server, "run_q@v1"), model, seed=6)
     names = fill_slots(server, folder)
     many = {"prompt": [[5 + each] for each in range(16)], "n": 128, "max_tokens": 240, "ignore_eos": True}
-    with ThreadPoolExecutor(1) as pool:
+    talk = {"messages": [{"role": "user", "content": "on and on"}], "stream": True, "max_tokens": 200}
+    with ThreadPoolExecutor(2) as pool:
         server.load("chat/run_q@v1", folder)
         asked = pool.submit(server.post, "/v1/completions", model="chat/run_q@v1", **many)
         wait_for(lambda: status_of(server).num_waiting > 1000, "choices to wait", timeout_s=PATIENCE_S)
+        num_waiting = status_of(server).num_waiting
+        streamed = pool.submit(server.post, "/v1/chat/completions", model="chat/run_q@v1", **talk)
+        wait_for(lambda: status_of(server).num_waiting > num_waiting, "the stream to wait", timeout_s=PATIENCE_S)
         server.unload("chat/run_q@v1")
         assert not asked.done(), "its slot is the last"
         server.load("chat/run_q@v2", folder)
         refused = asked.result(PATIENCE_S)
     assert refused.status_code == 404 and "another one needs its slot" in error_of(refused)
+    assert "another one needs its slot" in streamed.result(PATIENCE_S).text
     wait_for(lambda: status_of(server).num_waiting == 0, "its choices to be forgotten", timeout_s=PATIENCE_S)
     assert server.complete(PROMPTS[0], model="chat/run_q@v2", max_tokens=2)["choices"]
     for name in (*names, "chat/run_q@v2"):
