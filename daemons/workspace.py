@@ -39,8 +39,9 @@ _FINAL = ("failed", "stopped", "done")
 class RunView:
     """One run as people see it. `step` counts updates done; `run_idx` is its slot, `queue_position` counts from 1.
 
-    `updated_at`, `added_at` (when its config landed) and `stalled_since` (of its orchestrator) are Unix seconds;
-    `async_level` is the lag of its last batch. `max_tokens` and `max_hours` are its budget. `problem` is what goes
+    `updated_at`, `added_at` (when its config landed) and `stalled_since` (of its orchestrator) are Unix seconds.
+    `policy_version` is the one that generates its rollouts, `async_level` the lag of its last batch; of a run that
+    makes none it is the newest one, and null. `max_tokens` and `max_hours` are its budget. `problem` is what goes
     wrong in its environments while it goes on.
     """
 

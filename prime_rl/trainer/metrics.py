@@ -161,7 +161,11 @@ class StatusReporter:
 
     def waiting(self, batches: str | None) -> None:
         """Nothing to do: `batches` names the batches that are waited for; None: there is no run."""
-        self._update(state="waiting", waiting_on=batches or self._no_run())
+        if batches is None:
+            self._time_s = {}
+            self._update(state="waiting", waiting_on=self._no_run(), tokens_per_s=0.0)
+        else:
+            self._update(state="waiting", waiting_on=batches)
 
     def updated(self, time_s: dict[str, float], num_tokens: int) -> None:
         """A run was updated. `time_s` is where the time since the last update went."""
@@ -177,9 +181,10 @@ class StatusReporter:
 
     def close(self) -> None:
         """Write the status a last time, with state stopped, and end its heartbeat."""
-        self._writer.close(state="stopped", waiting_on=None, runs=self._runs(), total_s=self._total_s)
+        fields = {"state": "stopped", "waiting_on": None, "time_s": {}, "tokens_per_s": 0.0}
+        self._writer.close(**fields, runs=self._runs(), total_s=self._total_s)
 
-    def _update(self, state: str, waiting_on: str | None) -> None:
+    def _update(self, state: str, waiting_on: str | None, tokens_per_s: float | None = None) -> None:
         self._writer.turn()  # the main loop comes by here at every pass and at every look for one
         self._writer.update(
             state=state,
@@ -191,7 +196,7 @@ class StatusReporter:
             time_s=self._time_s,
             total_s=self._total_s,
             num_updates=self._num_updates,
-            tokens_per_s=self._rate.per_s(self._num_tokens),
+            tokens_per_s=self._rate.per_s(self._num_tokens) if tokens_per_s is None else tokens_per_s,
         )
 
     def _runs(self) -> dict[str, TrainerRunStatus]:

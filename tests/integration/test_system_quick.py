@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +38,9 @@ def lived(tmp_path_factory: pytest.TempPathFactory, untaught_model: Path) -> Ite
             return (found["state"], found["run_idx"]) == ("finished", None)
 
         workspace.wait(is_through, "run_a to be admitted, to finish and to leave its slot")
+        idle = read_status(workspace.paths.trainer_status, TrainerStatus)
+        assert idle is not None and not idle.runs
+        assert (idle.tokens_per_s, idle.time_s) == (0.0, {}), "nobody trains"
         workspace.prl("down")
         yield workspace, seen
 
@@ -72,3 +77,53 @@ def test_down_leaves_no_process(lived: tuple[Workspace, dict[str, str]]) -> None
     assert workspace.processes() == []
     status = read_status(workspace.paths.trainer_status, TrainerStatus)
     assert status is not None and (status.state, status.runs) == ("stopped", {})
+    assert (status.tokens_per_s, status.time_s) == (0.0, {})
+
+
+def test_every_number_of_a_run_is_that_of_its_files(lived: tuple[Workspace, dict[str, str]]) -> None:
+    workspace, _ = lived
+    run, shown = workspace.run_dir("run_a"), workspace.runs()["run_a"]
+    trained, sampled = (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (run.trainer_metrics, run.orchestrator_metrics)
+    )
+    config = tomllib.loads(run.orch_toml.read_text())
+    # Who reads them did not write them: names of folders, lines of JSON and TOML alone.
+    newest = max(int(path.name.removeprefix("step_")) for path in run.broadcast.iterdir())
+    last = [line for line in sampled if line["step"] == NUM_STEPS]
+    expected = {
+        "state": "finished",
+        "step": newest,
+        "max_steps": config["max_steps"],
+        "policy_version": newest,
+        "reward": pytest.approx(next(line["reward/mean"] for line in last if "reward/mean" in line)),
+        "lr": config["optim"]["lr"],
+        "batch_size": config["batch_size"],
+        "num_restarts": 0,
+        "run_idx": None,
+        "queue_position": None,
+        "tokens_per_s": None,
+        "async_level": None,
+    }
+    assert {name: shown[name] for name in expected} == expected and trained[-1]["step"] == newest
+    whole = workspace.json("runs", "show", "run_a")
+    assert whole["run"] | {"log_tail": []} == shown | {"log_tail": []}
+    for name, lines in (("trainer", trained), ("orchestrator", last)):
+        of_step = {key: value for line in lines if line["step"] == newest for key, value in line.items()}
+        assert whole["metrics"][name] == {
+            key: pytest.approx(value) for key, value in of_step.items() if is_number(value)
+        }
+    assert [each["step"] for each in whole["checkpoints"]] == [
+        int(path.name.removeprefix("step_")) for path in sorted(run.checkpoints.iterdir())
+    ]
+    for each in whole["checkpoints"]:
+        folder = run.checkpoints / f"step_{each['step']}"
+        assert each["num_bytes"] == sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
+    status = workspace.json("status")
+    assert status["runs"] == [shown] and [each["run_id"] for each in status["slots"]] == [None] * len(status["slots"])
+    (used,) = workspace.json("usage")["rows"]
+    assert used["tokens_trained"] == sum(line["tokens"] for line in trained)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

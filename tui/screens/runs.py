@@ -21,7 +21,7 @@ from textual.events import Resize
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
-from prime_rl.contract.status import LOST
+from prime_rl.contract.status import LOST, RunState
 from tui import fmt
 from tui.keys import Command, CommandError
 from tui.messages import RunChanged
@@ -46,7 +46,10 @@ def describe(row: RunRow, now: float, num_marked: int = 0) -> Text:
     """A few sentences about one run; the first lines are the ones that matter."""
     colour = row.level.style
     text = Text.assemble((row.run_id, "bold"), "  ", (f"{row.symbol} {row.state}", colour))
-    text.append(f"  {STATE_WORDS[row.state]}", "muted")
+    words = STATE_WORDS[row.state]
+    if row.state == RunState.FINISHED:
+        words = "ended before max_steps" if row.reason else "reached max_steps"
+    text.append(f"  {words}", "muted")
     if num_marked:
         text.append(f"  ✓ {num_marked} marked", "accent")
     body = row.reason or row.note
