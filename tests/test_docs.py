@@ -242,11 +242,10 @@ def test_environments_and_their_arguments_are_those_of_the_code() -> None:
     """docs/environments.md has every built-in environment, its arguments and their defaults."""
     import json
 
-    from prime_rl.configs.envs import BUILT_IN_ENVS, EnvConfig
+    from prime_rl.configs.envs import BUILT_IN_ENVS, PLUGIN_GROUP, EnvConfig
     from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.orchestrator.envs import BUILT_IN_ARGS
     from prime_rl.orchestrator.envs.checked import FAILURE_WINDOW, MIN_ROLLOUTS
-    from prime_rl.orchestrator.envs.child import PLUGIN_GROUP
     from prime_rl.orchestrator.rollout import MAX_REPLACEMENTS
 
     text = TEXT[ROOT / "docs" / "environments.md"]
