@@ -23,7 +23,7 @@ from typing import Any
 
 import tomli_w
 
-from daemons.data_files import Place, copy_data, data_problems, has_data, place_of, plugin_problems
+from daemons.data_files import copy_data, data_problems, has_data, plugin_problems
 from daemons.details import Version, find_version, parse_version
 from daemons.errors import ActionError, expand_home, in_one_line, need, one_line_errors, record_act
 from daemons.trash import acting_on, existing_run
@@ -37,6 +37,7 @@ from prime_rl.configs.base import (
     merge,
     parse_toml,
 )
+from prime_rl.configs.jsonl import Place, place_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits, find_problems

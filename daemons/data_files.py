@@ -6,28 +6,17 @@ So a run trains with what they were then. Also, for `prl runs validate`: environ
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from daemons.errors import expand_home
 from prime_rl.configs.base import ConfigProblem
 from prime_rl.configs.envs import PLUGIN, PLUGIN_GROUP, EnvConfig
-from prime_rl.configs.jsonl import MAX_CODE_BYTES, MAX_DATA_BYTES, binds, file_problem
+from prime_rl.configs.jsonl import MAX_CODE_BYTES, MAX_DATA_BYTES, Place, binds, file_problem
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.files import is_of_a_run, read_file, write_atomic
+from prime_rl.contract.files import read_file, write_atomic
 from prime_rl.contract.layout import RunDir
-
-# The file that a config names.
-Place = Callable[[str], Path]
-
-
-def place_of(source: Path) -> Place:
-    """Beside the config file `source`; for the config of a run, the run's own copies."""
-    if is_of_a_run(source):
-        return RunDir(source.parent.parent).data_file
-    return lambda named: source.parent / expand_home(Path(named))
 
 
 def data_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProblem]:

@@ -20,9 +20,9 @@ import msgspec
 import tomli_w
 
 from daemons.adding import NewRun, checked, in_id, is_same, mode_like, put, staged, start_of
-from daemons.data_files import place_of
 from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors, record_act
 from prime_rl.configs.base import ConfigError, load_toml, merge, parse_override
+from prime_rl.configs.jsonl import place_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir

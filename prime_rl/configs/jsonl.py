@@ -16,7 +16,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from prime_rl.configs.base import BaseConfig
-from prime_rl.contract.files import read_file
+from prime_rl.contract.files import is_of_a_run, read_file
+from prime_rl.contract.layout import RunDir
 
 JSONL = "jsonl"
 MAX_DATA_BYTES = 256 << 20
@@ -25,6 +26,8 @@ MAX_CODE_BYTES = 1 << 20
 MAX_EVAL_EXAMPLES = 100
 ROLES = ("system", "user", "assistant")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?|-?\.\d+")
+# The file that a config names.
+Place = Callable[[str], Path]
 _MARK = b"\xef\xbb\xbf"
 
 
@@ -74,7 +77,7 @@ class JsonlArgs(BaseConfig):
         """The name of the function of `reward`; "" without one."""
         return (self.reward or "").rpartition(":")[2]
 
-    def placed(self, place: Callable[[str], Path]) -> dict[str, Any]:
+    def placed(self, place: Place) -> dict[str, Any]:
         """These arguments, with files at `place` of what the config names."""
         files = {"path": str(place(self.path))}
         if self.code:
@@ -185,7 +188,14 @@ def last_number(text: str) -> float | None:
     return float(found[-1].replace(",", "")) if found else None
 
 
-def file_problem(args: JsonlArgs, place: Callable[[str], Path]) -> tuple[str, str] | None:
+def place_of(source: Path) -> Place:
+    """Beside the config file `source`; for the config of a run, the run's own copies."""
+    if is_of_a_run(source):
+        return RunDir(source.parent.parent).data_file
+    return lambda named: source.parent / Path(named).expanduser()
+
+
+def file_problem(args: JsonlArgs, place: Place) -> tuple[str, str] | None:
     """The first problem of the files: the argument that names it, and what is wrong. Runs no code of them."""
     name, path = "path", place(args.path)
     try:

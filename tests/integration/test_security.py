@@ -342,7 +342,9 @@ def test_no_module_can_run_what_a_file_holds() -> None:
                 may = [ast.unparse(each.value) for each in node.keywords if each.arg == "trust_remote_code"]
                 loads = isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
                 assert may == ["False"] * loads, f"{path}:{node.lineno}: or transformers asks at a terminal"
-            assert not runs.intersection(names) - ({"exec"} if path == reward else set()), f"{path}:{getattr(node, 'lineno', 0)}"
+            assert not runs.intersection(names) - ({"exec"} if path == reward else set()), (
+                f"{path}:{getattr(node, 'lineno', 0)}"
+            )
 
 
 REMOTE_CODE = """
