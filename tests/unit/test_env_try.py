@@ -56,7 +56,7 @@ def test_the_echo_needs_no_model_and_tells_prompt_tokens_reward_and_time(file: P
     assert good["prompt_text"] == "<|im_start|>user\ncapital 2?<|im_end|>\n<|im_start|>assistant\n"
     assert (good["reward"], good["error"], good["answer_tokens"]) == (0.25, None, None) and good["time_s"] > 0
     assert (bad["reward"], bad["error"]) == (None, "RuntimeError: red")
-    assert "\x1b" not in done.stdout and good["turns"] == [{"role": "assistant", "content": "City[31m 2"}]
+    assert "\x1b" not in done.stdout and good["turns"] == [{"role": "assistant", "content": "City 2"}]
     assert [each["metrics"]["found"] for each in talks["rollouts"]] == [1.0, 1.0]
 
 

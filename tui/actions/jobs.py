@@ -507,7 +507,7 @@ def draft_file(text: str, stem: str) -> Iterator[Path]:
     """`text` as a file of that name in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="prl-draft-") as folder:
         path = Path(folder) / f"{stem}.toml"
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         yield path
 
 
