@@ -37,18 +37,16 @@ def data_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProble
 
 def copy_data(config: OrchestratorConfig, place: Place, run: RunDir, mode: int) -> None:
     """Copy the files into the run, with `mode`. Raises OSError."""
-    for _, env in _envs(config):
-        for named, limit in _named(env).items():
-            write_atomic(run.data_file(named), read_file(place(named), limit=limit), mode=mode)
+    for named, limit in _all_named(config).items():
+        write_atomic(run.data_file(named), read_file(place(named), limit=limit), mode=mode)
 
 
 def has_data(config: OrchestratorConfig, place: Place, run: RunDir) -> bool:
     """True when the run's copies are the files as they are now."""
-    wanted = {named: limit for _, env in _envs(config) for named, limit in _named(env).items()}
     try:
         return all(
             read_file(run.data_file(named), limit=limit) == read_file(place(named), limit=limit)
-            for named, limit in wanted.items()
+            for named, limit in _all_named(config).items()
         )
     except OSError:
         return False
@@ -99,3 +97,7 @@ def _named(env: EnvConfig) -> dict[str, int]:
     if args is None:
         return {}
     return {args.path: MAX_DATA_BYTES} | ({args.code: MAX_CODE_BYTES} if args.code else {})
+
+
+def _all_named(config: OrchestratorConfig) -> dict[str, int]:
+    return {named: limit for _, env in _envs(config) for named, limit in _named(env).items()}

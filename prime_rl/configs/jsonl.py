@@ -113,8 +113,9 @@ def read_rows(path: Path, args: JsonlArgs) -> list[Row]:
             row = _row(number, _parsed(line), args)
             if row.id in lines:
                 raise ValueError(f"the id {row.id!r} is that of line {lines[row.id]} too: each row needs its own")
-        except ValueError as error:
-            raise ValueError(f"{path} line {number}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            reason = "not valid JSON: nested too deeply" if isinstance(error, RecursionError) else error
+            raise ValueError(f"{path} line {number}: {reason}") from None
         lines[row.id] = number
         rows.append(row)
     if not rows:
@@ -129,8 +130,6 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
         raise ValueError(f"not UTF-8 text (byte {error.start}): save the file as UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error.msg} (column {error.colno})") from None
-    except RecursionError:
-        raise ValueError("not valid JSON: nested too deeply") from None
     if not isinstance(fields, dict):
         raise ValueError(f"found {type(fields).__name__}: must be a JSON object, such as {{...}}")
     return fields
@@ -172,7 +171,7 @@ def _target(scorer: str, answer: Any, text: str) -> Any:
             return re.compile(text)
         if scorer == "json":
             return json.loads(text) if isinstance(answer, str) else answer
-    except (re.error, ValueError, RecursionError) as error:
+    except (re.error, ValueError) as error:
         raise ValueError(f"the answer is not valid for scorer = {scorer!r}: {error}") from None
     if scorer == "number":
         number = last_number(text)

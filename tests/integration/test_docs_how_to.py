@@ -167,7 +167,7 @@ def write_runs(folder: Path, page: str) -> list[Path]:
     if page == "environments.md":
         own = replaced(without, {"batch_size = 64": "batch_size = 16", "max_steps = 24": "max_steps = 2"})
         (data,) = (block for _, block in FENCED.findall(text("data.md")) if "reward.py:score" in block)
-        (folder / "own.toml").write_text(f'{own}\n[[env]]\nid = "plugin:echo"\n\n{data}\n[eval]\ninterval = 1\n')
+        (folder / "own.toml").write_text(f'{own}\n[[env]]\nid = "plugin:echo"\n\n{data}\n[eval]\ninterval = 20\n')
     return found
 
 

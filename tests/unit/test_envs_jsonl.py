@@ -170,7 +170,8 @@ def test_the_first_rows_are_for_evaluation_and_the_others_to_train_on(
         ("number", "so 6 * 7\n#### 1,042", ["it is 1042", "= 1,042.0", "no 7 but 1042"], ["1042, or 43", "none", ""]),
         ("number", -0.5, ["-0.5", "-.5"], ["0.5"]),
         ("json", {"a": [1, 2.0]}, ['{"a": [1, 2.0]}', 'So:\n```json\n{"a": [1, 2.0]}\n```'], ["{'a': [1]}", "[", "{}"]),
-        ("json", "true", ["true"], ["1", '"true"']),
+        ("json", {"a": [1, True]}, ['{"a": [1.0, true]}'], ['{"a": [1, 1]}', '{"a": [true, true]}', '{"a": [1]}']),
+        ("json", "true", ["true"], ["1", '"true"', "[" * 100_000]),
         ("json", 1, ["1", "1.0"], ["true", "2"]),
     ],
 )

@@ -122,14 +122,14 @@ def _json(text: str, target: Any) -> bool:
 
 
 def _same(found: Any, target: Any) -> bool:
-    """Equal as JSON: true is not 1."""
-    return json.dumps(found, sort_keys=True) == json.dumps(target, sort_keys=True) or (
-        _is_number(found) and _is_number(target) and found == target
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Equal as JSON: 1.0 is 1, and true is not."""
+    if isinstance(found, bool) or isinstance(target, bool):
+        return found is target
+    if isinstance(found, list) and isinstance(target, list):
+        return len(found) == len(target) and all(map(_same, found, target))
+    if isinstance(found, dict) and isinstance(target, dict):
+        return found.keys() == target.keys() and all(_same(value, target[key]) for key, value in found.items())
+    return bool(found == target)
 
 
 def _math(text: str, target: str) -> bool:
