@@ -27,6 +27,7 @@ from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFa
 from prime_rl.orchestrator.envs.jsonl_env import SCORERS, JsonlEnvironment
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from tests.orchestrator_support import FakeInference, config_data, make_model, serving, stand_in_trainer
+from tui.actions.jobs import add_draft, check_draft
 
 CAPITALS = [{"prompt": f"capital {number}?", "answer": f"City {number}"} for number in range(30)]
 REWARD = """
@@ -304,6 +305,17 @@ def test_each_run_of_a_sweep_has_its_own_files(tmp_path: Path, source: Path) -> 
     for num_added in (2, 0):
         assert len(sweep_runs(workspace, source, ["optim.lr=1e-3,1e-4"]).added) == num_added
     assert len(list(workspace.glob("run_*/data/data-train.jsonl"))) == 2
+
+
+def test_a_draft_in_the_console_has_the_files_beside_its_template_or_of_its_run(tmp_path: Path, source: Path) -> None:
+    workspace, text = tmp_path / "workspace", source.read_text(encoding="utf-8")
+    edited = f"seed = 7\n{text}"
+    assert check_draft(workspace, edited, "run_a", source).problems == ()
+    first = OutputDir(workspace).run(add_draft(workspace, edited, "run_a", source))
+    (source.parent / "reward.py").unlink()
+    assert "reward.py not found" in check_draft(workspace, text, "run_b", source).problems[0].text
+    copy = OutputDir(workspace).run(add_draft(workspace, text, "run_b", first.orch_toml))
+    assert copy.data_file("reward.py").read_text(encoding="utf-8") == REWARD
 
 
 @pytest.mark.parametrize(
