@@ -30,8 +30,10 @@ def status_of(daemon: str, workspace: Path, port: int) -> tuple[Path, dict[str, 
 
 def create_time() -> float:
     """Start of this process in Unix seconds, as the kernel counts it."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    boot = next(
+        line for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines() if line.startswith("btime")
+    )
     return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 

@@ -122,7 +122,7 @@ def _is_done(run: RunDir) -> bool:
 
 
 def _lines(path: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _wall_s(run: RunDir) -> float:

@@ -20,7 +20,7 @@ class Marks:
     """Lines of one process; a note costs microseconds."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def note(self, what: str, version: int) -> None:
         """Write one line with the moment of this call."""

@@ -96,7 +96,7 @@ def _serving(output: OutputDir) -> str | None:
 
 @contextlib.contextmanager
 def _process(module: list[str], file: Path, config: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
-    file.write_text(tomli_w.dumps(config))
+    file.write_text(tomli_w.dumps(config), encoding="utf-8")
     log = file.with_suffix(".log")
     with log.open("wb") as stream:
         argv = [sys.executable, "-m", *module, "@", str(file)]
@@ -139,8 +139,8 @@ def _orchestrate(run: RunDir) -> None:
 
 def _times(run: RunDir, trainer_marks: Path) -> dict[tuple[str, int], float]:
     """When what happened first, by (what, version). The trainer's marks are those since the last call."""
-    lines = [*trainer_marks.read_text().splitlines(), *(run.path / "marks").read_text().splitlines()]
-    trainer_marks.write_text("")
+    lines = [*trainer_marks.read_text(encoding="utf-8").splitlines(), *(run.path / "marks").read_text().splitlines()]
+    trainer_marks.write_text("", encoding="utf-8")
     times: dict[tuple[str, int], float] = {}
     for line in map(json.loads, lines):
         times.setdefault((line["what"], line["version"]), line["at_s"])

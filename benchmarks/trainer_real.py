@@ -81,7 +81,9 @@ def main(side: str, name: str, num_rows: str, num_tokens: str, again: str) -> No
     with tempfile.TemporaryDirectory() as folder:
         step = _step(side, Path(folder), base, batches, again)
         seconds = min(_timed(step) for _ in range(NUM_STEPS))
-    (peak,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    (peak,) = [
+        line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM")
+    ]
     print(json.dumps({"seconds": seconds, "num_bytes": 1024.0 * int(peak.split()[1])}))
 
 

@@ -135,7 +135,7 @@ def _write_run(workspace: Path, run_id: str, model: Path, num_steps: int) -> Run
 
 def _peak_bytes() -> int:
     # Not getrusage: its peak is inherited from the parent process.
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 
 

@@ -172,5 +172,5 @@ class BenchWorkspace:
 
 
 def append(path: Path, line: str) -> None:
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(line)

@@ -23,6 +23,7 @@ from typing import Any
 
 import tomli_w
 
+from daemons.data_files import copy_data, data_problems, has_data, plugin_problems
 from daemons.details import Version, find_version, parse_version
 from daemons.errors import ActionError, expand_home, in_one_line, need, one_line_errors, record_act
 from daemons.trash import acting_on, existing_run
@@ -36,6 +37,7 @@ from prime_rl.configs.base import (
     merge,
     parse_toml,
 )
+from prime_rl.configs.jsonl import Place, place_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits, find_problems
@@ -210,10 +212,11 @@ def _copy(source: Path, target: Path) -> None:
 
 @dataclass(frozen=True)
 class NewRun:
-    """A checked run that is to be added. `start`: what its `[init]` names."""
+    """A checked run that is to be added. `place` has the files that its config names, `start` what `[init]` does."""
 
     text: str
     config: OrchestratorConfig
+    place: Place
     mode: int = _PUBLIC_MODE
     start: Start | None = None
 
@@ -231,11 +234,12 @@ def trainer_limits(output_dir: Path) -> TrainerLimits | None:
 
 
 def check_file(
-    output_dir: Path, source: Path | str, *, overrides: Mapping[str, Any] | None = None
+    output_dir: Path, source: Path | str, *, overrides: Mapping[str, Any] | None = None, beside: Path | None = None
 ) -> list[ConfigProblem]:
     """All problems of a run's TOML file, as the trainer reports them; [] when it would be admitted.
 
-    Whether an adapter of `[init]` on the hub fits is found when the run is added.
+    The files that it names, beside `source` or another config `beside`, are checked too, and that the packages of its
+    environments are installed here. Whether an adapter of `[init]` on the hub fits is found when the run is added.
     """
     output = OutputDir(Path(output_dir))
     try:
@@ -243,41 +247,46 @@ def check_file(
     except ConfigError as error:
         return error.problems
     limits = trainer_limits(output.path)
-    problems = _problems(data, str(source), limits)
+    problems = _problems(data, str(source), limits, place_of(beside or Path(source)))
     if not problems:
+        config = build(OrchestratorConfig, data, str(source))
+        problems = plugin_problems(config)
         try:
-            start_of(output, build(OrchestratorConfig, data, str(source)), download=False)
+            start_of(output, config, download=False)
         except ActionError as error:
             problems.append(ConfigProblem("init.from", str(error).removeprefix("init.from: ")))
     return problems
 
 
 def validate_file(
-    output_dir: Path, source: Path | str, *, overrides: Mapping[str, Any] | None = None
+    output_dir: Path, source: Path | str, *, overrides: Mapping[str, Any] | None = None, beside: Path | None = None
 ) -> OrchestratorConfig:
     """Check a run's TOML file as the trainer would. Raises ActionError with every problem."""
     with one_line_errors(f"checking {source}"):
-        return checked(Path(output_dir), load_toml(Path(source)), str(source), overrides)
+        place = place_of(beside or Path(source))
+        return checked(Path(output_dir), load_toml(Path(source)), str(source), overrides, place)
 
 
 def checked(
-    output_dir: Path, data: Mapping[str, Any], source: str, overrides: Mapping[str, Any] | None
+    output_dir: Path, data: Mapping[str, Any], source: str, overrides: Mapping[str, Any] | None, place: Place
 ) -> OrchestratorConfig:
-    """The config of a run. Raises ConfigError with every problem."""
+    """The config of a run, whose files are at `place`. Raises ConfigError with every problem."""
     data = merge(data, overrides or {})
-    if problems := _problems(data, source, trainer_limits(output_dir)):
+    if problems := _problems(data, source, trainer_limits(output_dir), place):
         raise ConfigError(source, problems)
     return build(OrchestratorConfig, data, source)
 
 
-def _problems(data: Mapping[str, Any], source: str, limits: TrainerLimits | None) -> list[ConfigProblem]:
-    """The trainer's own, then those of the chat template with each `[[env]]`, if its model is on this machine."""
-    problems = find_problems(data, source, limits)
+def _problems(data: Mapping[str, Any], source: str, limits: TrainerLimits | None, place: Place) -> list[ConfigProblem]:
+    """The trainer's own; those of its files; those of the chat template with each `[[env]]`, if the model is here."""
+    if problems := find_problems(data, source, limits):
+        return problems
+    config, key = build(OrchestratorConfig, data, source), "model.name"
+    problems = data_problems(config, place)
     if problems or missing("cpu", "jinja2", "huggingface_hub"):
         return problems
     from prime_rl.utils.chat_template import ChatTemplate, TokenizerError, model_file  # jinja2
 
-    config, key = build(OrchestratorConfig, data, source), "model.name"
     try:
         if model_file(config.model.name, "tokenizer.json", local_only=True):
             template = ChatTemplate.load(config.model.name, config.sampling.chat_template_kwargs, local_only=True)
@@ -308,39 +317,42 @@ def add_run(
     run_id: str | None = None,
     overrides: Mapping[str, Any] | None = None,
     dry_run: bool = False,
+    beside: Path | None = None,
 ) -> str:
     """Add a run from a TOML file and return its id; the default id comes from the file's name.
 
     The file's text is kept as it is, unless there are `overrides`; a file that only its owner may read stays so. The
-    adapter that `[init]` names is copied into the run. The folder appears complete, so the trainer never sees half a
-    run. If `run_id` is given and that run has the same text already, nothing changes. Raises ActionError.
+    adapter that `[init]` names is copied into the run, and so are the files that its environments name, beside `source`
+    or another config `beside`. The folder appears complete, so the trainer never sees half a run. If `run_id` is given
+    and that run has the same text and files already, nothing changes. Raises ActionError.
     """
     output, source = OutputDir(Path(output_dir)), Path(source)
     with one_line_errors(f"adding {source}"):
         if run_id is not None:
             output.run(run_id)
-        text, mode, config = _read_checked(output.path, source, overrides)
-        if run_id is not None and has_text(output.run(run_id), text):
+        where = place_of(beside or source)
+        text, mode, config = _read_checked(output.path, source, overrides, where)
+        if run_id is not None and is_same(output.run(run_id), NewRun(text, config, where)):
             return run_id
         start = start_of(output, config)
         names = candidates(run_id, source.stem)
         if dry_run:
             return free_id(output, names)
-        run = place(output, names, NewRun(text, config, mode, start))
+        run = place(output, names, NewRun(text, config, where, mode, start))
         detail = f"from {source}" + (f", starts from {start.name}" if start else "")
         record_act(output, "add", run.run_id, detail=detail)
         return run.run_id
 
 
 def _read_checked(
-    output_dir: Path, source: Path, overrides: Mapping[str, Any] | None
+    output_dir: Path, source: Path, overrides: Mapping[str, Any] | None, place: Place
 ) -> tuple[str, int, OrchestratorConfig]:
     """The checked text, which is the text that is placed, the mode of its file, and what it says."""
     data = load_toml(source)
     text = read_file(source, limit=MAX_TOML_BYTES, follow_links=True).decode()
     if parse_toml(text, str(source)) != data:
         raise ActionError(f"{source} changed while it was read: try again")
-    config = checked(output_dir, data, str(source), overrides)
+    config = checked(output_dir, data, str(source), overrides, place)
     return tomli_w.dumps(merge(data, overrides)) if overrides else text, mode_like(source), config
 
 
@@ -390,6 +402,7 @@ def staged(output: OutputDir, new: NewRun) -> Iterator[Path]:
         folder.chmod(0o755)
         written_ns = time.time_ns() - _TICKS_NS
         write_atomic(RunDir(folder).orch_toml, new.text, mode=new.mode, modified_ns=written_ns)
+        copy_data(new.config, new.place, RunDir(folder), new.mode)
         if new.start is not None:
             copy_start(new.start, RunDir(folder).init)
         yield folder
@@ -415,9 +428,10 @@ def _already_exists(output: OutputDir, run_id: str) -> ActionError:
     return ActionError(f"run {run_id!r} already exists in {output.path}: choose another id with --id")
 
 
-def has_text(run: RunDir, text: str) -> bool:
-    """True when the run exists and was made with this very text."""
-    return read_text(run.orch_toml, limit=MAX_TOML_BYTES) == text
+def is_same(run: RunDir, new: NewRun) -> bool:
+    """True when the run exists and was made with this very text, and these files."""
+    same_text = read_text(run.orch_toml, limit=MAX_TOML_BYTES) == new.text
+    return same_text and has_data(new.config, new.place, run)
 
 
 def _remove_leftovers(output: OutputDir) -> None:
@@ -463,12 +477,13 @@ def fork_run(
         if with_optimizer:
             _check_moments(output, run, config, start.config.rank, start.config.alpha)
         same = output.run(new_id) if new_id is not None else None
-        if same is not None and has_text(same, text) and has_optimizer(same.init) == with_optimizer:
+        new = NewRun(text, config, run.data_file, mode_like(run.orch_toml), start)
+        if same is not None and is_same(same, new) and has_optimizer(same.init) == with_optimizer:
             return Fork(same.run_id, version.name, with_optimizer, added=False)
         names = candidates(new_id, f"{run_id[:_MAX_FORKED_CHARS]}-fork")
         if dry_run:
             return Fork(free_id(output, names), version.name, with_optimizer, added=False)
-        fork = place(output, names, NewRun(text, config, mode_like(run.orch_toml), start))
+        fork = place(output, names, new)
         detail = f"from {version.name}" + (" with its optimizer" if with_optimizer else "")
         record_act(output, "fork", fork.run_id, reason=reason, detail=detail)
         return Fork(fork.run_id, version.name, with_optimizer, added=True)
@@ -485,7 +500,7 @@ def _fork_config(
         if isinstance(ckpt := data.get("ckpt"), dict):
             ckpt.pop("resume_step", None)
         data = {**merge(data, overrides), "init": {"from": source}}
-        config = checked(output.path, data, run.orch_toml.name, None)
+        config = checked(output.path, data, run.orch_toml.name, None, run.data_file)
     except ConfigError as error:
         raise ActionError(in_one_line(f"the fork of {run.run_id} would be invalid: {error}")) from error
     return tomli_w.dumps(data), config

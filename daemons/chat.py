@@ -84,6 +84,11 @@ class Chat:
         self.messages: list[dict[str, str]] = []
         self.reset()
 
+    @property
+    def served(self) -> tuple[str, str]:
+        """The address of inference, with `/v1`, and the name of the version there; known when it is open."""
+        return f"{self._server.url}/v1", self._model
+
     def __enter__(self) -> Chat:
         self.open()
         return self
@@ -232,6 +237,7 @@ class _Server:
     """
 
     def __init__(self, url: str, key: str | None, variable: str = "") -> None:
+        self.url = url
         self._url = urlsplit(url)
         self._key, self._variable = key, variable
         self._socket: socket.socket | None = None  # of the answer that is streamed

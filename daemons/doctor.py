@@ -380,7 +380,7 @@ def _libraries(vllm: bool, import_libraries: bool, say: Say) -> Iterator[Check]:
 def packages_found() -> dict[str, Path | None]:
     """The folder of each of our packages as a daemon finds it: the working folder and PYTHONPATH come first."""
     child = [sys.executable, "-c", _FINDER, *_OURS]
-    done = subprocess.run(child, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(child, capture_output=True, encoding="utf-8", check=True, stdin=subprocess.DEVNULL)
     found: dict[str, str | None] = json.loads(done.stdout)
     return {name: Path(place).resolve() if place else None for name, place in found.items()}
 
@@ -391,7 +391,7 @@ def probe(name: str, *, timeout_s: float = IMPORT_TIMEOUT_S) -> tuple[dict[str, 
         done = subprocess.run(
             [sys.executable, "-c", _PROBE, name],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             timeout=timeout_s,
             stdin=subprocess.DEVNULL,
@@ -420,7 +420,7 @@ def _inotify_limits(folder: Path = Path("/proc/sys/fs/inotify")) -> dict[str, in
     found = {}
     for name in ("max_user_instances", "max_user_watches"):
         try:
-            found[name] = int((folder / name).read_text())
+            found[name] = int((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
     return found

@@ -102,7 +102,7 @@ def export_run(
             on_progress(f"writing version {planned.step} of {run_id} to {out}")
             if planned.kind == MERGED:
                 _merge(planned, source, folder, stop)
-            (folder / CARD_FILE).write_text(_card(run, planned))
+            (folder / CARD_FILE).write_text(_card(run, planned), encoding="utf-8")
             num_bytes = sum(path.stat().st_size for path in folder.iterdir())
         record_act(output, "export", run_id, detail=f"version {planned.step} ({planned.kind}) to {out}")
     done = replace(planned, num_bytes=num_bytes)

@@ -28,10 +28,11 @@ CHILD_POLL_S = 0.1
 def daemon_environment(output_dir: Path, name: str) -> dict[str, str]:
     """Environment of a daemon before keys are taken out: ours and the marks.
 
-    SPT_NOENV: a changed process title must not overwrite the marks.
+    SPT_NOENV: a changed process title must not overwrite the marks. PYTHONUTF8: text files are UTF-8, whatever the
+    locale.
     """
     marks = {WORKSPACE_MARK: str(output_dir.resolve()), DAEMON_MARK: name}
-    return {**os.environ, **marks, "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **marks, "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
 
 
 def spawn(

@@ -143,7 +143,9 @@ def submit(
     write_atomic(script_file(output), script(output))
     keys = {*all_keys(output), key}
     clean = {name: value for name, value in environ.items() if name not in keys and not value.startswith("/dev/fd/")}
-    done = subprocess.run(command, capture_output=True, text=True, env=clean, stdin=subprocess.DEVNULL, check=False)
+    done = subprocess.run(
+        command, capture_output=True, encoding="utf-8", env=clean, stdin=subprocess.DEVNULL, check=False
+    )
     if done.returncode:
         complaint = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
         raise LaunchError(f"Slurm refuses the job: {complaint[-1]}")

@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from daemons.adding import NewRun, checked, has_text, in_id, mode_like, put, staged, start_of
+from daemons.adding import NewRun, checked, in_id, is_same, mode_like, put, staged, start_of
 from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors, record_act
 from prime_rl.configs.base import ConfigError, load_toml, merge, parse_override
+from prime_rl.configs.jsonl import place_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
@@ -86,7 +87,7 @@ def sweep_runs(
         points = grid([parse_axis(item) for item in axes], name)
         new = _checked(output, source, name, points)
         plan = _plan(source, name, points, next(iter(new.values())).config, halving, metric)
-        missing = {run_id: run for run_id, run in new.items() if not has_text(output.run(run_id), run.text)}
+        missing = {run_id: run for run_id, run in new.items() if not is_same(output.run(run_id), run)}
         odd = next((run_id for run_id in missing if output.run(run_id).path.exists()), None)
         if output.sweep(name).exists():
             if odd is not None or read_plan(output, name) != plan:
@@ -161,7 +162,7 @@ def _split(text: str) -> list[str]:
 
 def _checked(output: OutputDir, source: Path, name: str, points: Mapping[str, Mapping[str, Any]]) -> dict[str, NewRun]:
     """Every run of the sweep, checked. Raises ActionError with the first that would be invalid."""
-    data, mode, new = load_toml(source), mode_like(source), dict[str, NewRun]()
+    data, mode, place, new = load_toml(source), mode_like(source), place_of(source), dict[str, NewRun]()
     for run_id, values in points.items():
         output.run(run_id)
         changed: dict[str, Any] = dict(data)
@@ -171,11 +172,11 @@ def _checked(output: OutputDir, source: Path, name: str, points: Mapping[str, Ma
         if isinstance(tags, list):  # anything else is reported by the check
             changed["tags"] = [*(tag for tag in tags if tag != name), name]
         try:
-            config = checked(output.path, changed, str(source), None)
+            config = checked(output.path, changed, str(source), None, place)
         except ConfigError as error:
             what = ", ".join(f"{key}={value}" for key, value in values.items())
             raise ActionError(in_one_line(f"nothing was added: with {what}: {error}")) from error
-        new[run_id] = NewRun(tomli_w.dumps(changed), config, mode, start_of(output, config))
+        new[run_id] = NewRun(tomli_w.dumps(changed), config, place, mode, start_of(output, config))
     return new
 
 

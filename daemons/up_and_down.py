@@ -340,7 +340,9 @@ def _ask(
     with tempfile.TemporaryDirectory() as name:
         file, out, errors = (Path(name) / each for each in ("system.toml", "out", "errors"))
         # What was left to defaults stays so: inference gets its number of slots only now.
-        file.write_text(tomli_w.dumps(without_nulls(system.model_dump(mode="json", exclude_unset=True))))
+        file.write_text(
+            tomli_w.dumps(without_nulls(system.model_dump(mode="json", exclude_unset=True))), encoding="utf-8"
+        )
         ranks = str(_ranks(system.deployment.trainer))
         argv = python_module(FIT_MODULE, "@", str(file), "--gpus", ranks, "--json")
         # A model of the hub may be asked for its config.json, which the trainer will load anyway.
@@ -350,7 +352,9 @@ def _ask(
         if exit_code is None:
             return None
         if exit_code:
-            said = errors.read_text(errors="replace").strip().splitlines() or [f"prl fit exited with code {exit_code}"]
+            said = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
+                f"prl fit exited with code {exit_code}"
+            ]
             raise LaunchError(f"{said[-1].removeprefix('prl fit: ')}; or set {' and '.join(wanted)} to a number")
-        answer: dict[str, Any] = json.loads(out.read_text())
+        answer: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         return answer

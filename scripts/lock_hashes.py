@@ -65,7 +65,7 @@ def torch_cpu_hashes(version: str, lock: Path) -> set[str]:
         with urllib.request.urlopen(f"{TORCH_CPU_INDEX}/torch/", timeout=TIMEOUT_S) as answer:
             return files_of_torch(version, answer.read().decode())
     except OSError as error:
-        known = hashes(lock.read_text()).get(("torch", version)) if lock.exists() else None
+        known = hashes(lock.read_text(encoding="utf-8")).get(("torch", version)) if lock.exists() else None
         if not known:
             raise
         print(f"lock_hashes: kept the hashes of torch {version}, since {TORCH_CPU_INDEX} cannot be read: {error}")

@@ -66,6 +66,7 @@ NODE: Keys = {
     "waiting_on": str | None,
     "reason": str | None,
 }
+TURN: Keys = {"role": str, "content": str}
 FIT_SIZES = ("peak", "weights", "adapters", "optimizer", "activations", "head", "backward", "offloaded", "usable")
 OUTPUTS: dict[str, Keys] = {
     "prl status": {
@@ -103,6 +104,32 @@ OUTPUTS: dict[str, Keys] = {
             }
         ],
         "trainer": {"model": str, "seq_len": int},
+    },
+    "prl env try FILE": {
+        "file": str,
+        "model": str,
+        "envs": [
+            {
+                **dict.fromkeys(("env", "id"), str),
+                **dict.fromkeys(("num_train", "num_eval"), int),
+                "load_s": float,
+                "rollouts": [
+                    {
+                        "example_id": str,
+                        "prompt": [TURN],
+                        "prompt_text": str | None,
+                        "prompt_tokens": list[int] | None,
+                        "turns": [TURN],
+                        "answer_tokens": list[int] | None,
+                        "time_s": float,
+                        "reward": float | None,
+                        "rewards": dict[str, float],
+                        "metrics": dict[str, float],
+                        "error": str | None,
+                    }
+                ],
+            }
+        ],
     },
     "prl runs fork ID": {"fork": Fork, "dry_run": bool},
     "prl runs sweep FILE": {"plan": SweepPlan, "added": list[str], "dry_run": bool},

@@ -107,7 +107,7 @@ class Recorder:
         data = film(self.frames, self._colours, size)
         if len(data.encode()) > MOST_BYTES:
             raise ValueError(f"{path.name}: {len(data.encode())} bytes in {len(self.frames)} frames: record less")
-        path.write_text(data)
+        path.write_text(data, encoding="utf-8")
         return path
 
 

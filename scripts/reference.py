@@ -108,6 +108,7 @@ PLACES = {
     "rank": "R",
     "run_id": "run_ID",
     "name": "NAME",
+    "named": "FILE",
     "start_id": "START",
     "node": "NODE",
     "stamp": "TIME",

@@ -125,7 +125,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logs: Path = arguments.logs
     logs.mkdir(parents=True, exist_ok=True)
-    flags = cpu_flags(CPUINFO.read_text()) if CPUINFO.exists() else set()
+    flags = cpu_flags(CPUINFO.read_text(encoding="utf-8")) if CPUINFO.exists() else set()
     results = []
     try:
         with tempfile.TemporaryDirectory(prefix="prl_models_") as models:

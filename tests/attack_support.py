@@ -110,7 +110,7 @@ def run_paths(run: RunDir) -> list[Path]:
         if isinstance(member, property):
             value = getattr(run, name)
         elif callable(member) and not name.startswith("_"):
-            value = member(run, STEP)
+            value = member(run, "reward.py" if name == "data_file" else STEP)
         else:
             continue
         if isinstance(value, Path):

@@ -45,7 +45,7 @@ class Reading:
     def now(cls) -> Reading:
         time_s, cpu = time.perf_counter(), os.times()
         try:
-            found = re.search(r"^some .*total=(\d+)", PRESSURE.read_text(), re.MULTILINE)
+            found = re.search(r"^some .*total=(\d+)", PRESSURE.read_text(encoding="utf-8"), re.MULTILINE)
         except OSError:
             found = None
         return cls(time_s, sum(cpu[:4]) + _living_s("self"), int(found[1]) / 1e6 if found else time_s)
@@ -59,7 +59,7 @@ def _living_s(pid: str) -> float:
     total_s = 0.0
     for child in _children(Path("/proc", pid, "task")):
         with contextlib.suppress(OSError):  # it has ended
-            fields = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()
+            fields = Path("/proc", child, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
             total_s += sum(map(int, fields[11:15])) / TICKS_PER_S + _living_s(child)
     return total_s
 
@@ -151,7 +151,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def _save() -> None:
     try:
-        before = json.loads(FILE.read_text())
+        before = json.loads(FILE.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         before = {}
     found = {"tests": _costs, "fixtures": _fixtures}

@@ -201,7 +201,7 @@ def adapter_dir(server: RunningServer, name: str) -> Path:
 
 
 def write_config(path: Path, **config: Any) -> Path:
-    path.write_text(tomli_w.dumps(config))
+    path.write_text(tomli_w.dumps(config), encoding="utf-8")
     return path
 
 

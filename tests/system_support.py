@@ -250,7 +250,7 @@ def make_whole_workspace(tmp_path: Path, model: Path, *, engine: str, broadcast:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def greedy_answer(model: Any, tokenizer: Path, question: str) -> str:

@@ -242,11 +242,10 @@ def test_environments_and_their_arguments_are_those_of_the_code() -> None:
     """docs/environments.md has every built-in environment, its arguments and their defaults."""
     import json
 
-    from prime_rl.configs.envs import BUILT_IN_ENVS, EnvConfig
+    from prime_rl.configs.envs import BUILT_IN_ENVS, PLUGIN_GROUP, EnvConfig
     from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.orchestrator.envs import BUILT_IN_ARGS
     from prime_rl.orchestrator.envs.checked import FAILURE_WINDOW, MIN_ROLLOUTS
-    from prime_rl.orchestrator.envs.child import PLUGIN_GROUP
     from prime_rl.orchestrator.rollout import MAX_REPLACEMENTS
 
     text = TEXT[ROOT / "docs" / "environments.md"]
@@ -346,24 +345,51 @@ def test_package_data_is_there() -> None:
     assert [each for each in patterns if not list((ROOT / each[0].replace(".", "/")).glob(each[1]))] == []
 
 
-async def test_the_class_of_the_data_page_reads_the_file_of_the_page(tmp_path: Path) -> None:
+async def test_the_files_of_the_data_page_are_asked_and_scored(tmp_path: Path) -> None:
+    """With the right answers; the page's table has each scorer and each setting."""
+    from prime_rl.configs.jsonl import JsonlArgs
+    from prime_rl.orchestrator.envs.jsonl_env import SCORERS
+    from prime_rl.orchestrator.try_env import run as try_file
+
+    page = TEXT[ROOT / "docs" / "data.md"]
+    for name, text in re.findall(r"^`([\w./]+)`[^\n]*:\n\n```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    config = (tmp_path / "capitals.toml").read_text(encoding="utf-8")
+    (mine,) = re.findall(r"^```toml\n(\[\[env\]\]\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "own.toml").write_text(config.partition("[[env]]")[0] + mine, encoding="utf-8")
+    for name in ("capitals.toml", "own.toml"):
+        (env,) = (await try_file(tmp_path / name, 3, []))["envs"]
+        assert [(each["reward"], each["error"]) for each in env["rollouts"]] == [(1.0, None)]
+    for head, names in (("## The settings", JsonlArgs.model_fields), ("## Scorers", SCORERS)):
+        section = page.partition(f"{head}\n")[2].partition("\n## ")[0]
+        assert set(re.findall(r"^\| `?(\w+)`? \|", section, re.MULTILINE)[1:]) == set(names), head
+
+
+async def test_the_second_turn_of_the_document_works() -> None:
     from prime_rl.orchestrator.envs.checked import check_outcome
 
-    blocks = re.findall(r"```(\w*)\n(.*?)```", TEXT[ROOT / "docs" / "data.md"], re.DOTALL)
-    lines = next(text for kind, text in blocks if not kind)
-    (tmp_path / "capitals.jsonl").write_text(lines)
+    code = re.findall(r"```python\n(.*?)```", TEXT[ROOT / "docs" / "environments.md"], re.DOTALL)[1]
     names: dict[str, type] = {}
-    exec(next(text for kind, text in blocks if kind == "python"), names)
-    env = names["JsonLines"]({"path": tmp_path / "capitals.jsonl"}, 0)
+    exec(code, names)
+    env = names["SecondTry"]({}, 0)
+    example = env.examples("train")[0]
+    assert not {each.id for each in env.examples("train")} & {each.id for each in env.examples("eval")}
 
     class Answers:
-        async def complete(self, messages: object) -> str:
-            return "It is Lima."
+        """Gives one answer after the other to a conversation that only grows."""
 
-    (example,) = env.examples("train")
-    assert check_outcome(await env.rollout(example, Answers()), (0, 1), [1]).reward == 1.0
-    (other,) = env.examples("eval")
-    assert other.id != example.id and (await env.rollout(other, Answers())).reward == 0.0
+        def __init__(self, *answers: str) -> None:
+            self.left, self.seen = list(answers), list(example.messages)
+
+        async def complete(self, messages: list[object]) -> str:
+            assert messages[: len(self.seen)] == self.seen
+            answer = self.left.pop(0)
+            self.seen = [*messages, {"role": "assistant", "content": answer}]
+            return answer
+
+    for answers, reward in (([example.answer], 1.0), (["no", example.answer], 0.5), (["no", "no"], 0.0)):
+        outcome = await env.rollout(example, policy := Answers(*answers))
+        assert check_outcome(outcome, (0, 1), [1] * len(answers)).reward == reward and policy.left == []
 
 
 def test_the_figures_of_the_readme_were_measured() -> None:

@@ -65,7 +65,7 @@ GUARDED = (
 def imported_names(path: Path) -> Iterator[tuple[int, str]]:
     """(line, full name) of every import of a file, those inside functions too."""
     package = ".".join(path.relative_to(ROOT).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -142,6 +142,21 @@ def test_imports_follow_the_layers(package: str) -> None:
 
 def test_the_check_sees_a_violation() -> None:
     assert list(violations("prime_rl/lora", ("prime_rl.lora",)))
+
+
+def test_text_files_are_utf8_whatever_the_locale() -> None:
+    """Beside ruff's rule, which sees only paths whose type it knows."""
+    found = []
+    for path in [path for package in ("prime_rl", "daemons", "tui") for path in (ROOT / package).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+                given = {each.arg for each in node.keywords}
+                is_file = isinstance(node.func, ast.Attribute) and name in ("read_text", "write_text")
+                is_output = name in ("run", "Popen", "check_output") and "text" in given
+                if "encoding" not in given and (is_file or is_output):
+                    found.append(f"{path}:{node.lineno}")
+    assert found == []
 
 
 @pytest.mark.parametrize("module", ["tui", "tui.app", "daemons", "daemons.cli", "prime_rl.orchestrator.orchestrator"])

@@ -126,6 +126,7 @@ def words_of(workspace: OutputDir, tmp_path: Path) -> dict[str, list[str]]:
         "prl runs show ID": "runs show run_a",
         "prl runs samples ID": "runs samples run_a",
         "prl runs validate FILE": f"runs validate {wrong}",
+        "prl env try FILE": f"env try {RUN} -n 1",
         "prl runs fork ID": "runs fork run_a --dry-run",
         "prl runs sweep FILE": f"runs sweep {RUN} --set model.name=m --set seed=1,2 --dry-run",
         "prl runs export ID": f"runs export run_a --out {tmp_path / 'new'} --dry-run",

@@ -107,7 +107,7 @@ def _keep(path: Path, name: str, process: ProcessId, log: Path) -> None:
 
 def _catches(pid: int, signum: signal.Signals) -> bool:
     """True when a signal would be handled; any other ends the process."""
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.M)
     return caught is not None and bool(int(caught[1], 16) >> (signum - 1) & 1)
 
 

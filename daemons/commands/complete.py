@@ -41,6 +41,11 @@ def versions(context: typer.Context, incomplete: str) -> list[str]:
         return []
 
 
+def try_models(context: typer.Context, incomplete: str) -> list[str]:
+    """Models that `prl env try` takes."""
+    return _starting(incomplete, ["echo", "base", *_runs(_workspace(context))])
+
+
 def deleted_ids(context: typer.Context, incomplete: str) -> list[str]:
     """Runs in the trash."""
     try:

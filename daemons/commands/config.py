@@ -162,7 +162,7 @@ def examples(
         say(f"copied {len(files)} configs to {copy}")
         return
     rows = [
-        [str(path.relative_to(EXAMPLES)), path.read_text().partition("\n")[0].removeprefix("#").strip()]
+        [str(path.relative_to(EXAMPLES)), path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()]
         for path in files
     ]
     if as_json:

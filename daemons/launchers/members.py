@@ -191,7 +191,7 @@ def gpu_processes() -> set[int]:
     command = [tool, "--query-compute-apps=pid", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=KILL_WAIT_S, stdin=subprocess.DEVNULL, check=False
+            command, capture_output=True, encoding="utf-8", timeout=KILL_WAIT_S, stdin=subprocess.DEVNULL, check=False
         )
     except (OSError, subprocess.SubprocessError):
         return set()

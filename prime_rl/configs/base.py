@@ -85,9 +85,9 @@ class ConfigParseError(ConfigError):
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
-    """Parse TOML; raises ConfigParseError with the line."""
+    """Parse TOML; a byte order mark is left out. Raises ConfigParseError with the line."""
     try:
-        return tomli.loads(text)
+        return tomli.loads(text.removeprefix("\ufeff"))
     except tomli.TOMLDecodeError as error:
         problem = ConfigProblem("", f"not valid TOML: {error.msg} (column {error.colno})", error.lineno)
         raise ConfigParseError(source, [problem]) from error
@@ -108,7 +108,9 @@ def read_text(path: Path) -> str:
     try:
         return read_file(path, limit=MAX_TOML_BYTES, follow_links=True).decode()
     except UnicodeDecodeError as error:
-        raise ConfigParseError(str(path), [ConfigProblem("", f"not UTF-8 text (byte {error.start})")]) from error
+        raise ConfigParseError(
+            str(path), [ConfigProblem("", f"not UTF-8 text (byte {error.start}): save it as UTF-8")]
+        ) from error
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(str(path), [NOT_FOUND]) from error
     except FileRefused as error:

@@ -10,17 +10,21 @@ import difflib
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from prime_rl.configs.base import BaseConfig, build
+from prime_rl.configs.jsonl import JSONL, JsonlArgs
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 # Environments that need nothing but this project, and the form of all others: provider and name.
 BUILT_IN_ENVS = ("reverse-text", "sort-letters", "upper-case", "arithmetic", "guess-number")
 PLUGGED_ENV = re.compile(r"(?:verifiers|reasoning-gym|plugin):[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+# Installed packages name their environments under this group: NAME = "module:factory", called with (args, seed).
+PLUGIN, PLUGIN_GROUP = "plugin", "prime_rl.environments"
 # In a template: where the environment's own question goes.
 QUESTION = "{prompt}"
 
@@ -73,8 +77,8 @@ class EnvConfig(BaseConfig):
     """One environment of the run; several are sampled by their weights."""
 
     id: str
-    """The environment: a built-in one, "verifiers:TASKSET", "reasoning-gym:FAMILY", or "plugin:NAME"
-    (docs/environments.md)."""
+    """The environment: a built-in one, "jsonl" (docs/data.md), "verifiers:TASKSET", "reasoning-gym:FAMILY", or
+    "plugin:NAME" (docs/environments.md)."""
 
     name: Name | None = None
     """Name in metrics; null takes the last part of the id."""
@@ -107,6 +111,15 @@ class EnvConfig(BaseConfig):
         return read_args(family, self.args).curriculum if provider == PROVIDER else None
 
     @property
+    def jsonl(self) -> JsonlArgs | None:
+        """The arguments of an environment whose examples are rows of a file."""
+        return build(JsonlArgs, self.args, "args") if self.id == JSONL else None
+
+    def placed(self, place: Callable[[str], Path]) -> EnvConfig:
+        """The same, with its files at `place` of what it names."""
+        return self.model_copy(update={"args": self.jsonl.placed(place)}) if self.jsonl else self
+
+    @property
     def label(self) -> str:
         """The environment's name in metrics."""
         return self.name or self.id.rpartition(":")[2]
@@ -114,20 +127,20 @@ class EnvConfig(BaseConfig):
     @field_validator("id")
     @classmethod
     def _is_known(cls, env_id: str) -> str:
-        if env_id in BUILT_IN_ENVS or PLUGGED_ENV.fullmatch(env_id):
+        if env_id in (*BUILT_IN_ENVS, JSONL) or PLUGGED_ENV.fullmatch(env_id):
             if env_id.startswith(f"{PROVIDER}:"):
                 check_family(env_id.partition(":")[2])
             return env_id
-        near = difflib.get_close_matches(env_id, BUILT_IN_ENVS, n=1)
+        near = difflib.get_close_matches(env_id, (*BUILT_IN_ENVS, JSONL), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"found {env_id!r}; {hint}expected one of {', '.join(BUILT_IN_ENVS)}, verifiers:TASKSET, "
+            f"found {env_id!r}; {hint}expected one of {', '.join(BUILT_IN_ENVS)}, jsonl, verifiers:TASKSET, "
             "reasoning-gym:FAMILY, plugin:NAME"
         )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        _ = self.curriculum  # checks the args
+        _ = self.curriculum, self.jsonl  # checks the args
         low, high = self.reward_range
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise ValueError(f"reward_range: found [{low}, {high}]: must be two numbers, the lower one first")

@@ -138,6 +138,11 @@ def _regular(fd: int, path: Path, flags: int) -> int:
     return fd
 
 
+def is_of_a_run(path: Path) -> bool:
+    """True when `path` is below a folder that a run has."""
+    return len(_way(path)) > 1
+
+
 def _way(path: Path) -> tuple[str, ...]:
     """A run's folder and then each name below it; the whole path of what is not below a folder that a run has."""
     parts = path.parts

@@ -7,6 +7,7 @@ below `output_dir`. It only computes and validates paths; reading and writing is
       run_<id>/
         control/     orch.toml  config_validation_error.txt  status.json
                      evicted.txt  paused.txt  preempted.txt  finished.txt  life.txt
+        data/        files that the config names: data and rewards (only with `[[env]] id = "jsonl"`)
         init/        the adapter that the run starts from (only with [init])
         checkpoints/step_N/  trainer/  orchestrator/  STABLE
         rollouts/step_N/     rollouts.msgpack
@@ -155,12 +156,16 @@ class DaemonPaths:
 
 RUN_PREFIX = "run_"
 # What a run folder holds; `configs` is an older place of the config.
-RUN_FOLDERS = ("control", "configs", "init", "checkpoints", "rollouts", "broadcast", "metrics", "monitors", "logs")
+RUN_FOLDERS = (
+    *("control", "configs", "data", "init", "checkpoints", "rollouts", "broadcast", "metrics", "monitors", "logs"),
+)
 STABLE = "STABLE"
 # How `config_validation_error.txt` begins.
 CONFIG_ERROR_PREFIX = "Error parsing orchestrator config"
 # 1 to 64 characters after the prefix: short enough for any file system, and free of separators and shell characters.
 _RUN_ID = re.compile(r"run_[A-Za-z0-9._-]{1,64}")
+_NOT_IN_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+_MAX_NAME_CHARS = 100  # of a file in data/
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,9})")
 _ITERATION = re.compile(r"iteration_([1-9][0-9]{0,9})")
 _NODE = re.compile(r"node_(0|[1-9][0-9]{0,4})\.json")
@@ -246,6 +251,11 @@ class RunDir:
         return self.control / "life.txt"
 
     @property
+    def data(self) -> Path:
+        """Copies of the files that the run's config names."""
+        return self.path / "data"
+
+    @property
     def init(self) -> Path:
         """The adapter that the run starts from, with the moments of its optimizer or without."""
         return self.path / "init"
@@ -309,6 +319,10 @@ class RunDir:
     def log(self) -> Path:
         """Output of the run's orchestrator: `prl logs ID`."""
         return self.path / "logs" / "orchestrator.log"
+
+    def data_file(self, named: str) -> Path:
+        """The run's copy of the file that its config names `named`: `../sums/train.jsonl` is `sums-train.jsonl`."""
+        return self.data / (_NOT_IN_NAME.sub("-", named).strip("-.")[-_MAX_NAME_CHARS:] or "file")
 
     def checkpoint_dir(self, step: int) -> Path:
         """One checkpoint; complete when `STABLE` is in it."""

@@ -224,7 +224,7 @@ def save_peft(
     }
     # Not `save_file`: its error for a full disk is no OSError and names no path.
     (folder / ADAPTER_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_peft(folder: Path, *, limit: int = MAX_ADAPTER_BYTES) -> tuple[dict[str, Tensor], AdapterConfig]:

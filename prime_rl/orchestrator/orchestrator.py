@@ -121,7 +121,7 @@ async def set_up(
     seq_len = config.seq_len or (await trainer_status(run, reporter.wait_for, "the trainer's seq_len")).max_seq_len
     tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
     phases = PhaseClock(on_change=wake.set)
-    envs, eval_envs = await load_environments(config, phases, cleanup, reporter.wait_for)
+    envs, eval_envs = await load_environments(config, phases, cleanup, reporter.wait_for, run.data_file)
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_batch_bytes(config.batch_size, seq_len))
     reporter.update(step=progress.step)
 

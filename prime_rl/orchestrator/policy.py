@@ -306,9 +306,9 @@ class ChatTokenizer:
             )
         return self._encode(rest)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens, without special tokens."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of sampled tokens, without special tokens unless `special`."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not special)
         return text
 
     def _encode(self, text: str) -> list[int]:

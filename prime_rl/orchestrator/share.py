@@ -83,7 +83,7 @@ async def make(request: MakeRequest, run: RunDir, config: OrchestratorConfig) ->
 async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, cleanup: AsyncExitStack) -> MakeTask:
     """Make the parts that make one task, with the requested version and nothing newer."""
     tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
-    envs, eval_envs = await load_environments(config, None, cleanup, lambda words: None)
+    envs, eval_envs = await load_environments(config, None, cleanup, lambda words: None, run.data_file)
     adapters = AdapterPublication(run)
     config = config.replace(client={**config.client.model_dump(), "base_url": request.base_url})
     client = connect(config, run, adapters)
@@ -164,12 +164,14 @@ async def join(request: JoinRequest, run: RunDir, config: OrchestratorConfig) ->
     if request.split == "eval":
         rewards = _join_eval(request, run, config, groups)
     else:
-        sampler = await _sampler_of(request, config, next_index=groups[-1].index + 1)
+        sampler = await _sampler_of(request, run, config, next_index=groups[-1].index + 1)
         rewards, state = _join_train(request, run, config, groups, sampler)
     return JoinResult(rewards=rewards, num_rollouts=num_rollouts, steps=request.steps, sampler_state=state)
 
 
-async def _sampler_of(request: JoinRequest, config: OrchestratorConfig, next_index: int) -> ExampleSampler | None:
+async def _sampler_of(
+    request: JoinRequest, run: RunDir, config: OrchestratorConfig, next_index: int
+) -> ExampleSampler | None:
     """As it was when the groups were drawn, all before `next_index`.
 
     None where no draw depends on earlier rewards: then an update needs no environment.
@@ -178,7 +180,7 @@ async def _sampler_of(request: JoinRequest, config: OrchestratorConfig, next_ind
         return None
     progress = progress_of(request.steps[0] - 1, {**request.sampler_state, "next_index": next_index})
     async with AsyncExitStack() as cleanup:
-        envs, _ = await load_environments(config, None, cleanup, lambda words: None)
+        envs, _ = await load_environments(config, None, cleanup, lambda words: None, run.data_file)
         return make_sampler(config, envs, progress)
 
 

@@ -81,7 +81,7 @@ def weight_files(base: str) -> list[Path]:
     index = file_of(base, INDEX_FILE)
     names = [WEIGHTS_FILE]
     if index is not None:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     found = [file_of(base, name) for name in names]
     if None in found:
         missing = names[found.index(None)]

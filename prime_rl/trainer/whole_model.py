@@ -137,7 +137,7 @@ class ModelFiles:
 
     def save(self, folder: Path) -> None:
         """Write them into `folder`, which must exist. Raises OSError."""
-        (folder / CONFIG_FILE).write_text(self.config_json)
+        (folder / CONFIG_FILE).write_text(self.config_json, encoding="utf-8")
         for path in self.companions:
             shutil.copyfile(path, folder / path.name)
 

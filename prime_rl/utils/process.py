@@ -103,7 +103,7 @@ def boot_id() -> str:
     Containers of one machine share its boot, but not their pids: in one, the number of its pid namespace follows.
     """
     boot, pids = "", MACHINE_PIDS
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
         boot = file.read().strip()
         pids = os.stat("/proc/self/ns/pid").st_ino
     return boot if pids == MACHINE_PIDS else f"{boot}:{pids}"
@@ -112,7 +112,7 @@ def boot_id() -> str:
 def _kernel_stat(pid: int) -> tuple[str, str]:
     """(letter of its state, boot and ticks from there to its start) of a process; empty where not available."""
     try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             # The name before the state is in brackets and may hold anything, brackets too.
             fields = file.read().rpartition(")")[2].split()
     except OSError:
@@ -311,7 +311,7 @@ def _children() -> list[int]:
     pids: list[int] = []
     for thread in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            pids += map(int, thread.read_text().split())
+            pids += map(int, thread.read_text(encoding="utf-8").split())
     return pids
 
 

@@ -104,7 +104,12 @@ def listed_gpus() -> int:
         return 0
     try:
         done = subprocess.run(
-            [tool, "-L"], capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL, check=False
+            [tool, "-L"],
+            capture_output=True,
+            encoding="utf-8",
+            timeout=TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
         )
     except (OSError, subprocess.SubprocessError):
         return 0

@@ -81,7 +81,7 @@ def file_system_type(folder: Path, table: Path = MOUNT_TABLE) -> str | None:
 def mount_of(folder: Path, table: Path = MOUNT_TABLE) -> Mount | None:
     """The mounted file system that holds `folder`; None when not in the table."""
     try:
-        text = table.read_text(errors="surrogateescape")
+        text = table.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return None
     target = folder.resolve()

@@ -11,10 +11,10 @@ class Rows:
     id = "rows"
 
     def __init__(self, args, seed):
-        with open(args["path"]) as file:
+        with open(args["path"], encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
         self.splits = {"eval": rows[:1], "train": rows[1:]}
-        with open(f"{args['path']}.starts", "a") as starts:
+        with open(f"{args['path']}.starts", "a", encoding="utf-8") as starts:
             starts.write("started\n")
 
     def examples(self, split):

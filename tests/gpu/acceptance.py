@@ -103,7 +103,7 @@ class Found:
         """Print, and write to RESULTS."""
         print(f"\n{json.dumps(asdict(self), indent=2)}")
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        RESULTS.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 def write_model(folder: Path, scale: Scale) -> Path:

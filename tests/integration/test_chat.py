@@ -201,6 +201,24 @@ def test_a_pipe_is_answered_line_by_line(server: RunningServer) -> None:
     assert (acts[-1]["action"], acts[-1]["run_id"], acts[-1]["detail"]) == ("chat", "run_a", "version 2")
 
 
+@pytest.mark.parametrize("target", ["run_a", "base", "base alone"])
+def test_environments_are_tried_with_a_version_or_the_base_model(
+    server: RunningServer, tmp_path: Path, target: str
+) -> None:
+    """`prl env try` leaves nothing at the server; without one the base model has its own for as long."""
+    file, output_dir = tmp_path / "own.toml", tmp_path if target == "base alone" else server.output_dir
+    text = RUN_TOML.format(max_steps=3, model=server.model) + "[sampling]\nmax_tokens = 12\n"
+    file.write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "daemons.cli", "env", "try", str(file), "-n", "1", "--json"]
+    command += ["--model", target.partition(" ")[0], "--output-dir", str(output_dir)]
+    environment = {**os.environ, "PRL_API_KEY": KEY}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    (tried,) = json.loads(done.stdout)["envs"][0]["rollouts"]
+    assert tried["error"] is None and 0 <= tried["reward"] <= 1 and 0 < tried["answer_tokens"][0] <= 12
+    assert loaded(server) == [] and [path.name for path in tmp_path.iterdir()] == ["own.toml"]
+
+
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 def test_a_terminal_is_answered_until_quit(server: RunningServer, tmp_path: Path) -> None:
     """A new conversation, an answer that fails and an empty line do not end it. At the end the version is unloaded."""

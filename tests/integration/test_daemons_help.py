@@ -89,4 +89,5 @@ def test_the_shell_completes_runs_daemons_and_states(tmp_path: Path) -> None:
     assert complete(workspace, "prl runs list --state active,f") == ["active,finished", "active,failed"]
     assert complete(tmp_path / "none", "prl runs show ") == []
     assert complete(workspace, "prl config explain optim.l") == ["optim.lr"]
+    assert complete(workspace, "prl env try x.toml --model ") == ["echo", "base", "run_a", "run_b"]
     assert complete(workspace, "prl config show run_") == ["run_a", "run_b"]

@@ -39,6 +39,7 @@ NOT_RUN = {
         "prl up @ system.toml": SLURM,
     },
     "tui.md": {"prl-tui": TERMINAL},
+    "data.md": {'pip install "prl-multirun[math]"': EXTRAS},
     "environments.md": {'pip install "prl-multirun[environments]"': EXTRAS},
     "export.md": {"prl runs export run_a --out my-adapter --push ORG/NAME": "writes to the Hugging Face hub"},
     "multinode.md": {"prl multinode": DRY, "NODE_RANK=0 prl multinode": DRY},
@@ -132,7 +133,7 @@ def test_the_how_to_pages_work_as_they_stand(tmp_path: Path, untaught_model: Pat
 
 
 def write_files(folder: Path, model: Path) -> None:
-    """The base model, what the pages name, their two packages, and a `pip` that installs into a folder of the test."""
+    """The base model, what the pages name, their package, and a `pip` that installs into a folder of the test."""
     (folder / "bin").mkdir()
     (folder / "bin" / "pip").write_text(f'#!/bin/sh\n{BIN}/python -m pip "$@" {INTO} "{folder}/packages"\n')
     (folder / "bin" / "pip").chmod(0o755)
@@ -161,13 +162,12 @@ def write_runs(folder: Path, page: str) -> list[Path]:
     for language, block in FENCED.findall(text(page)):
         if language == "toml" and tomllib.loads(block).keys() & OF_A_RUN:
             found.append(folder / f"{page.removesuffix('.md')}-{len(found)}.toml")
-            found[-1].write_text(f"{without if '[[env]]' in block else demo}\n{block}".replace("/data/", f"{folder}/"))
+            head = "" if "batch_size" in block else without if "[[env]]" in block else demo
+            found[-1].write_text(f"{head}\n{block}")
     if page == "environments.md":
         own = replaced(without, {"batch_size = 64": "batch_size = 16", "max_steps = 24": "max_steps = 2"})
-        (data,) = (block for _, block in FENCED.findall(text("data.md")) if "plugin:jsonl" in block)
-        (folder / "own.toml").write_text(
-            f'{own}\n[[env]]\nid = "plugin:echo"\n\n{data}'.replace("/data/", f"{folder}/")
-        )
+        (data,) = (block for _, block in FENCED.findall(text("data.md")) if "reward.py:score" in block)
+        (folder / "own.toml").write_text(f'{own}\n[[env]]\nid = "plugin:echo"\n\n{data}\n[eval]\ninterval = 20\n')
     return found
 
 

@@ -88,7 +88,7 @@ async def test_a_whole_run_stays_below_its_memory_without_torch(tmp_path: Path) 
             while process.returncode is None and len(list_rollout_steps(run)) < 12:
                 with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
                     resident = max(resident, watched.memory_info().rss)
-                    mapped = Path(f"/proc/{process.pid}/maps").read_text() or mapped
+                    mapped = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8") or mapped
                 await asyncio.sleep(0.05)
             code = await asyncio.wait_for(process.wait(), PATIENCE_S)
         trainer.cancel()

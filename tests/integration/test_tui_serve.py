@@ -51,15 +51,15 @@ def served(workspace: Path, log: Path, *arguments: str) -> Iterator[str]:
     """The address at which a real server serves `workspace`."""
     command = [sys.executable, "-m", "tui", "--serve", "--port", "0", *arguments, str(workspace)]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with log.open("w") as out:
+    with log.open("w", encoding="utf-8") as out:
         server = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=env)
     try:
-        wait_for(lambda: "press Ctrl-C to stop" in log.read_text(), "the server", timeout_s=PATIENCE_S)
-        found = re.search(r"http://\S+", log.read_text())
+        wait_for(lambda: "press Ctrl-C to stop" in log.read_text(encoding="utf-8"), "the server", timeout_s=PATIENCE_S)
+        found = re.search(r"http://\S+", log.read_text(encoding="utf-8"))
         assert found is not None
         yield found[0]
         server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=PATIENCE_S) == 0, log.read_text()
+        assert server.wait(timeout=PATIENCE_S) == 0, log.read_text(encoding="utf-8")
     finally:
         server.kill()
         server.wait()

@@ -41,7 +41,7 @@ def kind_by_place(path: Path) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_examples_are_of_their_kind_and_pass_its_schema(path: Path) -> None:
-    data = tomllib.loads(path.read_text())
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
     kind = kind_of(data)
     assert kind == kind_by_place(path)
     jsonschema.Draft202012Validator(json_schema(kind)).validate(data)

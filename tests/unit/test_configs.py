@@ -130,8 +130,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder: must be a regular file"):
         load_run_config(tmp_path)
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigParseError, match="not UTF-8"):
+    with pytest.raises(ConfigParseError, match=r"not UTF-8 text \(byte 0\): save it as UTF-8"):
         load_run_config(tmp_path / "b.toml")
+
+
+def test_a_byte_order_mark_of_utf8_changes_nothing(tmp_path: Path) -> None:
+    path = run_toml(tmp_path, MINIMAL)
+    plain = load_run_config(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load_run_config(path) == plain
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def trainer(workspace: Path) -> Iterator[StatusWriter]:
 def test_add_names_the_run_after_its_file_and_keeps_the_text(workspace: Path, source: Path) -> None:
     assert actions.add_run(workspace, source) == "run_reverse"
     assert actions.add_run(workspace, str(source)) == "run_reverse-2"
-    assert (workspace / "run_reverse" / "control" / "orch.toml").read_text() == source.read_text()
+    assert (workspace / "run_reverse" / "control" / "orch.toml").read_text() == source.read_text(encoding="utf-8")
     assert sorted(entry.name for entry in workspace.iterdir()) == ["logs", "run_reverse", "run_reverse-2"]
 
 
@@ -69,7 +69,7 @@ def test_add_names_the_run_after_its_file_and_keeps_the_text(workspace: Path, so
 def test_any_file_name_gives_an_id(workspace: Path, source: Path, name: str, run_id: str) -> None:
     path = source.parent / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text(source.read_text())
+    path.write_text(source.read_text(encoding="utf-8"))
     assert actions.add_run(workspace, path) == run_id
 
 
@@ -88,6 +88,13 @@ def test_add_twice_with_an_id_is_one_run(workspace: Path, source: Path) -> None:
     with pytest.raises(ActionError, match="run 'run_a' already exists"):
         actions.add_run(workspace, source, run_id="run_a", overrides={"seed": 7})
     assert len(audit(workspace)) == 1
+
+
+def test_a_file_with_a_byte_order_mark_is_added_as_it_is(workspace: Path, source: Path) -> None:
+    source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())
+    run = OutputDir(workspace).run(actions.add_run(workspace, source, run_id="run_a"))
+    assert run.orch_toml.read_bytes() == source.read_bytes() and load_run_config(run.orch_toml).batch_size == 8
+    assert actions.add_run(workspace, source, run_id="run_a") == "run_a" and actions.check_file(workspace, source) == []
 
 
 def test_overrides_are_written_and_checked(workspace: Path, source: Path) -> None:
@@ -147,7 +154,7 @@ def test_a_linked_run_is_never_written_to(workspace: Path, source: Path, tmp_pat
     ],
 )
 def test_an_invalid_file_is_refused_with_the_place(workspace: Path, source: Path, text: str, message: str) -> None:
-    source.write_text(text)
+    source.write_text(text, encoding="utf-8")
     with pytest.raises(ActionError) as error:
         actions.add_run(workspace, source)
     assert str(source) in str(error.value) and message in str(error.value) and "\n" not in str(error.value)
@@ -325,7 +332,9 @@ def test_every_problem_is_found_also_those_that_others_hide(
     workspace: Path, source: Path, trainer: StatusWriter
 ) -> None:
     text = RUN_TOML.format(max_steps=0, model="other").replace("rollouts_per_example = 4", "rollouts_per_example = 3")
-    source.write_text(text + "odd = 1\n[optim]\nlr = -1\n[model.lora]\nrank = 9\n[sampling]\nmax_tokens = 80\n")
+    source.write_text(
+        text + "odd = 1\n[optim]\nlr = -1\n[model.lora]\nrank = 9\n[sampling]\nmax_tokens = 80\n", encoding="utf-8"
+    )
     found = {key_of(problem): problem.message for problem in actions.check_file(workspace, source)}
     assert set(found) == {
         *("max_steps", "optim.lr", "env.0.odd", "batch_size", "model.name", "model.lora.rank", "sampling.max_tokens")
@@ -338,7 +347,7 @@ def test_every_problem_is_found_also_those_that_others_hide(
 )
 def test_what_is_missing_hides_nothing(workspace: Path, source: Path, trainer: StatusWriter, missing: str) -> None:
     text = RUN_TOML.format(max_steps=1, model="m").replace(missing, "")
-    source.write_text(text + "[sampling]\nmax_tokens = 64\n")
+    source.write_text(text + "[sampling]\nmax_tokens = 64\n", encoding="utf-8")
     found = [key_of(problem) for problem in actions.check_file(workspace, source)]
     assert found == [missing.split(maxsplit=1)[0].strip("[]"), "sampling.max_tokens"]
 

@@ -99,6 +99,20 @@ def test_names_of_versions(text: str, parsed: tuple[str, int | None] | None) -> 
     assert parse_version(text) == parsed
 
 
+def test_a_fork_has_the_data_and_the_rewards_of_its_run(run: RunDir) -> None:
+    env = '[[env]]\nid = "jsonl"\nargs = { path = "/own/rows.jsonl", reward = "reward.py:score" }\n'
+    text = run.orch_toml.read_text(encoding="utf-8")
+    run.orch_toml.write_text(text[: text.index("[[env]]")] + env, encoding="utf-8")
+    with pytest.raises(ActionError, match=r"env\.0\.args\.path: .*run_a/data/own-rows\.jsonl not found"):
+        fork_run(home(run), "run_a")
+    run.data.mkdir()
+    run.data_file("/own/rows.jsonl").write_text('{"prompt": "q"}', encoding="utf-8")
+    run.data_file("reward.py").write_text("def score(answer, row): return 1", encoding="utf-8")
+    fork = RunDir(home(run) / fork_run(home(run), "run_a", new_id="run_b").run_id)
+    assert files(fork.data) == files(run.data) and len(files(fork.data)) == 2
+    assert not fork_run(home(run), "run_a", new_id="run_b").added
+
+
 def test_a_fork_has_the_version_the_config_and_the_changes(run: RunDir) -> None:
     made = fork_run(home(run), "run_a", overrides={"optim": {"lr": 0.5}}, reason="slower")
     fork, config = RunDir(home(run) / made.run_id), load_run_config(RunDir(home(run) / made.run_id).orch_toml)

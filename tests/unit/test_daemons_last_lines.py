@@ -16,7 +16,7 @@ from prime_rl.utils.tail import FileTail
 
 
 def write(path: Path, first: int, last: int) -> None:
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.writelines(f"line {number}\n" for number in range(first, last))
 
 

@@ -111,7 +111,7 @@ def test_twice_is_once_and_another_grid_needs_another_name(home: Path, source: P
     assert sweep_runs(home, source, AXES).added == []
     with pytest.raises(ActionError, match="sweep 's' exists with another grid or file"):
         sweep_runs(home, source, ["seed=1,2"])
-    source.write_text(source.read_text().replace("max_steps = 3", "max_steps = 4"))
+    source.write_text(source.read_text(encoding="utf-8").replace("max_steps = 3", "max_steps = 4"), encoding="utf-8")
     with pytest.raises(ActionError, match="sweep 's' exists with another grid or file"):
         sweep_runs(home, source, AXES)
     assert OutputDir(home).audit.read_text() == before and runs(home) == sorted(IDS)
@@ -186,6 +186,6 @@ def test_a_sweep_may_start_from_an_adapter(home: Path, source: Path, tmp_path: P
     from tests.unit.test_daemons_forks import put_adapter
 
     folder = put_adapter(tmp_path / "peft")
-    source.write_text(source.read_text() + f'[init]\nfrom = "{folder}"\n')
+    source.write_text(source.read_text(encoding="utf-8") + f'[init]\nfrom = "{folder}"\n', encoding="utf-8")
     for run_id in sweep_runs(home, source, ["seed=1,2"]).added:
         assert (OutputDir(home).run(run_id).init / "adapter_model.safetensors").exists()

@@ -50,7 +50,7 @@ def test_a_config_that_changes_while_it_is_read_is_not_added(
     output: OutputDir, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(path: Path, **options: Any) -> bytes:
-        source.write_text(RUN_TOML.format(max_steps=4, model="m"))
+        source.write_text(RUN_TOML.format(max_steps=4, model="m"), encoding="utf-8")
         return read_file(path, **options)
 
     monkeypatch.setattr(adding, "read_file", late)
@@ -92,7 +92,7 @@ def test_a_run_that_becomes_a_file_while_it_is_deleted_is_put_back(
 ) -> None:
     def swapped(parent: Path, path: Path) -> None:
         path.rename(parent / "elsewhere")
-        path.write_text("another's")
+        path.write_text("another's", encoding="utf-8")
 
     monkeypatch.setattr(trash, "refusal", swapped)
     with pytest.raises(ActionError, match="run_reverse is no longer a folder; nothing was deleted"):

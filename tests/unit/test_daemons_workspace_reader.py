@@ -132,7 +132,7 @@ def _become_folder(path: Path) -> None:
 
 
 def _nest(path: Path) -> None:
-    path.write_text("[" * 100_000)
+    path.write_text("[" * 100_000, encoding="utf-8")
 
 
 @pytest.mark.parametrize("damage", [_truncate, _fill, _become_fifo, _become_folder, _nest, os.unlink])

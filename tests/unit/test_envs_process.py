@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from daemons.process import daemon_environment
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.envs import Example, Message, ProcessEnvironment
@@ -25,6 +26,7 @@ from prime_rl.orchestrator.envs.checked import (
     Transient,
 )
 from prime_rl.orchestrator.envs.frames import Ask, Cancel, frame
+from prime_rl.orchestrator.envs.process import environment_of_its_own
 from tests.orchestrator_support import until
 from tests.patience import PATIENCE_S
 
@@ -277,6 +279,12 @@ async def test_a_rollout_that_lets_go_costs_nothing_and_one_that_does_not_costs_
         with pytest.raises(Interrupted):
             await beside
         assert hasty.num_dropped == 1
+
+
+def test_its_text_files_are_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    environ = {"LC_ALL": "en_US.ISO-8859-1", "PYTHONUTF8": "0"}
+    assert environment_of_its_own(environ, ["PYTHONUTF8"]) == {"LC_ALL": "en_US.ISO-8859-1", "PYTHONUTF8": "1"}
+    assert daemon_environment(tmp_path, "trainer")["PYTHONUTF8"] == "1"
 
 
 HOST = """

@@ -25,7 +25,7 @@ WHEEL = "tinything-1.0-py3-none-any.whl"
 def test_every_version_has_its_hashes(versions: Path) -> None:
     """Names and versions of the lock are those of the constraints; torch for a CPU has its build besides."""
     locked = install.hashes(LOCKS[versions].read_text())
-    expected = set(pins(versions.read_text()).items())
+    expected = set(pins(versions.read_text(encoding="utf-8")).items())
     if versions == CPU:
         expected.add(("torch", f"{dict(expected)['torch']}+cpu"))
     assert locked.keys() == expected, f"{sorted(locked.keys() ^ expected)}: make lock"

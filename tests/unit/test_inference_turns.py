@@ -83,7 +83,8 @@ def leave(path: Path, *run_ids: str, **suspects: int) -> None:
     path.write_text(
         json.dumps(
             {"version": 1, "writer": {"pid": 1}, "items": [vars_of(i) for i in work.items]} | {"suspects": suspects}
-        )
+        ),
+        encoding="utf-8",
     )
 
 

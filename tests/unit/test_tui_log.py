@@ -205,15 +205,15 @@ def _do(operation: str, path: Path, number: int, rng: random.Random) -> None:
         path.rmdir()
     line = f"line {number} " + "".join(rng.choices(string.ascii_letters, k=rng.randrange(90)))
     if operation in ("append", "partial"):
-        with path.open("a") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n" * (operation == "append"))
     elif operation == "cut" and path.exists():
         os.truncate(path, path.stat().st_size // 2)
     elif operation == "rotate" and path.exists():
         os.replace(path, path.with_suffix(".1"))
-        path.write_text(line + "\n")
+        path.write_text(line + "\n", encoding="utf-8")
     elif operation == "rewrite":
-        path.write_text((line + "\n") * 3)
+        path.write_text((line + "\n") * 3, encoding="utf-8")
     elif operation == "empty":
         path.write_bytes(b"")
     elif operation in ("remove", "folder"):

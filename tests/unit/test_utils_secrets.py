@@ -43,7 +43,7 @@ def test_a_file_that_others_may_read_is_refused_without_its_content(file: Path, 
 
 @pytest.mark.parametrize("text", ["", "two words", "a\nb", f"{CANARY}\x00", "ü", "x" * 5000])
 def test_what_is_no_key_is_refused_without_its_content(file: Path, text: str) -> None:
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     with pytest.raises(SecretError, match=r"has no valid key") as error:
         read_secret("K", {"K_FILE": str(file)})
     assert not text or text not in str(error.value)

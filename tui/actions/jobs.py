@@ -507,7 +507,7 @@ def draft_file(text: str, stem: str) -> Iterator[Path]:
     """`text` as a file of that name in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="prl-draft-") as folder:
         path = Path(folder) / f"{stem}.toml"
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         yield path
 
 
@@ -522,9 +522,9 @@ def check_draft(output_dir: Path, text: str, run_id: str, source: Path | None = 
             problems.append(DraftProblem(one_line(str(error), 300)))
     summary = ""
     with draft_file(text, "draft") as path:
-        found = actions.check_file(output_dir, path)
+        found = actions.check_file(output_dir, path, beside=source)
         if not found:
-            config = actions.validate_file(output_dir, path)
+            config = actions.validate_file(output_dir, path, beside=source)
             envs = ", ".join(env.name or env.id for env in config.env)
             summary = f"{envs} · {config.max_steps} steps of {config.batch_size} samples · lr {config.optim.lr:g}"
     lines = key_lines(text.splitlines())
@@ -550,7 +550,7 @@ def add_draft(output_dir: Path, text: str, run_id: str, source: Path | None) -> 
     if source is not None and _is_unchanged(source, text):
         return actions.add_run(output_dir, source, run_id=wanted)
     with draft_file(text, source.stem if source and source.name != "orch.toml" else "run") as path:
-        return actions.add_run(output_dir, path, run_id=wanted)
+        return actions.add_run(output_dir, path, run_id=wanted, beside=source)
 
 
 def add_command(output_dir: Path, text: str, run_id: str, source: Path | None) -> CleanText:

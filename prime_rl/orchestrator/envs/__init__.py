@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.base import BaseConfig, ConfigError, ConfigProblem, build
@@ -64,17 +65,21 @@ Environments = dict[str, CheckedEnvironment]
 
 
 async def load_environments(
-    config: OrchestratorConfig, meter: RolloutMeter | None, cleanup: AsyncExitStack, say: Callable[[str | None], None]
+    config: OrchestratorConfig,
+    meter: RolloutMeter | None,
+    cleanup: AsyncExitStack,
+    say: Callable[[str | None], None],
+    place: Callable[[str], Path] = Path,
 ) -> tuple[Environments, Environments]:
     """The environments to train on and those to evaluate on, by their names in metrics. Raises ConfigError.
 
     An `[[env]]` that is both is one environment with two counts of faults; what evaluation does stays out of `meter`.
-    `say` gets what is waited for.
+    `say` gets what is waited for. `place` has the files that the config names.
     """
     loaded: dict[str, Environment] = {}
     for env in [*config.env, *config.eval_envs]:
         if _key(env) not in loaded:
-            loaded[_key(env)] = await _load(env, config, cleanup, say)
+            loaded[_key(env)] = await _load(env.placed(place), config, cleanup, say)
     say(None)
 
     def use(env: EnvConfig, **more: Any) -> CheckedEnvironment:

@@ -19,6 +19,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, Never
 
+from prime_rl.configs.envs import PLUGIN_GROUP
+from prime_rl.configs.jsonl import JSONL
 from prime_rl.orchestrator.envs import Environment, Example, Message, Split, frames
 from prime_rl.orchestrator.envs.base import as_messages, text_problem
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, Transient, check_outcome, fault_of
@@ -27,8 +29,6 @@ from prime_rl.utils.text import one_line
 
 # How long an environment may take to put its things away.
 EXIT_GRACE_S = 5.0
-# Installed packages name their environments under this group: NAME = "module:factory", called with (args, seed).
-PLUGIN_GROUP = "prime_rl.environments"
 SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
@@ -140,6 +140,10 @@ async def load(request: frames.Load, stack: contextlib.AsyncExitStack) -> Enviro
         from prime_rl.orchestrator.envs.reasoning_gym_env import ReasoningGymEnvironment  # takes seconds
 
         return ReasoningGymEnvironment(request.name, request.args, request.seed)
+    if request.provider == JSONL:
+        from prime_rl.orchestrator.envs.jsonl_env import JsonlEnvironment
+
+        return JsonlEnvironment(request.args, request.seed)
     found = list(importlib.metadata.entry_points(group=PLUGIN_GROUP, name=request.name))
     if not found:
         known = sorted(point.name for point in importlib.metadata.entry_points(group=PLUGIN_GROUP))
@@ -169,7 +173,7 @@ async def serve(requests: asyncio.Queue[frames.Request | None], send: Callable[[
             send(host.ready())
         except (Exception, SystemExit) as error:
             send(frames.Refused(one_line(f"{type(error).__name__}: {error}", 2000)))
-            logging.exception("cannot load %s:%s", first.provider, first.name)
+            logging.exception("cannot load %s", ":".join(filter(None, (first.provider, first.name))))
             return
         stack.push_async_callback(host.close)
         beating = asyncio.get_running_loop().create_task(beat(first.beat_s, send))

@@ -1,4 +1,4 @@
-"""An environment that runs in its own process: `verifiers:TASKSET`, `reasoning-gym:FAMILY` and `plugin:NAME`.
+"""An environment in its own process: `jsonl`, `verifiers:TASKSET`, `reasoning-gym:FAMILY` and `plugin:NAME`.
 
 A process and not threads: code that hangs can be killed with all that it started, code that crashes takes nothing with
 it, a heavy library (verifiers: seconds and hundreds of megabytes) is not loaded into the orchestrator, and the API key
@@ -58,11 +58,12 @@ MODULES = {"verifiers": "verifiers", "reasoning-gym": "reasoning_gym"}
 
 def environment_of_its_own(environ: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
     """The part of `environ` for a process of an environment: what every process needs, and what is named for it."""
-    return {
+    kept = {
         name: value
         for name, value in environ.items()
         if name in BASE_VARIABLES or name in named or name.startswith(BASE_PREFIXES)
     }
+    return kept | {"PYTHONUTF8": "1"}  # files are UTF-8 whatever the locale
 
 
 class _Child:
@@ -159,7 +160,7 @@ class _Child:
 
 
 class ProcessEnvironment:
-    """`[[env]]` with an id of the form PROVIDER:NAME. `start` it first, `close` it at the end.
+    """`[[env]]` with the id jsonl, or one of the form PROVIDER:NAME. `start` it first, `close` it at the end.
 
     Args:
         hidden: names of environment variables that the process must not see, whatever `env_vars` names.

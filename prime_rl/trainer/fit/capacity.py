@@ -250,7 +250,7 @@ def _free_on_each(world: World) -> float:
 def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.M)
     assert found, "Linux has it since 3.14"
     return CPU_SHARE * 1024 * int(found.group(1)) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # collectives of tensors without memory
-import torch.testing._internal.distributed.fake_pg
+import torch.distributed._tools.fake_collectives  # noqa: F401  # collectives of tensors without memory
+import torch.testing._internal.distributed.fake_pg  # noqa: F401
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

@@ -1,0 +1,163 @@
+"""`prl env try`: some rollouts of a config's environments, without a slot or a trainer.
+
+The rollouts are made by the orchestrator's own code (`prime_rl.orchestrator.try_env`), in a process of its own. A model
+answers through the workspace's inference server; the base model, where none runs, through one that lives as long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from daemons.adding import trainer_limits
+from daemons.chat import BASE, Chat
+from daemons.commands import complete
+from daemons.commands.common import JsonOption, OutputDirOption, choose_output, number, print_json, say
+from daemons.commands.runs import FileArgument
+from daemons.data_files import data_problems, plugin_problems
+from daemons.errors import ActionError, in_one_line, need_cpu
+from daemons.process import log_tail, python_module
+from daemons.specs import INFERENCE, module_of
+from prime_rl.configs.base import ConfigError
+from prime_rl.configs.jsonl import place_of
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.validate import load_run_config
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import InferenceStatus, is_alive, read_status
+from prime_rl.utils.text import clean_strings, one_line
+
+ECHO = "echo"
+# Where neither the config nor a trainer has one.
+DEFAULT_SEQ_LEN = 2048
+# Loading a model takes seconds, from a slow disk minutes.
+START_TIMEOUT_S = 600.0
+_MODULE = "prime_rl.orchestrator.try_env"
+HELP = """Try environments.
+
+Example: prl env try run.toml
+"""
+env_app = typer.Typer(no_args_is_help=True, help=HELP, rich_markup_mode=None)
+
+
+@env_app.callback()
+def _env() -> None:
+    """Try environments."""
+
+
+@env_app.command("try")
+def try_env(
+    file: FileArgument,
+    output_dir: OutputDirOption = None,
+    num: Annotated[int, typer.Option("-n", min=1, help="Examples of each environment.")] = 3,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="echo|base|ID",
+            help="What answers. echo: no model, the right answer where it is known, else the question. base: the base "
+            "model. ID: a run's newest version, by the running inference server.",
+            autocompletion=complete.try_models,
+        ),
+    ] = ECHO,
+    as_json: JsonOption = False,
+) -> None:
+    """Try the environments of a run's config: examples, prompts, a rollout of each, its reward and time.
+
+    It needs no slot and no trainer, and adds no run.
+
+    Example: prl env try run.toml -n 5 --model base
+    """
+    found = clean_strings(_tried(choose_output(output_dir), file, num, model))
+    if as_json:
+        print_json({"file": str(file), "model": model, **found})
+    else:
+        for env in found["envs"]:
+            say(env_view(env))
+
+
+def _tried(output: OutputDir, file: Path, num: int, model: str) -> dict[str, Any]:
+    """The answer of the process that tries. Raises ActionError with its reason, or ConfigError."""
+    need_cpu()
+    config = load_run_config(file)
+    if problems := [*data_problems(config, place_of(file)), *plugin_problems(config)]:
+        raise ConfigError(str(file), problems)
+    argv = python_module(_MODULE, str(file), str(num))
+    with contextlib.ExitStack() as stack:
+        if model != ECHO:
+            limits = trainer_limits(output.path)
+            seq_len = config.seq_len or (limits.max_seq_len if limits else DEFAULT_SEQ_LEN)
+            if model == BASE and not _has_inference(output):
+                output = stack.enter_context(_own_server(config, seq_len))
+            talk = stack.enter_context(Chat(output.path, model))
+            argv += [*talk.served, str(seq_len)]
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, "PYTHONUTF8": "1"}, check=False
+        )
+    answer = json.loads(done.stdout) if done.returncode == 0 else {"error": "the process that tries it has crashed"}
+    if "error" in answer:
+        raise ActionError(in_one_line(answer["error"]))
+    return dict(answer)
+
+
+def _has_inference(output: OutputDir) -> bool:
+    found = [read_status(path, InferenceStatus) for path in output.inference_statuses().values()]
+    return any(is_alive(status, time.time()) for status in found)
+
+
+@contextlib.contextmanager
+def _own_server(config: OrchestratorConfig, seq_len: int) -> Iterator[OutputDir]:
+    """A workspace that has nothing but an inference server with the embedded engine and the base model."""
+    with tempfile.TemporaryDirectory(prefix="prl-try-") as folder:
+        output = OutputDir(Path(folder))
+        log = output.path / "inference.log"
+        settings = {"output_dir": folder, "port": "0", "model.name": config.model.name, "model.max_model_len": seq_len}
+        flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        with log.open("wb") as file:
+            argv = python_module(module_of(INFERENCE), *flags)
+            child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+
+        def is_ready() -> bool:
+            if child.poll() is not None:
+                why = one_line(" ".join(log_tail(log, 1, this_start_only=False)), 300)
+                raise ActionError(f"the base model cannot be served: {why}")
+            status = read_status(output.inference_status, InferenceStatus)
+            return status is not None and status.state == "serving"
+
+        try:
+            wait_for(is_ready, f"{config.model.name} to be loaded", timeout_s=START_TIMEOUT_S)
+            yield output
+        finally:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=30)
+            child.kill()
+            child.wait()
+
+
+def env_view(env: Mapping[str, Any]) -> str:
+    """The text that `prl env try` prints for one environment. Text of the environment and the policy is indented."""
+    counts = f"{env['num_train']} examples to train on, {env['num_eval']} to evaluate on"
+    lines = [f"env {env['env']} ({env['id']}): {counts}, loaded in {env['load_s']:.1f} s"]
+    for each in env["rollouts"]:
+        reward = "no reward" if each["reward"] is None else f"reward {number(each['reward'])}"
+        lines += ["", f"example {one_line(each['example_id'])}  {reward}  {each['time_s']:.2f} s"]
+        figures = {**each["rewards"], **each["metrics"]}
+        lines += ["  " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items())] if figures else []
+        lines += [f"  error: {one_line(each['error'], 2_000)}"] if each["error"] else []
+        asked = each["prompt"]
+        if each["prompt_text"] is not None:
+            asked = [{"role": f"prompt ({len(each['prompt_tokens'])} tokens)", "content": each["prompt_text"]}]
+        else:
+            lines.append("  the prompt, without tokens (the model's tokenizer is not on this machine):")
+        for message in [*asked, *each["turns"]]:
+            lines += [f"  {message['role']}:", *(f"    {line}" for line in message["content"].splitlines() or [""])]
+    return "\n".join(lines)

@@ -1,0 +1,103 @@
+"""Files that a run's config names, data and rewards: checked, and copied into the run when it is added.
+
+So a run trains with what they were then. Also, for `prl runs validate`: environments of packages that are not there.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from prime_rl.configs.base import ConfigProblem
+from prime_rl.configs.envs import PLUGIN, PLUGIN_GROUP, EnvConfig
+from prime_rl.configs.jsonl import MAX_CODE_BYTES, MAX_DATA_BYTES, Place, binds, file_problem
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.contract.files import read_file, write_atomic
+from prime_rl.contract.layout import RunDir
+
+
+def data_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProblem]:
+    """What is wrong with the files; [] for a config that names none. Reads them, and runs no code."""
+    problems, taken = [], dict[Path, str]()
+    for key, env in _envs(config):
+        if env.jsonl is None:
+            continue
+        if found := file_problem(env.jsonl, place):
+            problems.append(ConfigProblem(f"{key}.args.{found[0]}", found[1]))
+        for named in _named(env):
+            other = taken.setdefault(RunDir(Path()).data_file(named), named)
+            if other != named:
+                words = f"{named!r} and {other!r} would have one name in the run: rename one of them"
+                problems.append(ConfigProblem(f"{key}.args", words))
+    return problems
+
+
+def copy_data(config: OrchestratorConfig, place: Place, run: RunDir, mode: int) -> None:
+    """Copy the files into the run, with `mode`. Raises OSError."""
+    for named, limit in _all_named(config).items():
+        write_atomic(run.data_file(named), read_file(place(named), limit=limit), mode=mode)
+
+
+def has_data(config: OrchestratorConfig, place: Place, run: RunDir) -> bool:
+    """True when the run's copies are the files as they are now."""
+    try:
+        return all(
+            read_file(run.data_file(named), limit=limit) == read_file(place(named), limit=limit)
+            for named, limit in _all_named(config).items()
+        )
+    except OSError:
+        return False
+
+
+def plugin_problems(config: OrchestratorConfig) -> list[ConfigProblem]:
+    """Environments `plugin:NAME` without a package here that has them. Looks at the module's source, runs nothing."""
+    problems = []
+    for key, env in _envs(config):
+        provider, _, name = env.id.partition(":")
+        if provider == PLUGIN and (reason := _why_missing(name)):
+            problems.append(ConfigProblem(f"{key}.id", f"found {env.id!r}: {reason}"))
+    return problems
+
+
+def _why_missing(name: str) -> str | None:
+    found = next(iter(metadata.entry_points(group=PLUGIN_GROUP, name=name)), None)
+    if found is None:
+        return f"no installed package has the entry point {name!r} in the group {PLUGIN_GROUP!r}: pip install it here"
+    top, _, rest = found.module.partition(".")
+    spec = find_spec(top)  # of the whole name, its packages would be imported
+    if spec is None:
+        return f"its entry point names the module {found.module!r}, which is not installed"
+    if spec.submodule_search_locations:
+        inner = [Path(place, *rest.split(".")) if rest else Path(place) for place in spec.submodule_search_locations]
+        files = [file for path in inner for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+    else:
+        files = [Path(spec.origin)] if spec.origin and spec.origin.endswith(".py") and not rest else []
+    if not files:
+        return f"its entry point names the module {found.module!r}, which has no such file"
+    try:
+        tree = ast.parse(read_file(files[0], limit=MAX_CODE_BYTES, follow_links=True))
+    except (SyntaxError, ValueError, OSError) as error:
+        return f"its module {files[0]} cannot be read: {error}"
+    attribute = found.attr.partition(".")[0]
+    return None if binds(tree, attribute) else f"{files[0]} has no {attribute!r}, which its entry point names"
+
+
+def _envs(config: OrchestratorConfig) -> Iterator[tuple[str, EnvConfig]]:
+    """All tables of environments, by their dotted keys."""
+    for table, envs in (("env", config.env), ("eval.env", (config.eval and config.eval.env) or [])):
+        yield from ((f"{table}.{number}", env) for number, env in enumerate(envs))
+
+
+def _named(env: EnvConfig) -> dict[str, int]:
+    """The files that a table names, with the most bytes of each."""
+    args = env.jsonl
+    if args is None:
+        return {}
+    return {args.path: MAX_DATA_BYTES} | ({args.code: MAX_CODE_BYTES} if args.code else {})
+
+
+def _all_named(config: OrchestratorConfig) -> dict[str, int]:
+    return {named: limit for _, env in _envs(config) for named, limit in _named(env).items()}

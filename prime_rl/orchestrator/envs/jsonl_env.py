@@ -1,0 +1,153 @@
+"""Rows of a JSONL file as an `Environment`: one turn each, scored by a built-in scorer or a function of the run's own.
+
+Imported only in the process of such an environment (`child`). The function's file is code: where it is a file of a run
+it must belong to the account of this process, so that whoever may write a run's folder runs nothing by it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import re
+import stat
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from prime_rl.configs.base import build
+from prime_rl.configs.jsonl import JSONL, MAX_CODE_BYTES, MAX_EVAL_EXAMPLES, JsonlArgs, Row, last_number, read_rows
+from prime_rl.contract.files import is_of_a_run, open_file
+from prime_rl.orchestrator.envs.base import Example, Message, Outcome, Policy, Split
+from prime_rl.utils.runtime import missing
+
+# Two numbers are the same within this share.
+TOLERANCE = 1e-6
+FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+
+
+class JsonlEnvironment:
+    """The rows of one file. Raises ValueError, and OSError, for files that are not as the arguments name them."""
+
+    def __init__(self, args: dict[str, Any], seed: int) -> None:
+        self.id = JSONL
+        config = build(JsonlArgs, args, "args")
+        rows = read_rows(Path(config.path), config)
+        if config.scorer == "math" and not config.reward and (sentence := missing("math", "math_verify")):
+            raise ValueError(f"scorer = 'math': {sentence}")
+        self._function = load_function(Path(config.code), config.function) if config.code else None
+        self._scorer = SCORERS[config.scorer]
+        self._rows = {row.id: row for row in rows}
+        tenth = min(MAX_EVAL_EXAMPLES, math.ceil(len(rows) / 10)) if len(rows) > 1 else 0
+        num_eval = tenth if config.num_eval_examples is None else config.num_eval_examples
+        last = None if config.num_examples is None else num_eval + config.num_examples
+        self._splits: dict[Split, list[Example]] = {
+            "eval": [_example(row) for row in rows[:num_eval]],
+            "train": [_example(row) for row in rows[num_eval:last]],
+        }
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """The examples of a split, in the order of the file."""
+        return self._splits[split]
+
+    async def rollout(self, example: Example, policy: Policy) -> Outcome:
+        """One turn, and its score."""
+        text = await policy.complete(example.messages)
+        row = self._rows[example.id]
+        if self._function is None:
+            return Outcome(float(self._scorer(text, row.target)))
+        found = self._function(text, dict(row.fields))
+        if inspect.isawaitable(found):
+            found = await found
+        return found if isinstance(found, Outcome) else Outcome(found)
+
+
+def _example(row: Row) -> Example:
+    return Example(row.id, cast(list[Message], row.messages), row.answer)
+
+
+def load_function(path: Path, name: str) -> Callable[[str, dict[str, Any]], Any]:
+    """The function `name` of the Python file at `path`, which is run. Raises ValueError, OSError, and its errors."""
+    module = types.ModuleType(f"prl_reward_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    exec(compile(_own_code(path), path, "exec"), vars(module))
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{path} has no function {name!r}")
+    return cast(Callable[[str, dict[str, Any]], Any], function)
+
+
+def _own_code(path: Path) -> bytes:
+    """The content of a file. One of a run must belong to this account, and nobody else may write it: ValueError."""
+    with os.fdopen(open_file(path), "rb") as file:
+        facts = os.fstat(file.fileno())
+        if is_of_a_run(path) and (facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o022):
+            raise ValueError(
+                f"{path} belongs to another account, or others may write it: its code is not run; "
+                "add the run as the workspace's account"
+            )
+        data = file.read(MAX_CODE_BYTES + 1)
+    if len(data) > MAX_CODE_BYTES:
+        raise ValueError(f"{path} has more than {MAX_CODE_BYTES} bytes")
+    return data
+
+
+def _exact(text: str, target: str) -> bool:
+    return text.strip() == target
+
+
+def _contains(text: str, target: str) -> bool:
+    return target.casefold() in text.casefold()
+
+
+def _regex(text: str, target: re.Pattern[str]) -> bool:
+    return target.search(text) is not None
+
+
+def _number(text: str, target: float) -> bool:
+    found = last_number(text)
+    return found is not None and math.isclose(found, target, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def _json(text: str, target: Any) -> bool:
+    fenced = FENCED.findall(text)
+    try:
+        return _same(json.loads(fenced[-1] if fenced else text), target)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _same(found: Any, target: Any) -> bool:
+    """Equal as JSON: 1.0 is 1, and true is not."""
+    if isinstance(found, bool) or isinstance(target, bool):
+        return found is target
+    if isinstance(found, list) and isinstance(target, list):
+        return len(found) == len(target) and all(map(_same, found, target))
+    if isinstance(found, dict) and isinstance(target, dict):
+        return found.keys() == target.keys() and all(_same(value, target[key]) for key, value in found.items())
+    return bool(found == target)
+
+
+def _math(text: str, target: str) -> bool:
+    from math_verify import parse, verify  # sympy takes a second
+
+    return bool(verify(_parsed(parse, target), parse(text)))
+
+
+def _parsed(parse: Callable[[str], Any], target: str) -> Any:
+    """Parse a right answer, which may be LaTeX without the signs around it."""
+    return parse(target if "$" in target or "\\boxed" in target else f"${target}$")
+
+
+SCORERS: dict[str, Callable[[str, Any], bool]] = {
+    "exact": _exact,
+    "contains": _contains,
+    "regex": _regex,
+    "number": _number,
+    "json": _json,
+    "math": _math,
+}
