@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from daemons.actions import ActionError
-from daemons.commands import acts, alerts, config, deploy, lifecycle, multinode, results
+from daemons.commands import acts, alerts, config, deploy, lifecycle, multinode, results, serving
 from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, UsageError, complain, flags_help
 from daemons.commands.runs import runs_app
 from daemons.demo import demo
@@ -59,6 +59,8 @@ runs_app.command()(results.export)
 runs_app.command()(results.export_metrics)
 runs_app.command()(results.diff)
 app.command()(results.chat)
+app.command("eval")(serving.eval_targets)
+app.command()(serving.serve)
 app.add_typer(runs_app, name="runs")
 fit_help = flags_help(lifecycle.FIT_HELP, f"prl fit {fit_flags.EXAMPLE}", fit_flags.fit_parser())
 app.command(help=fit_help, context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(lifecycle.fit)

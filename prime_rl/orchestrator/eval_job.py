@@ -1,0 +1,255 @@
+"""One `prl eval`: the base model and adapters, one after the other, each on the same examples with the same seeds.
+
+    python -m prime_rl.orchestrator.eval_job WORKSPACE/evaluations/NAME
+
+`contract.evaluation` has what is read, kept and printed. An adapter is in the slot that inference keeps for people; a
+chat that takes the slot costs nothing but the time to load it again. SIGINT ends it: the figures are then of what is
+done. Evaluations during training are in `evaluate`. Exit codes: 0 done, 1 failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from prime_rl.configs.base import ConfigError, build
+from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
+from prime_rl.contract.evaluation import (
+    JOB_FILE,
+    SAMPLES_FILE,
+    EvalJob,
+    EvalProgress,
+    EvalResult,
+    EvalSample,
+    EvalTarget,
+)
+from prime_rl.contract.files import append_line, read_file
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.served import BASE_WEIGHTS, CHAT_PREFIX, is_chat
+from prime_rl.contract.status import TrainerStatus, read_status
+from prime_rl.orchestrator.client import InferenceError, RequestRefused, ServedModel, ServerClient, UnknownModel
+from prime_rl.orchestrator.envs import Environments, load_environments
+from prime_rl.orchestrator.envs.base import Example
+from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentBroken
+from prime_rl.orchestrator.evaluate import eval_rollout
+from prime_rl.orchestrator.guard import RunFailed
+from prime_rl.orchestrator.metrics import eval_metrics, mean, pass_at, standard_error
+from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TokenizerError, TurnSampler
+from prime_rl.orchestrator.publication import AdapterPublication, base_model, connect
+from prime_rl.orchestrator.rollout import Rollout, together
+from prime_rl.orchestrator.sampler import Pick
+from prime_rl.utils.process import end_orphans, inherit_orphans
+from prime_rl.utils.runtime import complain, setup_logger
+from prime_rl.utils.text import one_line
+
+MAX_JOB_BYTES = 16_000_000
+# A prompt that is too long for the server is refused by it.
+NO_LIMIT = 2**31 - 1
+# Version 0 of a target is the target.
+VERSION = 0
+# Errors that no other rollout of the target would be spared.
+FATAL = (InferenceError, EnvironmentBroken, TokenizerError, RunFailed)
+# Names no run.
+CLIENT = "eval"
+
+
+class LentAdapter(AdapterPublication):
+    """The adapter that is evaluated, copied to `folder`; None: the base model."""
+
+    def __init__(self, output: OutputDir, folder: Path | None) -> None:
+        super().__init__(RunDir(output.path / CLIENT), from_adapter=folder is not None)
+        self._folder = folder
+        self._lent = f"{CHAT_PREFIX}{folder.relative_to(output.evaluations)}" if folder else BASE_WEIGHTS
+
+    def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:
+        """The version that was asked. Raises InferenceError for an answer of other weights than the base model's."""
+        if weights not in (None, BASE_WEIGHTS):
+            raise InferenceError(f"inference serves {weights} now, not the base model")
+        return asked
+
+    def _name(self, version: int) -> str:
+        return self._lent
+
+    def _own(self, models: Iterable[ServedModel]) -> set[int]:
+        return {VERSION for model in models if model.id == self._lent}
+
+    async def _load(self, server: ServerClient, version: int) -> None:
+        """Load it in the place of any chat's."""
+        assert self._folder is not None
+        for model in await server.list_models():
+            if is_chat(model.id):
+                with contextlib.suppress(UnknownModel):  # it was unloaded meanwhile
+                    await server.unload_adapter(model.id)
+        await server.load_adapter(self._lent, self._folder)
+
+
+@dataclass
+class Tally:
+    """The rollouts of one target in one environment, by example; what is not needed for figures is left out."""
+
+    examples: list[list[Rollout]]
+    num_failed: int = 0
+    problem: str | None = None
+
+    def result(self, target: str, env_name: str, k: int, pass_reward: float) -> EvalResult:
+        """The figures: those of an evaluation in training, and pass@k over the examples with `k` rollouts."""
+        tried = [rollouts for rollouts in self.examples if rollouts]
+        figures: dict[str, float] = {}
+        if tried:
+            prefix = f"eval/{env_name}/"
+            figures = {n.removeprefix(prefix): v for n, v in eval_metrics(env_name, tried, pass_reward).items()}
+        if whole := [rollouts for rollouts in tried if len(rollouts) >= k]:
+            chances = [pass_at(k, len(each), sum(r.reward >= pass_reward for r in each)) for each in whole]
+            figures |= {f"pass@{k}": mean(chances), f"pass@{k}_se": standard_error(chances)}
+        num_rollouts = sum(map(len, tried))
+        return EvalResult(target, env_name, len(tried), num_rollouts, self.num_failed, figures, self.problem)
+
+
+@dataclass
+class Evaluation:
+    """One process's work. `stopped` is set by a signal."""
+
+    folder: Path
+    config: OrchestratorConfig
+    tokenizer: ChatTokenizer
+    envs: Environments
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def _own(self) -> EvalConfig:
+        return self.config.eval or EvalConfig()
+
+    async def target(self, target: EvalTarget) -> bool:
+        """Evaluate `target` in all environments, and print its results; false when it could not be evaluated."""
+        output = OutputDir(self.folder.parents[1])
+        publication = LentAdapter(output, output.evaluations / target.folder if target.folder else None)
+        total = sum(len(self._examples(env)) for env in self.envs.values()) * self._own.rollouts_per_example
+        waits = partial(EvalProgress, target.label, 0, total)
+        client = connect(self.config, RunDir(output.path / CLIENT), publication, lambda trouble: say(waits(trouble)))
+        trainer = read_status(output.trainer_status, TrainerStatus)
+        seq_len = self.config.seq_len or (trainer.max_seq_len if trainer else None) or NO_LIMIT
+        done = 0
+        try:
+            say(waits())
+            policy = PolicyVersions(publication, client, await base_model(client, self.config.model.name))
+            if target.folder:
+                await policy.switch_to(VERSION)
+            turns = TurnSampler(client, policy, self.config.eval_sampling, seq_len=seq_len)
+            for env_name, env in self.envs.items():
+                tally = await self._env(target.label, env_name, env, turns, done, total)
+                done += len(tally.examples) * self._own.rollouts_per_example
+                k, pass_reward = self._own.rollouts_per_example, self.config.pass_rewards[env_name]
+                say(tally.result(target.label, env_name, k, pass_reward))
+            await policy.close()
+        except FATAL as error:
+            say(EvalResult(target.label, "", problem=one_line(str(error), 500)))
+            return False
+        finally:
+            await client.close()
+        return True
+
+    def _examples(self, env: CheckedEnvironment) -> Sequence[Example]:
+        return env.examples("eval")[: self._own.num_examples]
+
+    async def _env(
+        self, label: str, env_name: str, env: CheckedEnvironment, turns: TurnSampler, before: int, total: int
+    ) -> Tally:
+        examples = self._examples(env)
+        tally, tries = Tally([[] for _ in examples]), range(self._own.rollouts_per_example)
+        places, done = asyncio.Semaphore(self.config.client.max_concurrent_requests), before
+
+        async def one(index: int, number: int) -> None:
+            nonlocal done
+            pick = Pick(env_name, examples[index])
+            async with places:
+                try:
+                    rollout = await eval_rollout(
+                        turns, self.tokenizer, env, pick, number, seed=self.config.seed, version=VERSION
+                    )
+                except Exception as error:  # whatever an environment raises is its own affair
+                    if isinstance(error, FATAL) and not isinstance(error, RequestRefused):
+                        raise
+                    tally.num_failed += 1
+                    tally.problem = tally.problem or one_line(f"{pick.example.id}: {error}", 500)
+                else:
+                    self._keep(label, pick, number, rollout)
+                    tally.examples[index].append(replace(rollout, token_ids_T=[], loss_mask_T=[], logprobs_T=[]))
+            done += 1
+            say(EvalProgress(label, done, total))
+
+        work = asyncio.ensure_future(together(one(index, number) for index in range(len(examples)) for number in tries))
+        stopping = asyncio.ensure_future(self.stopped.wait())
+        try:
+            await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+        finally:
+            stopping.cancel()
+        return tally
+
+    def _keep(self, label: str, pick: Pick, number: int, rollout: Rollout) -> None:
+        sample = EvalSample(
+            target=label,
+            env=pick.env_name,
+            example_id=pick.example.id,
+            number=number,
+            reward=rollout.reward,
+            prompt=self.tokenizer.decode(rollout.token_ids_T[: rollout.num_prompt_tokens]),
+            completion=self.tokenizer.decode(rollout.token_ids_T[rollout.num_prompt_tokens :]),
+            num_completion_tokens=rollout.num_completion_tokens,
+            truncated=rollout.truncated,
+            metrics=rollout.metrics,
+        )
+        append_line(self.folder / SAMPLES_FILE, msgspec.json.encode(sample).decode())
+
+
+def say(event: EvalProgress | EvalResult) -> None:
+    """Print one line for the process that started this one."""
+    print(msgspec.json.encode(event).decode(), flush=True)
+
+
+async def evaluate_all(folder: Path, job: EvalJob, config: OrchestratorConfig) -> int:
+    """Evaluate every target of `job`. Returns the exit code."""
+    stopped, all_done = asyncio.Event(), True
+    for name in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(name, stopped.set)
+    async with AsyncExitStack() as cleanup:
+        tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
+        _, envs = await load_environments(config, None, cleanup, lambda what: None)
+        evaluation = Evaluation(folder, config, tokenizer, envs, stopped)
+        for target in job.targets:
+            if not stopped.is_set():
+                all_done &= await evaluation.target(target)
+    return 130 if stopped.is_set() else int(not all_done)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate the job in the folder on the command line. Returns the exit code."""
+    (name,) = sys.argv[1:] if argv is None else argv
+    folder = Path(name).absolute()
+    setup_logger("eval", "error")
+    job = msgspec.json.decode(read_file(folder / JOB_FILE, limit=MAX_JOB_BYTES), type=EvalJob)
+    inherit_orphans()
+    try:
+        config = build(OrchestratorConfig, job.config, str(folder / JOB_FILE))
+        return asyncio.run(evaluate_all(folder, job, config))
+    except (ConfigError, *FATAL) as error:
+        complain("eval", error)
+        return 1
+    finally:
+        end_orphans()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
