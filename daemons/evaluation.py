@@ -28,7 +28,7 @@ from daemons.process import python_module
 from daemons.trash import existing_run
 from prime_rl.configs.base import build, load_toml, merge
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.evaluation import JOB_FILE, SAMPLES_FILE, EvalJob, EvalProgress, EvalResult, EvalTarget
+from prime_rl.contract.evaluation import JOB_FILE, SAMPLES_FILE, EvalJob, EvalProgress, EvalResult
 from prime_rl.contract.files import make_folder, write_atomic
 from prime_rl.contract.layout import OutputDir
 
@@ -108,7 +108,7 @@ def evaluate(
         folder.mkdir()
         copies: list[Path] = []
         try:
-            found = [_target(output, each, folder / str(number), copies) for number, each in enumerate(targets)]
+            found = dict(_target(output, each, folder / str(number), copies) for number, each in enumerate(targets))
             write_atomic(folder / JOB_FILE, msgspec.json.encode(EvalJob(found, config)))
             results, interrupted = _run(folder, on_progress)
         except BaseException:
@@ -120,18 +120,17 @@ def evaluate(
     return Evaluated(tuple(results), folder / SAMPLES_FILE, interrupted)
 
 
-def _target(output: OutputDir, text: str, folder: Path, copies: list[Path]) -> EvalTarget:
-    """What `text` names, its adapter copied to `folder`, which is added to `copies`."""
+def _target(output: OutputDir, text: str, folder: Path, copies: list[Path]) -> tuple[str, str | None]:
+    """The name of what `text` names, and its adapter, copied to `folder`, which is added to `copies`."""
     parsed = parse_version(text)
     untouched = parsed and parsed[1] == 0 and not os.path.lexists(output.run(parsed[0]).broadcast_dir(0))
     if text == BASE or untouched:
-        return EvalTarget(text)
+        return text, None
     start = find_start(output, text)
     assert start is not None  # downloads are allowed
     copies.append(folder)
     copy_start(start, folder)
-    label = start.version.name if start.version else text
-    return EvalTarget(label, str(folder.relative_to(output.evaluations)))
+    return start.version.name if start.version else text, str(folder.relative_to(output.evaluations))
 
 
 def _run(folder: Path, on_progress: Callable[[EvalProgress], None]) -> tuple[list[EvalResult], bool]:

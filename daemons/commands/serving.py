@@ -142,7 +142,7 @@ def serve(
 
 def _print(found: Evaluated, as_json: bool) -> None:
     if as_json:
-        results = [msgspec.to_builtins(result) for result in found.results]
+        results = [msgspec.structs.asdict(result) for result in found.results]
         print_json({"results": results, "samples": str(found.samples), "interrupted": found.interrupted})
         return
     done = [result for result in found.results if result.num_rollouts]

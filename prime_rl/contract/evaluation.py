@@ -13,17 +13,13 @@ import msgspec
 JOB_FILE, SAMPLES_FILE = "job.json", "samples.jsonl"
 
 
-class EvalTarget(msgspec.Struct, frozen=True):
-    """The name for people, and the folder of the adapter below `evaluations/`; None: the base model."""
-
-    label: str
-    folder: str | None = None
-
-
 class EvalJob(msgspec.Struct, frozen=True):
-    """`config`: a run's, whose `[eval]` and environments are used."""
+    """`targets`: by their names for people, the folder of the adapter below `evaluations/`; None: the base model.
 
-    targets: list[EvalTarget]
+    `config`: a run's, whose `[eval]` and environments are used.
+    """
+
+    targets: dict[str, str | None]
     config: dict[str, Any]
 
 

@@ -2,8 +2,8 @@
 
     python -m prime_rl.orchestrator.eval_job WORKSPACE/evaluations/NAME
 
-`contract.evaluation` has what is read, kept and printed. An adapter is in the slot that inference keeps for people; a
-chat that takes the slot costs nothing but the time to load it again. SIGINT ends it: the figures are then of what is
+`contract.evaluation` has what is read, kept and printed. An adapter is in the slot that inference keeps for people; one
+whose slot a chat has taken waits a moment, and is loaded again. SIGINT ends it: the figures are then of what is
 done. Evaluations during training are in `evaluate`. Exit codes: 0 done, 1 failed, 130 interrupted.
 """
 
@@ -23,15 +23,7 @@ import msgspec
 
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
-from prime_rl.contract.evaluation import (
-    JOB_FILE,
-    SAMPLES_FILE,
-    EvalJob,
-    EvalProgress,
-    EvalResult,
-    EvalSample,
-    EvalTarget,
-)
+from prime_rl.contract.evaluation import JOB_FILE, SAMPLES_FILE, EvalJob, EvalProgress, EvalResult, EvalSample
 from prime_rl.contract.files import append_line, read_file
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.served import BASE_WEIGHTS, CHAT_PREFIX, is_chat
@@ -58,6 +50,8 @@ NO_LIMIT = 2**31 - 1
 VERSION = 0
 # Errors that no other rollout of the target would be spared.
 FATAL = (InferenceError, EnvironmentBroken, TokenizerError, RunFailed)
+# Long enough for an answer of a chat.
+TURN_S = 10.0
 # Names no run.
 CLIENT = "eval"
 
@@ -68,6 +62,7 @@ class LentAdapter(AdapterPublication):
     def __init__(self, output: OutputDir, folder: Path | None) -> None:
         super().__init__(RunDir(output.path / CLIENT), from_adapter=folder is not None)
         self._folder = folder
+        self._was_loaded = False
         self._lent = f"{CHAT_PREFIX}{folder.relative_to(output.evaluations)}" if folder else BASE_WEIGHTS
 
     def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:
@@ -83,12 +78,15 @@ class LentAdapter(AdapterPublication):
         return {VERSION for model in models if model.id == self._lent}
 
     async def _load(self, server: ServerClient, version: int) -> None:
-        """Load it in the place of any chat's."""
+        """Load it in the place of what a person has there; of one who has taken it from this, after a while."""
         assert self._folder is not None
-        for model in await server.list_models():
-            if is_chat(model.id):
-                with contextlib.suppress(UnknownModel):  # it was unloaded meanwhile
-                    await server.unload_adapter(model.id)
+        others = [model.id for model in await server.list_models() if is_chat(model.id)]
+        if others and self._was_loaded:
+            await asyncio.sleep(TURN_S)
+        for name in others:
+            with contextlib.suppress(UnknownModel):  # it was unloaded meanwhile
+                await server.unload_adapter(name)
+        self._was_loaded = True
         await server.load_adapter(self._lent, self._folder)
 
 
@@ -128,12 +126,12 @@ class Evaluation:
     def _own(self) -> EvalConfig:
         return self.config.eval or EvalConfig()
 
-    async def target(self, target: EvalTarget) -> bool:
-        """Evaluate `target` in all environments, and print its results; false when it could not be evaluated."""
+    async def target(self, label: str, folder: str | None) -> bool:
+        """Evaluate a target of `EvalJob` in all environments, and print the results; false when that failed."""
         output = OutputDir(self.folder.parents[1])
-        publication = LentAdapter(output, output.evaluations / target.folder if target.folder else None)
+        publication = LentAdapter(output, output.evaluations / folder if folder else None)
         total = sum(len(self._examples(env)) for env in self.envs.values()) * self._own.rollouts_per_example
-        waits = partial(EvalProgress, target.label, 0, total)
+        waits = partial(EvalProgress, label, 0, total)
         client = connect(self.config, RunDir(output.path / CLIENT), publication, lambda trouble: say(waits(trouble)))
         trainer = read_status(output.trainer_status, TrainerStatus)
         seq_len = self.config.seq_len or (trainer.max_seq_len if trainer else None) or NO_LIMIT
@@ -141,17 +139,17 @@ class Evaluation:
         try:
             say(waits())
             policy = PolicyVersions(publication, client, await base_model(client, self.config.model.name))
-            if target.folder:
+            if folder:
                 await policy.switch_to(VERSION)
             turns = TurnSampler(client, policy, self.config.eval_sampling, seq_len=seq_len)
             for env_name, env in self.envs.items():
-                tally = await self._env(target.label, env_name, env, turns, done, total)
+                tally = await self._env(label, env_name, env, turns, done, total)
                 done += len(tally.examples) * self._own.rollouts_per_example
                 k, pass_reward = self._own.rollouts_per_example, self.config.pass_rewards[env_name]
-                say(tally.result(target.label, env_name, k, pass_reward))
+                say(tally.result(label, env_name, k, pass_reward))
             await policy.close()
         except FATAL as error:
-            say(EvalResult(target.label, "", problem=one_line(str(error), 500)))
+            say(EvalResult(label, "", problem=one_line(str(error), 500)))
             return False
         finally:
             await client.close()
@@ -228,9 +226,9 @@ async def evaluate_all(folder: Path, job: EvalJob, config: OrchestratorConfig) -
         tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
         _, envs = await load_environments(config, None, cleanup, lambda what: None)
         evaluation = Evaluation(folder, config, tokenizer, envs, stopped)
-        for target in job.targets:
+        for label, adapter in job.targets.items():
             if not stopped.is_set():
-                all_done &= await evaluation.target(target)
+                all_done &= await evaluation.target(label, adapter)
     return 130 if stopped.is_set() else int(not all_done)
 
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from daemons.chat import Chat
 from daemons.cli import run as prl
 from prime_rl.contract.files import wait_for
 from prime_rl.orchestrator.metrics import pass_at
 from scripts.outputs import OUTPUTS
-from tests.chat_support import chat_server, loaded
+from tests.chat_support import GREEDY, answer_of, ask, chat_server, loaded
 from tests.daemons_support import ROOT
 from tests.inference_support import KEY, RunningServer, adapter_dir
 from tests.patience import PATIENCE_S
@@ -124,6 +125,26 @@ def test_wrong_use_is_one_line(server: RunningServer, place: list[str], env: str
         assert words in error and len(error.strip().splitlines()) <= 2, error
     assert prl(["eval", "base", "--env", env, "--output-dir", str(tmp_path)]) == 1
     assert "start the workspace with prl up" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # it waits for TURN_S; test_eval.py has the rest, test_chat.py the slot
+def test_a_chat_takes_the_slot_for_an_answer_and_no_rollout_is_lost(
+    server: RunningServer, place: list[str], env: str
+) -> None:
+    command = [sys.executable, "-m", "daemons.cli", "eval", "run_a", "--env", env, "-n", "60", "-k", "10", "--json"]
+    found = server.output_dir / "evaluations"
+    before = set(found.glob("*/samples.jsonl"))
+    with subprocess.Popen([*command, *place], stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        wait_for(lambda: set(found.glob("*/samples.jsonl")) - before, "its first rollout", timeout_s=PATIENCE_S)
+        with Chat(server.output_dir, "run_b@v1", GREEDY) as chat:
+            assert ask(chat) == answer_of(server, "chat/run_b@v1", "hello")
+            assert len(loaded(server)) == 1
+        out, _ = process.communicate(timeout=PATIENCE_S)
+    (result,) = json.loads(out)["results"]
+    assert (process.returncode, result["num_failed"]) == (0, 0) and result["num_rollouts"] == 10 * result[
+        "num_examples"
+    ]
+    assert loaded(server) == []
 
 
 def test_an_interrupt_shows_what_is_done(server: RunningServer, place: list[str], env: str) -> None:
