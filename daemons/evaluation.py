@@ -137,24 +137,30 @@ def _run(folder: Path, on_progress: Callable[[EvalProgress], None]) -> tuple[lis
     """The results of the process that evaluates. Ctrl-C ends it early, a second one at once. Raises ActionError."""
     results: list[EvalResult] = []
     interrupted = False
-    with subprocess.Popen([*python_module(MODULE), str(folder)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        try:
-            while True:
-                try:
-                    for line in process.stdout:
-                        with contextlib.suppress(msgspec.MsgspecError):  # an environment may print too
-                            event = msgspec.json.decode(line, type=EvalProgress | EvalResult)
-                            results.append(event) if isinstance(event, EvalResult) else on_progress(event)
-                    break
-                except KeyboardInterrupt:
-                    if interrupted:
-                        raise
-                    interrupted = True
-                    process.send_signal(signal.SIGINT)
-            code = process.wait()
-        finally:
-            process.kill()
+    # It inherits the block, and ends it when it can be stopped.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        with subprocess.Popen([*python_module(MODULE), str(folder)], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            try:
+                while True:
+                    try:
+                        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+                        for line in process.stdout:
+                            with contextlib.suppress(msgspec.MsgspecError):  # an environment may print too
+                                event = msgspec.json.decode(line, type=EvalProgress | EvalResult)
+                                results.append(event) if isinstance(event, EvalResult) else on_progress(event)
+                        break
+                    except KeyboardInterrupt:
+                        if interrupted:
+                            raise
+                        interrupted = True
+                        process.send_signal(signal.SIGINT)
+                code = process.wait()
+            finally:
+                process.kill()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if not results and not interrupted:
         raise ActionError(f"the evaluation failed with exit code {code}; its error is above")
     return results, interrupted

@@ -13,11 +13,12 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -54,6 +55,8 @@ FATAL = (InferenceError, EnvironmentBroken, TokenizerError, RunFailed)
 TURN_S = 10.0
 # Names no run.
 CLIENT = "eval"
+
+ResultT = TypeVar("ResultT")
 
 
 class LentAdapter(AdapterPublication):
@@ -128,32 +131,36 @@ class Evaluation:
 
     async def target(self, label: str, folder: str | None) -> bool:
         """Evaluate a target of `EvalJob` in all environments, and print the results; false when that failed."""
-        output = OutputDir(self.folder.parents[1])
-        publication = LentAdapter(output, output.evaluations / folder if folder else None)
-        total = sum(len(self._examples(env)) for env in self.envs.values()) * self._own.rollouts_per_example
-        waits = partial(EvalProgress, label, 0, total)
-        client = connect(self.config, RunDir(output.path / CLIENT), publication, lambda trouble: say(waits(trouble)))
-        trainer = read_status(output.trainer_status, TrainerStatus)
-        seq_len = self.config.seq_len or (trainer.max_seq_len if trainer else None) or NO_LIMIT
-        done = 0
+        k, done = self._own.rollouts_per_example, 0
+        total = sum(len(self._examples(env)) for env in self.envs.values()) * k
         try:
-            say(waits())
-            policy = PolicyVersions(publication, client, await base_model(client, self.config.model.name))
-            if folder:
-                await policy.switch_to(VERSION)
-            turns = TurnSampler(client, policy, self.config.eval_sampling, seq_len=seq_len)
-            for env_name, env in self.envs.items():
-                tally = await self._env(label, env_name, env, turns, done, total)
-                done += len(tally.examples) * self._own.rollouts_per_example
-                k, pass_reward = self._own.rollouts_per_example, self.config.pass_rewards[env_name]
-                say(tally.result(label, env_name, k, pass_reward))
-            await policy.close()
+            async with AsyncExitStack() as cleanup:
+                turns = await unless_stopped(self.stopped, self._connect(label, folder, total, cleanup))
+                if turns is None:
+                    return False
+                for env_name, env in self.envs.items():
+                    tally = await self._env(label, env_name, env, turns, done, total)
+                    done += len(tally.examples) * k
+                    say(tally.result(label, env_name, k, self.config.pass_rewards[env_name]))
         except FATAL as error:
             say(EvalResult(label, "", problem=one_line(str(error), 500)))
             return False
-        finally:
-            await client.close()
         return True
+
+    async def _connect(self, label: str, folder: str | None, total: int, cleanup: AsyncExitStack) -> TurnSampler:
+        output = OutputDir(self.folder.parents[1])
+        waits = partial(EvalProgress, label, 0, total)
+        say(waits())
+        publication = LentAdapter(output, output.evaluations / folder if folder else None)
+        client = connect(self.config, RunDir(output.path / CLIENT), publication, lambda trouble: say(waits(trouble)))
+        cleanup.push_async_callback(client.close)
+        policy = PolicyVersions(publication, client, await base_model(client, self.config.model.name))
+        cleanup.push_async_callback(policy.close)
+        if folder:
+            await policy.switch_to(VERSION)
+        trainer = read_status(output.trainer_status, TrainerStatus)
+        seq_len = self.config.seq_len or (trainer.max_seq_len if trainer else None) or NO_LIMIT
+        return TurnSampler(client, policy, self.config.eval_sampling, seq_len=seq_len)
 
     def _examples(self, env: CheckedEnvironment) -> Sequence[Example]:
         return env.examples("eval")[: self._own.num_examples]
@@ -184,16 +191,9 @@ class Evaluation:
             done += 1
             say(EvalProgress(label, done, total))
 
-        work = asyncio.ensure_future(together(one(index, number) for index in range(len(examples)) for number in tries))
-        stopping = asyncio.ensure_future(self.stopped.wait())
-        try:
-            await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                work.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await work
-        finally:
-            stopping.cancel()
+        await unless_stopped(
+            self.stopped, together(one(index, number) for index in range(len(examples)) for number in tries)
+        )
         return tally
 
     def _keep(self, label: str, pick: Pick, number: int, rollout: Rollout) -> None:
@@ -212,6 +212,20 @@ class Evaluation:
         append_line(self.folder / SAMPLES_FILE, msgspec.json.encode(sample).decode())
 
 
+async def unless_stopped(stopped: asyncio.Event, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
+    """The result of `work`; None when a stop ended it."""
+    task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stopped.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            return await task
+        return None
+    finally:
+        stopping.cancel()
+
+
 def say(event: EvalProgress | EvalResult) -> None:
     """Print one line for the process that started this one."""
     print(msgspec.json.encode(event).decode(), flush=True)
@@ -222,10 +236,11 @@ async def evaluate_all(folder: Path, job: EvalJob, config: OrchestratorConfig) -
     stopped, all_done = asyncio.Event(), True
     for name in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(name, stopped.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # who started this had blocked it
     async with AsyncExitStack() as cleanup:
         tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
-        _, envs = await load_environments(config, None, cleanup, lambda what: None)
-        evaluation = Evaluation(folder, config, tokenizer, envs, stopped)
+        loaded = await unless_stopped(stopped, load_environments(config, None, cleanup, lambda what: None))
+        evaluation = Evaluation(folder, config, tokenizer, loaded[1] if loaded else {}, stopped)
         for label, adapter in job.targets.items():
             if not stopped.is_set():
                 all_done &= await evaluation.target(label, adapter)

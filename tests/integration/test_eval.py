@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from daemons.chat import Chat
@@ -162,6 +163,32 @@ def test_an_interrupt_shows_what_is_done(server: RunningServer, place: list[str]
     assert process.returncode == 130, err
     assert "run_a@v2" in out and "run_b" not in out and "interrupted; ± is" in out and "Traceback" not in err
     assert loaded(server) == []
+
+
+@pytest.mark.parametrize("how", ["to the command", "to all processes of the terminal"])
+def test_an_interrupt_ends_a_wait_for_inference(
+    place: list[str], server: RunningServer, tmp_path: Path, how: str
+) -> None:
+    """A server elsewhere that never answers; the second way also reaches a process that has just begun."""
+    file = tmp_path / "env.toml"
+    file.write_text(ENV_TOML + f'[client]\nbase_url = "http://127.0.0.1:1/v1"\n[model]\nname = "{server.model}"\n')
+    command = [sys.executable, "-m", "daemons.cli", "eval", "base", "--env", str(file), *place]
+    found = server.output_dir / "evaluations"
+    before = set(found.glob("*/job.json"))
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **options) as process:
+        try:
+            wait_for(lambda: set(found.glob("*/job.json")) - before, "it to begin", timeout_s=PATIENCE_S)
+            if how == "to the command":
+                wait_for(lambda: psutil.Process(process.pid).children(), "its process", timeout_s=PATIENCE_S)
+                process.send_signal(signal.SIGINT)
+            else:
+                os.killpg(process.pid, signal.SIGINT)
+            out, err = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (130, "") and "interrupted before the first rollout" in err, err
+    assert "Traceback" not in err
 
 
 def test_a_finished_run_is_served_under_its_name_until_stop(
