@@ -34,6 +34,8 @@ from prime_rl.contract.layout import OutputDir
 
 MODULE = "prime_rl.orchestrator.eval_job"
 NUM_EXAMPLES = 100
+# None are trained on.
+ALL_ROWS = 2**31 - 1
 # Keys of a run's config that say how it is asked; what it trains with has no effect here.
 _KEPT = ("seed", "seq_len", "sampling", "client", "max_env_failure_share")
 
@@ -47,24 +49,43 @@ class Evaluated:
     interrupted: bool
 
 
-def load_source(output_dir: Path, targets: Sequence[str], env: str | None, data: Path | None) -> dict[str, Any]:
-    """The config whose environments are asked: of a file, of a run, of rows in `data`, or of the first run evaluated.
+@dataclass(frozen=True)
+class Source:
+    """The config whose environments are asked, and its file: what the environments name is beside that."""
+
+    config: Mapping[str, Any]
+    file: Path
+
+
+def load_source(
+    output_dir: Path, targets: Sequence[str], env: str | None, data: Path | None, scorer: str | None = None
+) -> Source:
+    """The config of a TOML file, of a run, or of the first run evaluated; with `data` its rows are asked instead.
 
     Raises ActionError, ConfigError.
     """
     if env is not None and data is not None:
         raise WrongUseError("--env and --data: only one of them")
-    if data is not None:
-        if not data.is_file():
-            raise ActionError(f"--data: {data} not found")
-        return {"env": [{"id": "jsonl", "args": {"path": str(data.resolve())}}]}
-    if env is not None and not parse_version(env):
-        return load_toml(Path(env))
-    named = [parsed[0] for each in ([env] if env else targets) if (parsed := parse_version(each))]
-    if not named:
+    runs = [parsed[0] for each in ([env] if env else targets) if (parsed := parse_version(each))]
+    if env is not None and not runs:
+        file = Path(env).absolute()
+        source = Source(load_toml(Path(env)), file)
+    elif runs:
+        with one_line_errors(f"reading {runs[0]}"):
+            file = existing_run(OutputDir(output_dir), runs[0]).orch_toml.absolute()
+            source = Source(load_toml(file), file)
+    elif data is not None:
+        source = Source({}, data.absolute())
+    else:
         raise WrongUseError("no environment: name a TOML file with an [[env]] or a run with --env, or rows with --data")
-    with one_line_errors(f"reading {named[0]}"):
-        return load_toml(existing_run(OutputDir(output_dir), named[0]).orch_toml)
+    if data is None:
+        return source
+    if not data.is_file():
+        raise ActionError(f"--data: {data} not found")
+    args = {"path": str(data.resolve()), "num_eval_examples": ALL_ROWS, **({"scorer": scorer} if scorer else {})}
+    return Source(
+        merge(source.config, {"env": [{"id": "jsonl", "args": args}], "eval": {"env": None}}), data.absolute()
+    )
 
 
 def eval_config(source: Mapping[str, Any], model: str, num_examples: int | None, k: int | None) -> dict[str, Any]:
@@ -84,7 +105,7 @@ def eval_config(source: Mapping[str, Any], model: str, num_examples: int | None,
 def evaluate(
     output_dir: Path,
     targets: Sequence[str],
-    source: Mapping[str, Any],
+    source: Source,
     *,
     num_examples: int | None = None,
     k: int | None = None,
@@ -98,10 +119,10 @@ def evaluate(
     need_cpu()
     output = OutputDir(Path(output_dir))
     with one_line_errors("evaluating"):
-        source = merge(source, changes or {})
-        elsewhere = (source.get("client") or {}).get("base_url")
-        model = (source.get("model") or {}).get("name", "") if elsewhere else living_inference(output)[0].model
-        config = eval_config(source, model, num_examples, k)
+        given = merge(source.config, changes or {})
+        elsewhere = (given.get("client") or {}).get("base_url")
+        model = (given.get("model") or {}).get("name", "") if elsewhere else living_inference(output)[0].model
+        config = eval_config(given, model, num_examples, k)
         make_folder(output.evaluations)
         name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
         folder = output.evaluations / name
@@ -109,7 +130,7 @@ def evaluate(
         copies: list[Path] = []
         try:
             found = dict(_target(output, each, folder / str(number), copies) for number, each in enumerate(targets))
-            write_atomic(folder / JOB_FILE, msgspec.json.encode(EvalJob(found, config)))
+            write_atomic(folder / JOB_FILE, msgspec.json.encode(EvalJob(found, config, str(source.file))))
             results, interrupted = _run(folder, on_progress)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)

@@ -56,6 +56,9 @@ def eval_targets(
     data: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Rows with prompt and answer, one JSON object a line.")
     ] = None,
+    scorer: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --data: how answers are compared, such as contains.")
+    ] = None,
     num_examples: Annotated[
         int | None,
         typer.Option(
@@ -78,7 +81,7 @@ def eval_targets(
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as with Ctrl-C, which unloads the adapter
     place = check_readable(choose_output_dir(output_dir))
-    source = load_source(place, targets, env, data)
+    source = load_source(place, targets, env, data, scorer)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     screen = Console(stderr=True)
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:

@@ -16,11 +16,13 @@ JOB_FILE, SAMPLES_FILE = "job.json", "samples.jsonl"
 class EvalJob(msgspec.Struct, frozen=True):
     """`targets`: by their names for people, the folder of the adapter below `evaluations/`; None: the base model.
 
-    `config`: a run's, whose `[eval]` and environments are used.
+    `config`: a run's, whose `[eval]` and environments are used. `source`: the file it comes from; what its environments
+    name is beside that.
     """
 
     targets: dict[str, str | None]
     config: dict[str, Any]
+    source: str
 
 
 class EvalProgress(msgspec.Struct, frozen=True, tag="progress"):
