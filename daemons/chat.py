@@ -53,7 +53,7 @@ class ChatSettings:
             raise WrongUseError(f"invalid {refused[1]}")
 
 
-class _Refused(ActionError):
+class Refused(ActionError):
     """An answer of inference other than 200."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -79,7 +79,7 @@ class Chat:
         self._folder: Path | None = None  # of the adapter; None while whole weights answer
         self._whole: tuple[str | None, int | None] | None = None  # the run (None: the base model) and version of those
         self._model = ""
-        self._server = _Server("", None)
+        self._server = Server("", None)
         self.label = one_line(target)
         self.messages: list[dict[str, str]] = []
         self.reset()
@@ -165,20 +165,9 @@ class Chat:
             with contextlib.suppress(ActionError):
                 self._server.post("/v1/unload_lora_adapter", {"lora_name": self._model})
 
-    def _find_inference(self) -> tuple[_Server, str]:
-        found = [read_status(path, InferenceStatus) for path in self._output.inference_statuses().values()]
-        living = [status for status in found if status is not None and is_alive(status, time.time())]
-        if not living:
-            raise ActionError(f"inference of {self._output.path} is not running: start the workspace with prl up")
-        status = next((status for status in living if status.state == "serving"), living[0])
-        if status.state != "serving":
-            raise ActionError(f"inference is not ready: it waits for {one_line(status.waiting_on or status.state)}")
-        variable = inference_variable(self._output)
-        try:
-            key = read_secret(variable, os.environ)
-        except SecretError as error:
-            raise ActionError(str(error)) from error
-        return _Server(status.base_url.removesuffix("/v1"), key, variable), status.model
+    def _find_inference(self) -> tuple[Server, str]:
+        status = living_inference(self._output)[0]
+        return connect(self._output, status), status.model
 
     def _answer_whole(self, run_id: str | None, wanted: int | None) -> None:
         self._whole = run_id, wanted
@@ -204,7 +193,7 @@ class Chat:
         assert self._folder is not None
         for name in [str(model.get("id")) for model in self._server.get("/v1/models").get("data", [])]:
             if is_chat(name):
-                with contextlib.suppress(_Refused):  # it was unloaded meanwhile
+                with contextlib.suppress(Refused):  # it was unloaded meanwhile
                     self._server.post("/v1/unload_lora_adapter", {"lora_name": name})
         path = str(self._folder.resolve())
         self._server.post("/v1/load_lora_adapter", {"lora_name": self._model, "lora_path": path})
@@ -221,15 +210,37 @@ class Chat:
             body["temperature"] = self._settings.temperature
         try:
             yield from self._server.stream("/v1/chat/completions", body)
-        except _Refused as error:
+        except Refused as error:
             if error.status != http.HTTPStatus.NOT_FOUND or self._folder is None:
                 raise
             self._load()
             yield from self._server.stream("/v1/chat/completions", body)
 
 
-class _Server:
-    """The inference server, one request at a time.
+def living_inference(output: OutputDir) -> list[InferenceStatus]:
+    """The servers of a workspace that serve, at least one. Raises ActionError."""
+    found = [read_status(path, InferenceStatus) for path in output.inference_statuses().values()]
+    living = [status for status in found if status is not None and is_alive(status, time.time())]
+    if not living:
+        raise ActionError(f"inference of {output.path} is not running: start the workspace with prl up")
+    serving = [status for status in living if status.state == "serving"]
+    if not serving:
+        raise ActionError(f"inference is not ready: it waits for {one_line(living[0].waiting_on or living[0].state)}")
+    return serving
+
+
+def connect(output: OutputDir, status: InferenceStatus) -> Server:
+    """A server of the workspace, with the key that it asks for. Raises ActionError."""
+    variable = inference_variable(output)
+    try:
+        key = read_secret(variable, os.environ)
+    except SecretError as error:
+        raise ActionError(str(error)) from error
+    return Server(status.base_url.removesuffix("/v1"), key, variable)
+
+
+class Server:
+    """One inference server, one request at a time.
 
     Args:
         url: without `/v1`.
@@ -244,10 +255,12 @@ class _Server:
         self._is_stopped = False
 
     def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at `path`. Raises ActionError."""
         with self._request("GET", path, None) as response:
             return _decoded(response.read(MAX_ANSWER_BYTES))
 
     def post(self, path: str, body: Mapping[str, Any]) -> None:
+        """Send `body`. Raises Refused for an answer other than 200, ActionError without one."""
         with self._request("POST", path, body) as response:
             response.read(MAX_ANSWER_BYTES)
 
@@ -266,6 +279,7 @@ class _Server:
                 raise
 
     def stop(self) -> None:
+        """End the answer that is streamed. From any thread."""
         self._is_stopped = True
         if (open_socket := self._socket) is not None:
             with contextlib.suppress(OSError):
@@ -301,7 +315,7 @@ class _Server:
             return ActionError(f"inference asks for its API key: set {self._variable} or {self._variable}_FILE")
         message = _decoded(data).get("error", {})
         text = message.get("message") if isinstance(message, dict) else None
-        return _Refused(status, one_line(str(text or f"status {status}"), 500))
+        return Refused(status, one_line(str(text or f"status {status}"), 500))
 
 
 def _decoded(data: bytes) -> dict[str, Any]:

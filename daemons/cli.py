@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from daemons.actions import ActionError
-from daemons.commands import acts, alerts, config, deploy, envs, lifecycle, multinode, results
+from daemons.commands import acts, alerts, config, deploy, envs, lifecycle, multinode, results, serving
 from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, UsageError, complain, flags_help
 from daemons.commands.runs import runs_app
 from daemons.demo import demo
@@ -56,8 +56,11 @@ runs_app.command("set")(acts.set_keys)
 runs_app.command()(acts.fork)
 runs_app.command()(acts.sweep)
 runs_app.command()(results.export)
+runs_app.command()(results.export_metrics)
 runs_app.command()(results.diff)
 app.command()(results.chat)
+app.command("eval")(serving.eval_targets)
+app.command()(serving.serve)
 app.add_typer(runs_app, name="runs")
 app.add_typer(envs.env_app, name="env")
 fit_help = flags_help(lifecycle.FIT_HELP, f"prl fit {fit_flags.EXAMPLE}", fit_flags.fit_parser())

@@ -195,7 +195,7 @@ def read_result(run: RunDir, *, until: int | None = None) -> RunResult:
     rewards: dict[int, float] = {}
     evaluations: dict[int, dict[CleanText, float]] = {}
     times: dict[int, float] = {}
-    for step, figures in _lines(run.orchestrator_metrics):
+    for step, figures in metrics_lines(run.orchestrator_metrics):
         results = {
             one_line(name): value
             for name, value in figures.items()
@@ -208,7 +208,7 @@ def read_result(run: RunDir, *, until: int | None = None) -> RunResult:
             rewards[step] = figures[REWARD]
             times[step] = figures.get("time", 0.0)
     tokens: dict[int, float] = {}
-    for step, figures in _lines(run.trainer_metrics):
+    for step, figures in metrics_lines(run.trainer_metrics):
         _forget_later(tokens, step)
         tokens[step] = figures.get("tokens", 0.0)
     kept = [step for step in rewards if until is None or step <= until]
@@ -229,7 +229,8 @@ def _forget_later(by_step: dict[int, float], step: int) -> None:
             del by_step[later]
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+def metrics_lines(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """(step, figures) of each whole line of a metrics file, as they were written; invalid ones are left out."""
     tail = FileTail(path)
     while True:
         found = tail.read()

@@ -29,6 +29,7 @@ from daemons.quiet import OpenIncident, Silence
 from daemons.submit import Planned
 from daemons.workspace import DaemonView, RefusedView, RunView
 from prime_rl.configs.explain import FieldFacts
+from prime_rl.contract.evaluation import EvalResult
 from prime_rl.contract.notes import SweepPlan
 from prime_rl.contract.samples import Sample
 
@@ -135,6 +136,8 @@ OUTPUTS: dict[str, Keys] = {
     "prl runs sweep FILE": {"plan": SweepPlan, "added": list[str], "dry_run": bool},
     "prl runs export ID": {"export": And(Export, {"dry_run": bool})},
     "prl runs diff A B": {"runs": list[str], "config": [Difference], "result": [Difference]},
+    "prl eval TARGET": {"results": [EvalResult], "samples": str, "interrupted": bool},
+    "prl serve": {"served": list[str], "urls": list[str]},
     "prl usage": {"by": str, "rows": [Use], "total": Use},
     "prl up --dry-run": {
         "engine": str,

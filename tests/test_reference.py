@@ -48,8 +48,8 @@ from tests.unit.test_daemons_forks import put_version
 
 ROOT = Path(__file__).parent.parent
 RUN = str(EXAMPLES / "demo" / "reverse.toml")
-# Commands that hand their flags to another process: that of the first prints JSON.
-ELSEWHERE = {"prl fit", "prl multinode start"}
+# Commands that hand their flags or their work to another process: those of the first two print JSON.
+ELSEWHERE = {"prl fit", "prl eval TARGET", "prl multinode start"}
 
 
 @pytest.mark.parametrize("page", reference.PAGES)
@@ -131,6 +131,7 @@ def words_of(workspace: OutputDir, tmp_path: Path) -> dict[str, list[str]]:
         "prl runs sweep FILE": f"runs sweep {RUN} --set model.name=m --set seed=1,2 --dry-run",
         "prl runs export ID": f"runs export run_a --out {tmp_path / 'new'} --dry-run",
         "prl runs diff A B": "runs diff run_a run_b",
+        "prl serve": "serve",
         "prl usage": "usage",
         "prl up --dry-run": f"up @ {EXAMPLES / 'demo' / 'system.toml'} --dry-run",
         "prl scale inference N": "scale inference 2",
@@ -187,7 +188,7 @@ def check(value: Any, kind: Any, place: str) -> None:
 
 
 # Lists of a workspace as small as this one, and an object without one of its two keys.
-EMPTY = {"prl alerts --test sent", "prl multinode status waited_for"}
+EMPTY = {"prl alerts --test sent", "prl multinode status waited_for", "prl serve served", "prl serve urls"}
 PARTLY = {"prl runs show ID metrics"}
 
 

@@ -23,6 +23,7 @@ from daemons.commands.common import (
     JsonOption,
     OutputDirOption,
     UsageError,
+    choose_output,
     choose_output_dir,
     complain,
     parse_duration,
@@ -32,6 +33,8 @@ from daemons.commands.common import (
 from daemons.commands.runs import RunIdArgument, parse_overrides
 from daemons.sweeps import sweep_runs
 from prime_rl.configs.orchestrator import LIVE_KEYS
+from prime_rl.contract.status import RunState
+from prime_rl.utils.text import one_line
 
 RunIdsArgument = Annotated[
     list[str],
@@ -243,10 +246,21 @@ def set_keys(
 ) -> None:
     """Change keys of a run's orch.toml; its share, priority, budget and tags also while it trains.
 
+    A larger max_steps continues a run that has finished: prl runs set run_reverse max_steps=200.
+
     Example: prl runs set run_reverse weight=2 priority=5 preempt=true budget.max_tokens=1e6 tags=a,b
     """
-    new = set_run_keys(choose_output_dir(output_dir), run_id, parse_changes(changes), reason=reason)
+    output = choose_output(output_dir)
+    new = set_run_keys(output.path, run_id, parse_changes(changes), reason=reason)
     say(f"{run_id}: {'set ' + ' '.join(changes) if new else 'has these values already'}")
+    view = actions.view_of_run(output, run_id)
+    if "max_steps" not in parse_changes(changes) or view.max_steps is None or view.step >= view.max_steps:
+        return
+    if view.state is RunState.FINISHED:
+        say(one_line(f"{run_id} stays finished ({view.reason}): prl runs readmit {run_id} continues it", 500))
+    elif view.state in (RunState.WAITING, RunState.STOPPED):
+        later = " after prl up" if view.state is RunState.STOPPED else ""
+        say(f"{run_id} continues from step {view.step}{later}, as soon as a slot is free")
 
 
 def fork(

@@ -1,4 +1,4 @@
-"""`prl usage`, `prl runs export|diff` and `prl chat`: what runs have used, and what came out of them.
+"""`prl usage`, `prl runs export|export-metrics|diff` and `prl chat`: what runs have used, and what came out of them.
 
 Usage is added up by run, tag or day, also that of deleted runs. It reads `usage/` only.
 """
@@ -6,7 +6,9 @@ Usage is added up by run, tag or day, also that of deleted runs. It reads `usage
 from __future__ import annotations
 
 import contextlib
+import csv
 import enum
+import io
 import math
 import signal
 import sys
@@ -33,10 +35,12 @@ from daemons.commands.common import (
 )
 from daemons.commands.runs import RunIdArgument
 from daemons.details import Difference, diff_runs
-from daemons.errors import ActionError
+from daemons.errors import ActionError, one_line_errors
 from daemons.exports import export_run
+from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
 from prime_rl.contract.usage import UsageLine, read_usage
+from prime_rl.results import Workspace, columns_of
 from prime_rl.utils.text import one_line, size_text
 
 _COLUMNS = ("trainer", "sampled", "trained", "inference", "hours")
@@ -214,6 +218,47 @@ def export(
             f"wrote {done.out} ({done.kind}, {size_text(done.num_bytes)})"
             + (f"; pushed to {done.url}" if done.url else "")
         )
+
+
+def export_metrics(
+    run_ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ID...", help="The runs. Default: all.", autocompletion=complete.run_ids),
+    ] = None,
+    output_dir: OutputDirOption = None,
+    csv_file: Annotated[
+        str, typer.Option("--csv", metavar="FILE|-", help="Where to; - is standard output.", show_default=False)
+    ] = "-",
+) -> None:
+    """Write the metrics of runs as CSV: one row for each step of each run, one column for each figure.
+
+    A figure that a step does not have is empty. In Python: prime_rl.results.
+
+    Example: prl runs export-metrics run_reverse --csv metrics.csv
+    """
+    place = check_readable(choose_output_dir(output_dir))
+    rows = Workspace(place).metrics(*run_ids or ())
+    if not rows:
+        raise ActionError(
+            f"{place} has no metrics of {', '.join(run_ids or ['any run'])} yet: a run writes some a step"
+        )
+    text = _csv_text(rows)
+    if csv_file == "-":
+        print(text, end="", flush=True)
+        return
+    file = Path(csv_file)
+    with one_line_errors(f"writing {file}"):
+        write_atomic(file, text)
+    say(f"wrote {file}: {len(rows)} rows of {len({row['run_id'] for row in rows})} runs")
+
+
+def _csv_text(rows: list[dict[str, Any]]) -> str:
+    columns, text = columns_of(rows), io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    # A spreadsheet would compute what begins so, and names come from files of runs.
+    writer.writerow([f"'{name}" if name.startswith(("=", "+", "-", "@")) else name for name in columns])
+    writer.writerows([row.get(name) for name in columns] for row in rows)
+    return text.getvalue()
 
 
 def diff(

@@ -246,6 +246,11 @@ class RunDir:
         return self.control / "finished.txt"
 
     @property
+    def served(self) -> Path:
+        """The version of a run that does not train which `prl serve` keeps at inference; written by it alone."""
+        return self.control / "served.txt"
+
+    @property
     def life(self) -> Path:
         """A random name, by which usage distinguishes this run from an earlier one of the same id."""
         return self.control / "life.txt"
@@ -396,6 +401,11 @@ class OutputDir(DaemonPaths):
     def sweep_decisions(self, name: str) -> Path:
         """The decisions of successive halving about the sweep, rung by rung; written by the supervisor."""
         return self.path / "sweeps" / "decisions" / f"{name}.json"
+
+    @property
+    def evaluations(self) -> Path:
+        """What `prl eval` evaluated, one folder each: the job, and every rollout in `samples.jsonl`."""
+        return self.path / "evaluations"
 
     @property
     def trackio(self) -> Path:

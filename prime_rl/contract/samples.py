@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from prime_rl.contract.files import append_line, read_end, write_atomic
+from prime_rl.utils.text import clean_strings, one_line
 
 # However long the texts are that a run asks to keep.
 MAX_FILE_BYTES = 16_000_000
@@ -197,6 +198,12 @@ def read_samples(path: Path, limit: int) -> list[Sample]:
     """
     found = (each for each in _newest_first(path, Sample) if isinstance(each, Sample))
     return [sample for sample, _ in zip(found, range(limit), strict=False)][::-1]
+
+
+def clean_sample(sample: Sample) -> Sample:
+    """`sample` with all its text clean, its names on one line."""
+    names = {"env": one_line(sample.env), "example_id": one_line(sample.example_id)}
+    return msgspec.structs.replace(clean_strings(sample), **names)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from prime_rl.contract.layout import parse_step, step_name
+from prime_rl.contract.layout import RunDir, parse_step, step_name
+from prime_rl.contract.status import read_mark
 
 _ADAPTER = re.compile(r"(run_[A-Za-z0-9._-]{1,64})@v(0|[1-9][0-9]{0,9})")
 # Headers of inference: the whole weights of an answer (a broadcast folder, or the base model), its `logprobs_mode`.
@@ -50,6 +51,13 @@ def chat_name(run_id: str, policy_version: int) -> str:
 def is_chat(name: str) -> bool:
     """True when the name is one of `chat_name`."""
     return name.startswith(CHAT_PREFIX)
+
+
+def kept_name(run: RunDir) -> str | None:
+    """The name of the version of `run` that `prl serve` keeps; None when it keeps none. Never raises."""
+    name = read_mark(run.served, empty="") or ""
+    parsed = parse_adapter_name(name)
+    return name if parsed and parsed[0] == run.run_id else None
 
 
 def weights_name(run_id: str, policy_version: int) -> str:

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -31,7 +31,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.contract.layout import LayoutError, OutputDir
+from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, stable_marker
 from prime_rl.contract.notes import Item, WorkNote
 from prime_rl.contract.served import (
     BASE_WEIGHTS,
@@ -41,10 +41,11 @@ from prime_rl.contract.served import (
     RUN_HEADER,
     WEIGHTS_HEADER,
     is_chat,
+    kept_name,
     parse_adapter_name,
     served_run,
 )
-from prime_rl.contract.status import TrainerStatus, read_status
+from prime_rl.contract.status import RunStatus, TrainerStatus, read_status
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import (
     GenerateRequest,
@@ -67,6 +68,8 @@ logger = logging.getLogger(__name__)
 
 # How long requests under way may hold up new weights. Shorter than what a client waits for an answer.
 DRAIN_S = 60.0
+# A run that trains keeps its adapters for minutes.
+FULL_RETRY_S = 10
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"})
 READING = frozenset({"/health", "/metrics", "/v1/models"})
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,127}")
@@ -201,7 +204,11 @@ class Front:
         if not _ADAPTER_NAME.fullmatch(name):
             message = "lora_name must be 1 to 128 of letters, digits and '._@/-', the first a letter or digit."
             raise ApiError(400, message, param="lora_name")
-        folder = await asyncio.to_thread(confined_adapter, self._output_dir, asked.lora_path)
+        await self._load_adapter(request, name, asked.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _load_adapter(self, request: Request, name: str, path: str) -> None:
+        folder = await asyncio.to_thread(confined_adapter, self._output_dir, path)
         _check_owner(name, OutputDir(self._output_dir.resolve()), folder)
         # A large file takes long to read and to check: nothing else waits for that.
         async with self.turns.work(Item(served_run(name), f"loaded {name}")), self._loads.turn(served_run(name)):
@@ -214,7 +221,28 @@ class Front:
                 if await request.is_disconnected():
                     await self._engine.unload_adapter(name)
                     raise ApiError(400, "The client has closed the connection.")
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def find(self, request: Request, model: Any) -> None:
+        """Load the version `model` when it is kept served and was unloaded, by a restart or because it gave way.
+
+        Raises ApiError: 404 that says what to do for a run or a version that is not served, 503 while no slot is free.
+        """
+        name = model if isinstance(model, str) else ""
+        run_id = served_run(name) or name
+        if name in self._engine.adapters() or not self._known(run_id):
+            return
+        run = OutputDir(self._output_dir).run(run_id)
+        kept, trainer = await asyncio.to_thread(kept_name, run), await asyncio.to_thread(self._trainer)
+        trains = trainer is not None and run_id in trainer.runs
+        if kept is None or name != kept or trains:
+            loaded = [each for each in self._engine.adapters() if served_run(each) == run_id]
+            raise ApiError(404, _not_served(run, name, loaded or [kept] * (kept is not None), trains), param="model")
+        try:
+            await self._load_adapter(request, name, str(_published(run, name)))
+        except ApiError as error:
+            if name not in self._engine.adapters():  # else another request had the same
+                message = f"{name} is not loaded now: {error.message}"
+                raise ApiError(503, message, param="model", retry_after_s=FULL_RETRY_S) from error
 
     async def _make_room(self, name: str) -> None:
         """Where all slots are taken, unload a version of a run that does not train for one that does."""
@@ -319,8 +347,14 @@ class Front:
 
 
 def _check_owner(name: str, output: OutputDir, folder: Path) -> None:
-    """Raises ApiError unless `name` says which version of which run is in `folder`: no run answers for another."""
-    parsed = parse_adapter_name(name.removeprefix(CHAT_PREFIX))
+    """Raises ApiError unless `name` says which version of which run is in `folder`: no run answers for another.
+
+    What is evaluated has the name of its folder below `evaluations/`, in the slot of chats.
+    """
+    own = name.removeprefix(CHAT_PREFIX)
+    parsed = parse_adapter_name(own)
+    if parsed is None and is_chat(name) and folder == output.evaluations / own:
+        return
     if parsed is None:
         message = f"lora_name {name!r} names no version of a run: it must be like run_a@v3."
         raise ApiError(400, message, param="lora_name")
@@ -328,9 +362,28 @@ def _check_owner(name: str, output: OutputDir, folder: Path) -> None:
         run = output.run(parsed[0])
     except LayoutError as error:
         raise ApiError(403, str(error), param="lora_name") from error
-    if not (folder.is_relative_to(run.path) if is_chat(name) else folder == run.broadcast_dir(parsed[1])):
+    published = (run.broadcast_dir(parsed[1]), run.trainer_checkpoint(parsed[1]))
+    if not (folder.is_relative_to(run.path) if is_chat(name) else folder in published):
         message = f"{name!r} is published at {run.broadcast_dir(parsed[1])}, not at {folder}."
         raise ApiError(403, message, param="lora_path")
+
+
+def _published(run: RunDir, name: str) -> Path:
+    """The folder of a version: its checkpoint's where it is published no more."""
+    parsed = parse_adapter_name(name)
+    assert parsed is not None
+    folder = run.broadcast_dir(parsed[1])
+    return folder if stable_marker(folder).exists() else run.trainer_checkpoint(parsed[1])
+
+
+def _not_served(run: RunDir, name: str, served: Sequence[str | None], trains: bool) -> str:
+    """The message about a run, or a version of it, that a request names and inference does not have."""
+    if served and name == run.run_id:
+        return f"{name} is served as {', '.join(sorted(map(str, served)))}: name a version"
+    status = read_status(run.status, RunStatus)
+    state = "training" if trains else status.state if status else "not running"
+    what = "its newest version is served as soon as it is published" if trains else f"prl serve {name} loads it"
+    return f"{run.run_id} is {state}; {what}"
 
 
 def _in_turn(app: ASGIApp, front: Front, room: Room | None) -> ASGIApp:
@@ -344,6 +397,7 @@ def _in_turn(app: ASGIApp, front: Front, room: Room | None) -> ASGIApp:
         body, wanted = await request.body(), await decoded(request, Wanted)
         if room:
             room.check(wanted)
+        await front.find(request, wanted.model)
         item = front.item_of(request.headers, wanted.model)
         asked = Asked(item.run_id if item else "")
         request.state.run_id = asked.run_id

@@ -22,7 +22,17 @@ from tests.integration.test_docs_commands import BIN, PAGES, ROOT, bash, blocks,
 from tests.unit.test_alerts_targets import Server
 
 # In the order in which they are run, on a workspace with the living run_a and the invalid run_b.
-HOW_TO = ("data.md", "environments.md", "forks.md", "sharing.md", "usage.md", "export.md", "alerts.md")
+HOW_TO = (
+    "data.md",
+    "environments.md",
+    "forks.md",
+    "sharing.md",
+    "usage.md",
+    "export.md",
+    "results.md",
+    "evaluate.md",
+    "alerts.md",
+)
 DRY = "several nodes that run until Ctrl-C: here with --dry-run; test_multinode_group.py starts real ones"
 EXTRAS = "the extra's packages come with make install-test; pip would look for them on the package index"
 GPU = "needs a GPU and a model of the Hugging Face hub"
@@ -31,6 +41,7 @@ CONTAINER = "needs Docker: tests/unit/test_container.py"
 CLUSTER = "needs a cluster: tests/unit/test_kubernetes.py"
 SLURM = "needs Slurm or Ray: tests/integration/test_slurm_workspace.py, test_ray_workspace.py"
 TERMINAL = "needs a terminal: tests/integration/test_tui_terminal.py"
+FINISHED = "needs a finished run, or files of one's own: tests/integration/test_forks_live.py, test_eval.py"
 NOT_RUN = {
     "deploy.md": {
         **dict.fromkeys(("mkdir ", "ln ", "cp ", "install ", "systemctl ", "loginctl "), UNIT),
@@ -42,6 +53,7 @@ NOT_RUN = {
     "data.md": {'pip install "prl-multirun[math]"': EXTRAS},
     "environments.md": {'pip install "prl-multirun[environments]"': EXTRAS},
     "export.md": {"prl runs export run_a --out my-adapter --push ORG/NAME": "writes to the Hugging Face hub"},
+    "evaluate.md": dict.fromkeys(("prl runs set", "prl serve", "prl eval"), FINISHED),
     "multinode.md": {"prl multinode": DRY, "NODE_RANK=0 prl multinode": DRY},
     "tutorial.md": {
         "make install": "installs; `make docs-check` begins with it",

@@ -1,4 +1,4 @@
-"""A fork and a sweep in a workspace that works: real trainer, real inference, real orchestrators."""
+"""A fork, a sweep, and a run that is trained longer, in a workspace that works, with all its real daemons."""
 
 from __future__ import annotations
 
@@ -57,3 +57,31 @@ def test_what_inference_sampled_from_is_what_the_trainer_has(lived: Workspace) -
     forked = read_metrics(lived.run_dir("run_b").trainer_metrics)[0]["mismatch_kl"]
     first = read_metrics(lived.run_dir("run_a").trainer_metrics)[0]["mismatch_kl"]
     assert abs(forked) <= abs(first) * 10 + 1e-6
+
+
+def test_a_finished_run_is_trained_longer_by_one_command_evaluated_and_served(workspace: Workspace) -> None:
+    workspace.up()
+    run = workspace.run_dir("run_a")
+    workspace.prl("runs", "add", str(workspace.write_run("a", max_steps=2)))
+    workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to finish")
+    second = weights(run, 2)
+    said = workspace.prl("runs", "set", "run_a", "max_steps=3").stdout
+    assert "run_a continues from step 2" in said
+    workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to finish again")
+    assert [line["step"] for line in read_metrics(run.trainer_metrics)] == [1, 2, 3]
+    assert weights(run, 2) == second and (run.broadcast_dir(3) / "STABLE").exists()
+    # On its own environment, beside the base model that it began with.
+    found = workspace.json("eval", "base", "run_a@v0", "run_a", "-n", "4", "-k", "2")["results"]
+    assert [each["target"] for each in found] == ["base", "run_a@v0", "run_a@v3"]
+    assert all((each["num_rollouts"], each["num_failed"]) == (8, 0) for each in found), found
+    assert found[0]["figures"] == found[1]["figures"]
+    workspace.prl("serve", "run_a")
+    assert workspace.json("status")["inference"][0]["adapters"] in ([], ["run_a@v3"])  # the file is a moment behind
+    answer = workspace.answer("run_a", "abc")
+    workspace.prl("restart", "inference")
+    workspace.wait(
+        lambda: any(each["state"] == "serving" for each in workspace.json("status")["inference"]),
+        "inference to come back",
+    )
+    assert workspace.answer("run_a", "abc") == answer and workspace.json("serve")["served"] == ["run_a@v3"]
+    assert workspace.json("serve", "--stop", "run_a")["served"] == []

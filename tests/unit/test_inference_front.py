@@ -24,7 +24,7 @@ from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.notes import read_work
 from prime_rl.contract.served import LOGPROBS_HEADER
-from prime_rl.contract.status import TrainerRunStatus, TrainerStatus
+from prime_rl.contract.status import RunStatus, TrainerRunStatus, TrainerStatus
 from prime_rl.inference import sharing
 from prime_rl.inference.child_processes import PREFIX, private_tmp
 from prime_rl.inference.errors import ApiError, StartError
@@ -328,6 +328,51 @@ async def test_a_run_that_trains_has_room_though_versions_of_others_fill_all_slo
     assert "in use" in await load("run_done@v7"), "nothing gives way to it"
 
 
+async def test_a_version_that_is_kept_served_comes_back_and_gives_way_to_runs_that_train(tmp_path: Path) -> None:
+    output, engine = OutputDir(tmp_path), Engine()
+    folders = {}
+    for name in ("run_done@v7", "run_other@v2", "run_a@v1", "run_a@v2"):
+        run_id, _, version = name.partition("@v")
+        folders[name] = str(adapter(tmp_path / run_id / "broadcast" / f"step_{version}"))
+        mark_stable(Path(folders[name]))
+        output.run(run_id).control.mkdir(exist_ok=True)
+        output.run(run_id).orch_toml.touch()
+    put_trainer(output, runs={"run_a": TrainerRunStatus(run_idx=0)})
+    output.run("run_done").status.write_bytes(msgspec.json.encode(RunStatus(run_id="run_done", state="finished")))
+    app = build_app(engine, InferenceConfig(output_dir=tmp_path, max_concurrent_runs=1, max_versions_per_run=2))
+
+    async def complete(model: str) -> tuple[int, str]:
+        status, answered = await ask(app, "/v1/completions", json.dumps({"model": model, "prompt": [1]}).encode())
+        return status, answered.get("model") or answered["error"]["message"]
+
+    async def load(name: str) -> None:
+        with contextlib.suppress(json.JSONDecodeError):
+            await ask(
+                app, "/v1/load_lora_adapter", json.dumps({"lora_name": name, "lora_path": folders[name]}).encode()
+            )
+
+    assert await complete("run_done") == (404, "run_done is finished; prl serve run_done loads it")
+    assert await complete("run_done@v7") == (404, "run_done is finished; prl serve run_done@v7 loads it")
+    assert (await complete("run_a@v9"))[
+        1
+    ] == "run_a is training; its newest version is served as soon as it is published"
+    assert await complete("run_none@v1") == (200, "run_none@v1"), "the engine's to refuse"
+    output.run("run_done").served.write_text("run_done@v7")
+    output.run("run_other").served.write_text("run_done@v7")  # a run answers for no other
+    output.run("run_a").served.write_text("run_a@v1")  # of a run that trains its orchestrator loads what it needs
+    assert await asyncio.gather(*(complete("run_done@v7") for _ in range(3))) == [(200, "run_done@v7")] * 3
+    assert await complete("run_done") == (404, "run_done is served as run_done@v7: name a version")
+    assert (await complete("run_other@v2"))[0] == 404 and (await complete("run_a@v1"))[0] == 404
+    assert engine.loaded == ["run_done@v7"]
+    for name in ("run_a@v1", "run_a@v2"):
+        await load(name)
+    assert engine.loaded == ["run_a@v1", "run_a@v2"], "it gave way"
+    status, message = await complete("run_done@v7")
+    assert status == 503 and "run_done@v7 is not loaded now: All 2 adapter slots are in use" in message
+    await engine.unload_adapter("run_a@v1")
+    assert await complete("run_done@v7") == (200, "run_done@v7")
+
+
 async def test_bodies_are_json_of_the_expected_shape(tmp_path: Path) -> None:
     app = build_app(Engine(), InferenceConfig(output_dir=tmp_path))
     bad = (
@@ -454,6 +499,12 @@ async def test_a_server_without_adapters_takes_none(tmp_path: Path) -> None:
         ("run_link@v1", "run_a/broadcast/step_1", 403),
         ("chat/run_a@v1", "run_b/broadcast/step_1", 403),
         ("chat/run_a@v1", "run_a/checkpoints/step_1", 200),
+        ("run_a@v1", "run_a/checkpoints/step_1/trainer", 200),
+        ("run_a@v1", "run_a/checkpoints/step_2/trainer", 403),
+        ("chat/today/0", "evaluations/today/0", 200),
+        ("chat/today/0", "evaluations/today/1", 400),
+        ("chat/../run_a/broadcast/step_1", "run_a/broadcast/step_1", 400),
+        ("today/0", "evaluations/today/0", 400),
         ("mine", "run_a/broadcast/step_1", 400),
         ("base", "run_a/broadcast/step_1", 400),
     ],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,12 @@ import pytest
 
 from daemons.cli import run as prl
 from daemons.details import RunResult, config_differences, read_result
+from daemons.errors import ActionError
 from daemons.exports import CardFacts, model_card, sparkline
+from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import RunDir
+from prime_rl.contract.samples import BatchRewards, Sample, SampleFile
+from prime_rl.results import Workspace, frame
 
 CONFIG = {
     "batch_size": 8,
@@ -102,3 +108,122 @@ def test_a_card_is_short_and_takes_no_markup_from_a_run() -> None:
 def test_a_sparkline_has_the_shape_of_the_curve() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█" and sparkline([3, 3]) == "▁▁"
     assert sparkline([float(n) for n in range(600)])[::59] == "▁█" and len(sparkline(list(range(600)))) == 60
+
+
+TOML = """
+batch_size = 8
+rollouts_per_example = 4
+tags = ["lr=0.001"]
+[model]
+name = "m"
+[optim]
+lr = 0.001
+[[env]]
+id = "plugin:mine"
+args = { note = "\\u001b[31mred", api_key = "secret" }
+"""
+
+
+def make_workspace(folder: Path) -> Path:
+    """Two runs. The first was rolled back, is being written, and has text that a terminal would obey."""
+    for run_id, scale in (("run_a", 1.0), ("run_b", 2.0)):
+        run = make_run(
+            folder / run_id,
+            [
+                {"step": 0, "eval/sums/pass@1": 0.125},
+                {"step": 1, "time": 10.0, "reward/mean": 0.25 * scale},
+                {"step": 2, "time": 20.0, "reward/mean": 0.9, "env/\x1b[31mred": 1.0},
+                {"step": 3, "time": 30.0, "reward/mean": 0.9},
+                {"step": 3, "eval/sums/pass@1": 0.9},
+                {"step": 2, "time": 40.0, "reward/mean": 0.375 * scale, "=now()": 1.0},
+                {"step": 2, "eval/sums/pass@1": 0.5, "env/\x1b[31mred": 2.0},
+            ],
+            [{"step": step, "tokens": 100.0, "loss": loss} for step, loss in ((1, 1.0), (2, 9.0), (3, 9.0), (2, 0.5))],
+        )
+        with run.orchestrator_metrics.open("a") as file:
+            file.write('{"step": 3, "time": 50.0, "reward/me')
+        run.control.mkdir()
+        run.orch_toml.write_text(TOML)
+        sample = Sample(2, "e", "x\ny", "say \x1b[2Jit", "it", 0.5, 0.1, [1], 4, 2)
+        SampleFile(run.samples, keep=100).append([BatchRewards(step=2, rewards=[0.5]), sample])
+    return folder
+
+
+def test_results_are_plain_and_clean_and_of_whole_lines(tmp_path: Path) -> None:
+    workspace = Workspace(make_workspace(tmp_path))
+    run, other = workspace.runs()
+    assert (run.run_id, run.step, run.view.tags) == ("run_a", 0, ("lr=0.001",)) and isinstance(run.state, str)
+    assert run.config["optim"] == {"lr": 0.001} and run.config["env"][0]["args"] == {
+        "note": "red",
+        "api_key": "(hidden)",
+    }
+    rows = run.metrics()
+    assert rows == [
+        {"step": 0, "eval/sums/pass@1": 0.125},
+        {"step": 1, "tokens": 100.0, "loss": 1.0, "time": 10.0, "reward/mean": 0.25},
+        {
+            **{"step": 2, "tokens": 100.0, "loss": 0.5, "time": 40.0, "reward/mean": 0.375},
+            **{"=now()": 1.0, "eval/sums/pass@1": 0.5, "env/red": 2.0},
+        },
+    ]
+    (sample,) = run.samples()
+    assert (sample.prompt, sample.example_id, sample.reward) == ("say it", "x y", 0.5) and run.samples(0) == []
+    assert workspace.metrics("run_b") == [{"run_id": "run_b", **row} for row in other.metrics()]
+    # The rewards of `prl runs diff` and of model cards are the same.
+    found = read_result(run.paths)
+    assert found.rewards == {row["step"]: row["reward/mean"] for row in rows if "reward/mean" in row}
+    with pytest.raises(ActionError, match="run 'run_c' not found"):
+        workspace.run("run_c")
+    run.paths.orch_toml.write_text("not toml")
+    with pytest.raises(ConfigError):
+        print(run.config)
+    assert Workspace(tmp_path / "none").runs() == [] and Workspace(tmp_path).runs()[0].state == "invalid"
+
+
+FAKE = """
+class DataFrame:
+    def __init__(self, columns): self.columns = columns
+"""
+
+
+def test_a_frame_is_of_the_library_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Workspace(make_workspace(tmp_path / "outputs")).run("run_a")
+    monkeypatch.setattr("prime_rl.results.FRAMES", ("first_library", "second_library"))
+    with pytest.raises(ImportError, match="pip install pandas"):
+        frame(run.metrics())
+    (tmp_path / "second_library.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(tmp_path)
+    columns = frame(run.metrics()).columns
+    assert list(columns)[:2] == ["step", "time"] and columns["step"] == [0, 1, 2]
+    assert columns["loss"] == [None, 1.0, 0.5]
+    assert frame(run.samples()).columns["reward"] == [0.5]
+
+
+def test_metrics_are_exported_as_csv(tmp_path: Path, capsys: Any) -> None:
+    place = ["--output-dir", str(make_workspace(tmp_path / "outputs"))]
+    assert prl(["runs", "export-metrics", "run_a", *place]) == 0
+    text = capsys.readouterr().out
+    header, *rows = list(csv.reader(text.splitlines()))
+    assert header[:3] == ["run_id", "step", "time"] and "'=now()" in header and "env/red" in header
+    assert [row[:3] for row in rows] == [["run_a", "0", ""], ["run_a", "1", "10.0"], ["run_a", "2", "40.0"]]
+    assert rows[1][header.index("reward/mean")] == "0.25"
+    assert prl(["runs", "export-metrics", *place, "--csv", str(tmp_path / "all.csv")]) == 0
+    assert "6 rows of 2 runs" in capsys.readouterr().out
+    assert (tmp_path / "all.csv").read_text().splitlines()[1:4] == text.splitlines()[1:]
+    assert prl(["runs", "export-metrics", "run_c", *place]) == 1
+    assert "run 'run_c' not found" in capsys.readouterr().err
+    assert prl(["runs", "export-metrics", "--output-dir", str(tmp_path / "none")]) == 1
+    assert "no metrics of any run yet" in capsys.readouterr().err
+
+
+def test_the_page_about_results_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_workspace(tmp_path / "outputs")
+    (tmp_path / "pandas.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "docs/results.md", "exec"), names)
+    assert len(blocks) >= 3 and names["best"].run_id == "run_b"

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
-
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.samples import (
     MAX_TOKENS,
@@ -21,12 +19,13 @@ from prime_rl.contract.samples import (
     Sample,
     SampleTokens,
     TokenSample,
+    clean_sample,
     read_batches,
     read_rewards,
     read_samples,
     token_ratios,
 )
-from prime_rl.utils.text import clean_strings, clean_text, one_line
+from prime_rl.utils.text import clean_text
 from tui.readers.tabs import ROLLOUTS, TabData, file_stamp
 
 # The list shows at most so many of the newest; the file itself is bounded by its writer.
@@ -142,7 +141,7 @@ def _token_line(tokens: SampleTokens, ratios: Sequence[float | None]) -> TokenLi
 
 def _samples(path: Path) -> tuple[Sample, ...]:
     try:
-        return tuple(map(clean, read_samples(path, MAX_SAMPLES)))
+        return tuple(map(clean_sample, read_samples(path, MAX_SAMPLES)))
     except OSError:
         return ()
 
@@ -153,12 +152,6 @@ def _rewards(path: Path) -> dict[int, tuple[float, ...]]:
         return {step: tuple(filter(math.isfinite, each)) for step, each in read_rewards(path, MAX_REWARDS).items()}
     except OSError:
         return {}
-
-
-def clean(sample: Sample) -> Sample:
-    """With all its text clean, its names on one line."""
-    names = {"env": one_line(sample.env), "example_id": one_line(sample.example_id)}
-    return msgspec.structs.replace(clean_strings(sample), **names)
 
 
 def arrange(samples: Sequence[Sample], order: str) -> list[Sample]:

@@ -1,0 +1,96 @@
+"""What `prl eval` asks, from which config, and the figures that it makes of rollouts."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons.evaluation import ALL_ROWS, NUM_EXAMPLES, eval_config, load_source
+from prime_rl.configs.base import ConfigError
+from prime_rl.contract.layout import OutputDir
+from prime_rl.orchestrator.eval_job import Tally
+from tests.unit.test_orchestrator_pure import a_rollout
+
+RUN = """
+batch_size = 8
+rollouts_per_example = 4
+seed = 7
+tags = ["x"]
+model = { name = "m" }
+sampling = { max_tokens = 9, temperature = 0.5 }
+optim = { lr = 1.0 }
+[[env]]
+id = "reverse-text"
+[eval]
+num_examples = 5
+rollouts_per_example = 2
+interval = 3
+sampling = { temperature = 0.0 }
+[[eval.env]]
+id = "sort-letters"
+"""
+
+
+@pytest.fixture
+def run_toml(tmp_path: Path) -> Path:
+    run = OutputDir(tmp_path).run("run_a")
+    run.control.mkdir(parents=True)
+    run.orch_toml.write_text(RUN)
+    return run.orch_toml
+
+
+def test_a_run_is_asked_as_its_own_evaluations_are(tmp_path: Path, run_toml: Path) -> None:
+    source = load_source(tmp_path, ["base", "run_a@v2", "run_b"], None, None)
+    assert source.file == run_toml and load_source(tmp_path, ["base"], "run_a", None) == source
+    config = eval_config(source.config, "served", None, None)
+    assert config.pop("eval") == {
+        **{"num_examples": 5, "rollouts_per_example": 2, "interval": 3},
+        "sampling": {"temperature": 0.0},
+    }
+    assert config == {
+        **{"batch_size": 1, "rollouts_per_example": 1, "model": {"name": "served"}, "seed": 7},
+        **{"sampling": {"max_tokens": 9, "temperature": 0.5}, "env": [{"id": "sort-letters"}]},
+    }
+    own = eval_config(source.config, "served", 50, 8)["eval"]
+    assert (own["num_examples"], own["rollouts_per_example"]) == (50, 8)
+
+
+def test_a_file_needs_no_more_than_environments(tmp_path: Path) -> None:
+    file = tmp_path / "env.toml"
+    file.write_text('[[env]]\nid = "reverse-text"\n')
+    source = load_source(tmp_path, ["base"], str(file), None)
+    assert eval_config(source.config, "m", None, None)["eval"] == {
+        "num_examples": NUM_EXAMPLES,
+        "rollouts_per_example": 1,
+    }
+    with pytest.raises(ConfigError, match="env"):
+        eval_config({}, "m", None, None)
+    with pytest.raises(ConfigError, match=r"eval\.num_example"):
+        eval_config({**source.config, "eval": {"num_example": 1}}, "m", None, None)
+
+
+def test_rows_are_asked_as_the_run_is(tmp_path: Path, run_toml: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.touch()
+    asked: dict[str, Any] = {
+        "id": "jsonl",
+        "args": {"path": str(rows), "num_eval_examples": ALL_ROWS, "scorer": "number"},
+    }
+    found = load_source(tmp_path, ["run_a"], None, rows, "number").config
+    assert found["env"] == [asked] and not found["eval"]["env"] and found["sampling"]["max_tokens"] == 9
+    alone = load_source(tmp_path, ["base"], None, rows)
+    assert alone.config["env"][0]["args"] == {"path": str(rows), "num_eval_examples": ALL_ROWS}
+
+
+def test_what_failed_or_was_not_done_counts_for_no_figure() -> None:
+    examples = [[a_rollout(1.0), a_rollout(0.0), a_rollout(0.0)], [a_rollout(1.0)], [], [a_rollout(0.0)] * 3]
+    found = Tally(examples, num_failed=2, problem="boom").result("base", "talk", 3, 1.0)
+    assert (found.num_examples, found.num_rollouts, found.num_failed, found.problem) == (3, 7, 2, "boom")
+    assert found.figures["reward"] == pytest.approx(2 / 7) and found.figures["pass@1"] == pytest.approx((1 / 3 + 1) / 3)
+    # Of the two examples that have three rollouts.
+    assert found.figures["pass@3"] == pytest.approx(0.5)
+    assert found.figures["pass@3_se"] == pytest.approx(statistics.stdev([1.0, 0.0]) / 2**0.5)
+    assert Tally([[], []]).result("base", "talk", 3, 1.0).figures == {}
