@@ -22,7 +22,7 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunStatus
 from prime_rl.utils.process import ProcessId
-from tests.daemons_support import PATIENCE_S, Prl, fake_workspace
+from tests.daemons_support import PATIENCE_S, ROOT, Prl, fake_workspace
 
 
 @pytest.fixture
@@ -128,3 +128,19 @@ def test_down_ends_a_start_that_builds_the_base_model(tmp_path: Path) -> None:
     finally:
         up.kill()
     assert told("status").startswith("nothing is running") and not (tmp_path / "models" / "base").exists()
+
+
+@pytest.mark.parametrize(
+    ("entry", "module"),
+    [("from daemons.start import main; main()", "typer"), ("from tui.cli import main; main(['.'])", "textual")],
+)
+def test_ctrl_c_while_it_is_being_loaded_is_quiet(tmp_path: Path, entry: str, module: str) -> None:
+    (tmp_path / f"{module}.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(600)\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TEXTUAL_DRIVER": "web"}
+    with subprocess.Popen(
+        [sys.executable, "-c", entry], env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline() == "loading\n"
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=PATIENCE_S)
+    assert (child.returncode, err) == (130, "")
