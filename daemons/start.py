@@ -1,4 +1,4 @@
-"""Entry of `prl`, which loads all commands: Ctrl-C in that moment ends it as quietly as later. Imports next to nothing."""
+"""Entry of `prl`, which loads all commands: Ctrl-C meanwhile ends it as quietly as later. Imports next to nothing."""
 
 from __future__ import annotations
 

@@ -112,7 +112,8 @@ def test_final_states_and_readmission(prl: Prl) -> None:
     (prl.output_dir / "pause_run_a").unlink()
     prl("runs", "readmit", "run_a")
     prl.wait_state("run_a", "finished")
-    assert "neither evicted nor failed" in prl("runs", "readmit", "run_a").stdout
+    assert "is finished: only a run that is evicted" in prl("runs", "readmit", "run_a").stdout
+    assert prl("runs", "evict", "run_a", "--reason", "x").stdout == "run_a: already finished, so nothing was changed\n"
 
 
 @pytest.mark.slow

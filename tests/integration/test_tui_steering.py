@@ -96,11 +96,13 @@ async def test_pause_many_and_continue_them_by_command(workspace: OutputDir) -> 
         await until(pilot, lambda: not any(run.paused.exists() for run in runs), "the end of both")
 
 
-async def test_pause_is_grey_for_a_finished_run(workspace: OutputDir) -> None:
+async def test_a_finished_run_tells_why_it_cannot_be_paused_and_is_not_evicted(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_done")
-        assert not app.screen.active_bindings["z"].enabled
+        assert not app.screen.active_bindings["e"].enabled
+        why = "run_done cannot be paused: it is finished and has no slot"
         await pilot.press("z")
+        await until(pilot, lambda: [each.message for each in app._notifications] == [why], "the reason")
         await typed(app, pilot, "pause")
         await pilot.pause()
         assert entry_of(app) is None and isinstance(app.screen, RunsScreen)
