@@ -42,6 +42,7 @@ def spawn(
     *,
     pass_fds: Collection[int] = (),
     keys: Collection[str] = (),
+    cwd: Path | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start `argv` in a new session, without a terminal, with its output appended to `log`.
 
@@ -63,6 +64,7 @@ def spawn(
             start_new_session=True,
             env=environ,
             pass_fds=(*pass_fds, *key_fds),
+            cwd=cwd,
         )
 
 

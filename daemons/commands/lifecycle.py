@@ -127,18 +127,22 @@ def up(
         ready = up_and_down.make_ready(wanted, output, stop=stop, say=tell, is_quiet=False)
         if ready is None:
             raise typer.Exit(130)
-        raise typer.Exit(supervisor.supervise(output, up_and_down.take_workspace(ready, output, tell), stop))
+        lock, place = up_and_down.take_workspace(ready, output, tell), OutputDir(output.path.resolve())
+        os.chdir(wanted.folder)
+        raise typer.Exit(supervisor.supervise(place, lock, stop))
     with Progress(stop) as look:
         workspace = up_and_down.start_workspace(wanted, stop=stop, say=tell, on_look=look)
     if workspace is None:
         raise typer.Exit(130)
     url = workspace.inference.base_url if workspace.inference else ""
-    same = output.path == choose_output_dir(output_dir)
+    same = output.path == choose_output_dir(None)
     where = "" if same else f" --output-dir {output.path}"
     say(
         f"up: {output.path}, {workspace.max_runs} slots, inference at {url}; "
         f"prl status{where} shows it, prl down{where} stops it"
     )
+    if not workspace.runs:
+        say(f"no runs yet: prl runs add FILE.toml{where} adds one")
 
 
 def choose_system(
