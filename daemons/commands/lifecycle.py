@@ -211,6 +211,8 @@ def down(
     Example: prl down --output-dir outputs/demo
     """
     output = choose_output(output_dir)
+    if none := no_workspace(output.path):
+        raise WrongUseError(none)
     was_running = up_and_down.stop_workspace(output.path, timeout_s=timeout, say=say)
     say(f"{output.path}: stopped, no process is left" if was_running else f"{output.path}: nothing is running")
 
@@ -223,6 +225,8 @@ def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watc
     Example: prl status --watch
     """
     path = check_readable(choose_output(output_dir).path)
+    if not watching and (none := no_workspace(path)):
+        raise WrongUseError(none)
     reader, disk = WorkspaceReader(path), DiskReader(path)
 
     def view() -> RenderableType:

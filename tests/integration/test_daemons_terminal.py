@@ -62,6 +62,23 @@ def test_what_python_cannot_read_from_the_terminal_is_read_as_utf_8(prl: Prl) ->
     assert view is not None and view.reason == "zu früh"
 
 
+@pytest.mark.parametrize("words", [("status",), ("status", "--json"), ("down",)])
+def test_a_workspace_that_is_not_there_is_wrong_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert run([*words, "--output-dir", str(tmp_path / "none")]) == 2
+    line = f"prl: no workspace at {tmp_path / 'none'}: start one with prl up, or name another\n"
+    assert capsys.readouterr() == ("", line) and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("module", ["daemons.monitors", "benchmarks.supervisor_scale"])
+def test_help_leaves_nothing_and_is_no_traceback(tmp_path: Path, module: str) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", module, "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("words", [("status",), ("runs", "list"), ("runs", "show", "run_a"), ("status", "--json")])
 def test_a_workspace_that_cannot_be_read_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
@@ -116,6 +133,7 @@ def test_down_ends_a_start_that_builds_the_base_model(tmp_path: Path) -> None:
     """From another terminal, which sees it under way; nothing is left of it."""
     prl = [sys.executable, "-m", "daemons.cli"]
     where = ["--output-dir", str(tmp_path / "out")]
+    (tmp_path / "out").mkdir()
 
     def told(*words: str) -> str:
         return subprocess.run([*prl, *words, *where], capture_output=True, text=True, check=True).stdout
