@@ -194,7 +194,8 @@ def short_names(names: tuple[str, ...], width: int) -> Mapping[str, str]:
     """
     ordered = sorted(set(names))
     shared = list(itertools.starmap(_num_shared, itertools.pairwise(ordered)))
-    found, first = {}, 0
+    found: dict[str, str] = {}
+    first = 0
     for last, name in enumerate(ordered):
         if last == len(shared) or shared[last] < _FAMILY:
             begins = name[: min(shared[first:last], default=0)]

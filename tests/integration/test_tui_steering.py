@@ -250,7 +250,10 @@ async def test_export_writes_the_folder(workspace: OutputDir, tmp_path: Path) ->
         await refused(dialog, pilot, "out", "home folder of ~nouser not found")
         out.value = str(tmp_path / "home")
         await checked(dialog, pilot, "version 60 of run_done (adapter) would be written")
-        dialog.query_one("#merge", Checkbox).toggle()
+        tick = dialog.query_one("#merge", Checkbox)
+        assert tick.BUTTON_INNER == " "
+        tick.toggle()
+        assert tick.BUTTON_INNER == "X"
         await checked(dialog, pilot, "version 60 of run_done (merged) would be written")
         dialog.query_one("#merge", Checkbox).toggle()
         await checked(dialog, pilot, "(adapter)")

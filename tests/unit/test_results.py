@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from daemons.cli import run as prl
+from daemons.commands.results import _shown
 from daemons.details import RunResult, config_differences, read_result
 from daemons.exports import CardFacts, model_card, sparkline
 from prime_rl.contract.layout import RunDir
@@ -102,3 +103,10 @@ def test_a_card_is_short_and_takes_no_markup_from_a_run() -> None:
 def test_a_sparkline_has_the_shape_of_the_curve() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█" and sparkline([3, 3]) == "▁▁"
     assert sparkline([float(n) for n in range(600)])[::59] == "▁█" and len(sparkline(list(range(600)))) == 60
+
+
+def test_figures_of_a_difference_are_as_long_as_people_read_them() -> None:
+    assert [_shown(value, 3) for value in (0.00937205, 1234567.0, 0.8125, None, "x")] == [
+        *("0.00937", "1234567", "0.812", "-", "x")
+    ]
+    assert _shown(0.00012345, 6) == "0.00012345", "of a config every digit counts"

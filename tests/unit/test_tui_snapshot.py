@@ -180,6 +180,13 @@ def test_a_daemon_whose_loop_hangs_is_stalled_in_header_system_and_problems(work
     assert snapshot.bottleneck is not None and snapshot.bottleneck.endswith("the trainer is stalled")
 
 
+def test_the_orchestrator_of_a_paused_run_is_paused_not_done(workspace: OutputDir) -> None:
+    RunDir(workspace.path / "run_sort-rank16").paused.touch()
+    write_status(workspace.daemon_status("run_sort-rank16"), DaemonStatus(name="run_sort-rank16", state="done"))
+    states = {daemon.name: (daemon.state, daemon.level) for daemon in look(workspace).daemons}
+    assert states["run_sort-rank16"] == ("paused", Level.QUIET)
+
+
 def test_daemons_of_a_workspace_that_is_down(tmp_path: Path) -> None:
     snapshot = look(build_workspace(tmp_path / "workspace", living=False))
     assert {daemon.name: daemon.state for daemon in snapshot.daemons} == {
