@@ -18,9 +18,9 @@ endef
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-install: ## .venv with what a run on this machine's CPU needs
+install: ## .venv with what a run on this machine's CPU needs; more with EXTRAS=recipes,monitors
 	$(CHECK_PYTHON)
-	@$(PYTHON) scripts/install.py core
+	@EXTRAS="$(EXTRAS)" $(PYTHON) scripts/install.py core
 
 install-test: ## the same, and vLLM for the CPU and the test tools
 	$(CHECK_PYTHON)
@@ -28,7 +28,7 @@ install-test: ## the same, and vLLM for the CPU and the test tools
 
 install-gpu: ## .venv for a machine with NVIDIA GPUs: PyPI's vLLM and its torch
 	$(CHECK_PYTHON)
-	@$(PYTHON) scripts/install.py gpu
+	@EXTRAS="$(EXTRAS)" $(PYTHON) scripts/install.py gpu
 
 lock: | $(BIN)/uv ## after a change of constraints.txt: the versions for GPUs, and the hashes of both
 	@$(BIN)/python scripts/lock_gpu.py

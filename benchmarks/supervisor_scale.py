@@ -9,6 +9,7 @@ from other machines. Seconds are those of the CPU, over a folder in memory: disk
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -266,6 +267,9 @@ def _time_s(call: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    num_nodes, num_runs = map(int, sys.argv[1:3] or ("1000", "5000"))
-    for name, value in measure(num_nodes, num_runs).items():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.supervisor_scale", description=__doc__)
+    parser.add_argument("nodes", nargs="?", type=int, default=1000)
+    parser.add_argument("runs", nargs="?", type=int, default=5000)
+    asked = parser.parse_args()
+    for name, value in measure(asked.nodes, asked.runs).items():
         print(f"{name:<28} {value:.4g}")

@@ -71,9 +71,9 @@ __all__ = [
 ]
 
 # Why a run in this state cannot be paused, and what to do.
-_REFUSALS = {
+NO_PAUSE = {
     RunState.INVALID: "it is invalid and has no slot: fix its orch.toml instead",
-    RunState.FINISHED: "it is finished",
+    RunState.FINISHED: "it is finished and has no slot",
     RunState.EVICTED: "it is evicted and has no slot: prl runs readmit continues it",
     RunState.FAILED: "it has failed and has no slot: prl runs readmit continues it",
 }
@@ -86,9 +86,15 @@ _NULL = "null"
 
 
 def evict_run(output_dir: Path, run_id: str, reason: str, *, actor: str | None = None) -> bool:
-    """Evict a run from training; false when it is already evicted (its first reason stays). Default: a person acts."""
+    """Evict a run from training; false when it is evicted already (its first reason stays), or finished and released.
+
+    `actor`: a person by default.
+    """
     with acting_on(output_dir, run_id, "evicting") as (output, run):
         if run.evicted.exists():
+            return False
+        # What only the run's own files tell protects nothing that is still in use.
+        if view_of_run(output, run_id).state is RunState.FINISHED and not users(output, run, claimed=False):
             return False
         write_atomic(run.evicted, printable(reason).strip() or "no reason was given")
         record_act(output, "evict", run_id, reason=reason, actor=actor)
@@ -131,7 +137,7 @@ def pause_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
     """
     with acting_on(output_dir, run_id, "pausing") as (output, run):
         view = view_of_run(output, run_id)
-        if why := _REFUSALS.get(view.state):
+        if why := NO_PAUSE.get(view.state):
             raise ActionError(in_one_line(f"{run_id} cannot be paused: {why}"))
         if os.path.lexists(run.paused):
             return False
@@ -152,7 +158,7 @@ def continue_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
 
 @dataclass(frozen=True)
 class Act:
-    """An act on one run, and what is said of the run after it: it was done, or there was nothing to do."""
+    """An act on one run, and what is said of it: it was done, or nothing was; `{state}` is the run's state then."""
 
     do: Callable[..., bool]
     done: str
@@ -160,11 +166,14 @@ class Act:
 
     def __call__(self, output_dir: Path, run_id: str, **options: str) -> str:
         """Act on the run; returns the sentence. Raises ActionError."""
-        return f"{run_id}: {self.done if self.do(output_dir, run_id, **options) else self.idle}"
+        if self.do(output_dir, run_id, **options):
+            return f"{run_id}: {self.done}"
+        state = view_of_run(OutputDir(output_dir), run_id).state if "{state}" in self.idle else ""
+        return f"{run_id}: {self.idle.format(state=state)}"
 
 
-EVICT = Act(evict_run, "evicted", "already evicted; its first reason stays")
-READMIT = Act(readmit_run, "readmitted", "neither evicted nor failed nor ended early, nothing to do")
+EVICT = Act(evict_run, "evicted", "already {state}, so nothing was changed")
+READMIT = Act(readmit_run, "readmitted", "is {state}: only a run that is evicted, failed or ended early is readmitted")
 PAUSE = Act(pause_run, "paused", "already paused; its first reason stays")
 CONTINUE = Act(continue_run, "continues", "not paused, nothing to do")
 UNDELETE = Act(undelete_run, "restored", "not deleted, nothing to do")

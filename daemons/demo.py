@@ -24,7 +24,7 @@ import typer
 from rich.console import RenderableType
 
 from daemons import actions, supervisor_process
-from daemons.commands.common import console, make_table, number, say
+from daemons.commands.common import console, make_table, number, say, say_or_stop
 from daemons.commands.lifecycle import Progress
 from daemons.errors import need_daemons
 from daemons.supervisor_process import Look, Say, make_base_model
@@ -38,6 +38,7 @@ from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 from prime_rl.utils.process import EXIT_INTERRUPTED, EXIT_TERMINATED, StopFlag
+from prime_rl.utils.runtime import no_terminal
 from prime_rl.utils.tail import FileTail
 
 SYSTEM_FILE = "system.toml"
@@ -333,8 +334,9 @@ class TuiChild:
         quit_by_itself = code in (0, EXIT_INTERRUPTED, EXIT_TERMINATED)
         self._child = None
         if not quit_by_itself:
-            sys.stdout.write(_RESET)
-            sys.stdout.flush()
+            with suppress(OSError):  # the terminal itself may be gone
+                sys.stdout.write(_RESET)
+                sys.stdout.flush()
         if self._settings is not None:
             with suppress(termios.error):
                 termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._settings)  # type: ignore[arg-type]
@@ -405,10 +407,11 @@ def demo(
     data = merge(settings, read_argv(context.args)[0])
     system = build(SystemConfig, data, str(source))
     need_daemons(system)
-    with_tui = sys.stdout.isatty() and sys.stdin.isatty() and not plain
-    report = run_demo(system, shown, say, stop, Progress, with_tui=with_tui, stays=at_end is AtEnd.STAY)
+    with_tui = not (plain or no_terminal())
+    tell, stays = say_or_stop(stop), at_end is AtEnd.STAY
+    report = run_demo(system, shown, tell, stop, lambda: Progress(stop), with_tui=with_tui, stays=stays)
     if report is None:
-        say("stopped")
+        tell("stopped")
         raise typer.Exit(130)
     console().print(_report_table(report))
     say(f"done in {report['wall_s']:.0f} s; report: {system.output_dir / 'report.json'}")

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -339,7 +339,10 @@ def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Ite
     port = system.inference.port
     port_check = check_port(system.inference.host, port, served_by_workspace=f":{port}/" in url)
     is_known = output.component_config(SYSTEM).exists()  # else the port has not been chosen yet
-    yield port_check if is_known or port_check.level == "ok" else replace(port_check, level="warning")
+    if not is_known and port_check.level != "ok":
+        message = f"{port_check.message}; prl up without a file takes a free one"
+        port_check = Check("port", "ok", message)
+    yield port_check
     supervisor = workspace.daemon(SUPERVISOR)
     times: dict[str, float] = {SUPERVISOR: supervisor.updated_at} if supervisor else {}
     times |= {run.run_id: run.updated_at for run in workspace.runs if run.updated_at}

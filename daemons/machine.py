@@ -20,6 +20,7 @@ from types import ModuleType
 
 import psutil
 
+from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.watch import file_system_type
 
@@ -204,16 +205,30 @@ class DiskView:
     full_in_s: float | None
 
 
-def disk_use(folder: Path, *, limit_s: float = WALK_LIMIT_S, clock: Callable[[], float] = time.monotonic) -> Use:
-    """The size of everything below `folder`. A folder that vanishes or cannot be read counts as 0."""
+def disk_use(
+    folder: Path,
+    *,
+    limit_s: float = WALK_LIMIT_S,
+    clock: Callable[[], float] = time.monotonic,
+    is_workspace: bool = False,
+) -> Use:
+    """The size of everything below `folder`. A folder that vanishes or cannot be read counts as 0.
+
+    Of a workspace, other workspaces below it are left out: folders with daemons of their own, outside of its runs.
+    """
     deadline = clock() + limit_s
     total, todo = 0, [str(folder)]
+    runs = f"{folder}/{RUN_PREFIX}"
     seen: set[tuple[int, int]] = set()
     while todo:
         if clock() > deadline:
             return Use(total, complete=False)
+        path = todo.pop()
+        is_own = not is_workspace or path == str(folder) or path.startswith(runs)
+        if not is_own and os.path.isdir(OutputDir(Path(path)).daemons):
+            continue
         try:
-            entries = list(os.scandir(todo.pop()))
+            entries = list(os.scandir(path))
         except OSError:
             continue
         for entry in entries:
@@ -258,7 +273,7 @@ class DiskReader:
         if not walk:
             self._use = self._use or Use(0, complete=False)
         elif self._use is None or now - self._walked_at >= WALK_EVERY_S:
-            self._use = disk_use(self._output_dir)
+            self._use = disk_use(self._output_dir, is_workspace=True)
             self._walked_at = now
         return DiskView(
             free_bytes=space.free,

@@ -43,6 +43,7 @@ def spawn(
     *,
     pass_fds: Collection[int] = (),
     keys: Collection[str] = (),
+    cwd: Path | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start `argv` in a new session, without a terminal, with its output appended to `log`.
 
@@ -64,6 +65,7 @@ def spawn(
             start_new_session=True,
             env=environ,
             pass_fds=(*pass_fds, *key_fds),
+            cwd=cwd,
         )
 
 

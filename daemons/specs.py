@@ -60,6 +60,7 @@ REMOVED_VARIABLES = {
     "PRL_TRAINER_GPUS": "deployment.trainer.gpus",
 }
 _ENVIRONMENT_FILE = "environment"
+_FOLDER = "folder"
 
 # Ranks wait for work by asking the store again and again; torch would warn of each time that none came.
 _QUIET = "TORCH_CPP_LOG_LEVEL=ERROR"
@@ -144,6 +145,22 @@ def save_devices(output: OutputDir, devices: str | None) -> None:
     """Save CUDA_VISIBLE_DEVICES for later starts; None: not set. Raises OSError."""
     text = tomli_w.dumps({} if devices is None else {DEVICES_VARIABLE: devices})
     write_atomic(output.component_config(_ENVIRONMENT_FILE), text)
+
+
+def saved_folder(output: OutputDir) -> Path | None:
+    """The folder in which a workspace was started first, which relative names in its configs and runs mean.
+
+    None when it is not known or gone. Raises ConfigError.
+    """
+    path = output.component_config(_ENVIRONMENT_FILE)
+    value = load_toml(path).get(_FOLDER) if path.exists() else None
+    return Path(value) if isinstance(value, str) and Path(value).is_dir() else None
+
+
+def save_folder(output: OutputDir, folder: Path) -> None:
+    """Save the folder for later starts. Raises OSError and ConfigError."""
+    path = output.component_config(_ENVIRONMENT_FILE)
+    write_atomic(path, tomli_w.dumps({**load_toml(path), _FOLDER: str(folder)}))
 
 
 def settle_devices(

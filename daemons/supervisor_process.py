@@ -31,6 +31,7 @@ from daemons.specs import (
     all_keys,
     save_devices,
     saved_devices,
+    saved_folder,
     saved_system,
     settle_devices,
     write_component_configs,
@@ -104,7 +105,7 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
     if lock is None:
         info = read_info(output)
         holder = info or f"another process holds {output.supervisor_lock}"
-        raise LaunchError(f"already running: {holder}; stop it with prl down")
+        raise LaunchError(f"already running: {holder}; stop it with prl down, then prl up applies other settings")
     try:
         refuse_rival(output)
         lock.write_info(time.time())
@@ -168,7 +169,7 @@ def start_supervisor(output: OutputDir, lock: SupervisorLock) -> subprocess.Pope
     argv = python_module("daemons.supervisor", str(output.path.resolve()), str(lock.fd))
     try:
         log, keys = output.log(SUPERVISOR), all_keys(output)
-        child = spawn(argv, log, output.path, SUPERVISOR, pass_fds=[lock.fd], keys=keys)
+        child = spawn(argv, log, output.path, SUPERVISOR, pass_fds=[lock.fd], keys=keys, cwd=saved_folder(output))
     finally:
         lock.hand_over()
     return child

@@ -34,7 +34,9 @@ from daemons.specs import (
     FIT_MODULE,
     SYSTEM,
     UP,
+    save_folder,
     saved_devices,
+    saved_folder,
     saved_system,
     settle_devices,
     without_nulls,
@@ -68,11 +70,15 @@ _DECIDES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """The request of `prl up`. `said` is kept for the next start; `is_small`: neither a file nor a model was given."""
+    """The request of `prl up`. `said` is kept for the next start; `is_small`: neither a file nor a model was given.
+
+    `folder` is the one that relative names in it, and in the workspace's runs, mean.
+    """
 
     system: SystemConfig
     said: Mapping[str, Any]
     is_small: bool
+    folder: Path
 
 
 def choose_system(
@@ -84,15 +90,19 @@ def choose_system(
     """
     data, source = read_argv(args)
     chosen = output_dir or os.environ.get("PRL_OUTPUT_DIR")
-    small = False
+    small, folder = False, Path.cwd()
     if not any(arg.startswith("@") for arg in args) and "model" not in data:
         chosen = chosen or data.get("output_dir") or default()
-        base, source, small = _without_a_file(Path(str(chosen)), say)
+        base, source, small = _without_a_file(Path(str(chosen)), data, say)
         data = merge(base, data)
+        folder = (not small and saved_folder(OutputDir(Path(str(chosen))))) or folder
+        model = data.get("model")
+        if folder != Path.cwd() and isinstance(model, dict) and (folder / str(model.get("name"))).is_dir():
+            data = merge(data, {"model": {"name": str(folder / str(model["name"]))}})
     if chosen:
         place = {"output_dir": str(chosen)}
         data = merge(data, {**place, "trainer": place, "inference": place})
-    return Wanted(build(SystemConfig, data, source), data, small)
+    return Wanted(build(SystemConfig, data, source), data, small, folder)
 
 
 def start_workspace(
@@ -144,6 +154,7 @@ def take_workspace(wanted: Wanted, output: OutputDir, say: Say) -> SupervisorLoc
     """Check and prepare the workspace and save its settings; returns its lock. Raises LaunchError."""
     lock = supervisor_process.prepare(wanted.system, output, say)
     write_atomic(output.component_config(UP), tomli_w.dumps(wanted.said))
+    save_folder(output, wanted.folder)
     return lock
 
 
@@ -205,11 +216,12 @@ def last_start(output_dir: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def _without_a_file(output_dir: Path, say: Say) -> tuple[dict[str, Any], str, bool]:
+def _without_a_file(output_dir: Path, given: Mapping[str, Any], say: Say) -> tuple[dict[str, Any], str, bool]:
     """(values, their source, whether it is the small workspace)."""
     last = last_start(output_dir)
     if last is not None:
-        say(f"no system file given: starting {output_dir} with its last settings ({last})")
+        more = f", and with {', '.join(given)} as given here" if given else ""
+        say(f"no system file given: starting {output_dir} with its last settings ({last}){more}")
         return load_toml(last), str(last), False
     small = EXAMPLES / "demo" / "system.toml"
     say(f"no system file given: starting a small workspace on this machine's CPU, as in {_short(small)}")

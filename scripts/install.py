@@ -1,5 +1,7 @@
 """Make `.venv` and install the project into it: `python3 scripts/install.py core|test|gpu`.
 
+The variable EXTRAS names further extras of pyproject.toml, with commas between.
+
 Runs with the system's Python (the Makefile checks its version) and the standard library alone. Every step is stamped
 with a hash of the files that decide it, so a second call does nothing. Versions come from constraints.txt, with GPUs
 from constraints-gpu.txt, and the hashes of their files from requirements/*.lock: a file with another hash is refused.
@@ -16,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,11 @@ def main() -> int:
     }
     if wanted not in steps:
         return fail("usage: python3 scripts/install.py core|test|gpu", code=2)
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    if unknown := set(extras()) - set(known):
+        return fail(f"EXTRAS: unknown {', '.join(sorted(unknown))}; known: {', '.join(known)}", code=2)
+    if extras():
+        steps[wanted].append(install_extras)
     if all(stamp(step.__name__).exists() for step in steps[wanted]):
         return 0
     free_gb = shutil.disk_usage(ROOT).free / 1e9
@@ -72,6 +80,10 @@ def main() -> int:
     except (subprocess.CalledProcessError, OSError) as error:
         return fail(explain(error))
     return 0
+
+
+def extras() -> list[str]:
+    return [each.strip() for each in os.environ.get("EXTRAS", "").split(",") if each.strip()]
 
 
 def fail(message: str, code: int = 1) -> int:
@@ -98,6 +110,8 @@ def stamp(step: str) -> Path:
         own = (GPU_VERSIONS, GPU_LOCK) if step == install_gpu.__name__ else cpu
         for name in (*own, "pyproject.toml", "requirements/dev.txt"):
             digest.update((ROOT / name).read_bytes())
+    if step == install_extras.__name__:
+        digest.update(",".join([*sys.argv[1:], *sorted(extras())]).encode())
     return VENV / f".stamp-{step}-{digest.hexdigest()[:16]}"
 
 
@@ -152,6 +166,12 @@ def install_reasoning_gym() -> None:
         uv("reasoning-gym")
     except subprocess.CalledProcessError:
         print("install: no reasoning-gym: a part of it (pycosat) needs a C compiler; its tests are skipped")
+
+
+def install_extras() -> None:
+    """The extras that were asked for."""
+    versions = GPU_VERSIONS if sys.argv[1:] == ["gpu"] else CPU_VERSIONS
+    uv("--no-build-isolation", "--editable", f"{ROOT}[{','.join(extras())}]", versions=versions)
 
 
 def install_gpu() -> None:

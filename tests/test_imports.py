@@ -19,7 +19,7 @@ READS = ("daemons.workspace", "daemons.workspace_reader", "daemons.machine")
 ACTS = (
     *("daemons.actions", "daemons.adding", "daemons.sweeps"),
     *("daemons.exports", "daemons.chat", "daemons.quiet", "daemons.up_and_down", "daemons.details", "daemons.doctor"),
-    *("daemons.quiet", "daemons.alerts.targets", "daemons.errors", "daemons.details"),
+    *("daemons.quiet", "daemons.alerts.targets", "daemons.errors", "daemons.details", "daemons.start"),
 )
 # package -> what of this project, and of the heavy libraries, it may import
 ALLOWED: dict[str, tuple[str, ...]] = {

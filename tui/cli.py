@@ -11,8 +11,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from daemons.start import quiet_interrupts
 from prime_rl.utils.process import EXIT_TERMINAL_GONE
-from prime_rl.utils.runtime import missing
+from prime_rl.utils.runtime import missing, no_terminal
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Beside the usual ports of inference (8000) and of other web tools.
@@ -49,7 +50,11 @@ def wrong_use(args: argparse.Namespace) -> str | None:
         return f"workspace {args.output_dir} not found: give another folder, or create this one with prl up"
     if not args.serve:
         given = [name for name in ("port", "host", "allow_actions") if getattr(args, name)]
-        return f"--{given[0].replace('_', '-')} requires --serve" if given else None
+        if given:
+            return f"--{given[0].replace('_', '-')} requires --serve"
+        # A browser's window is drawn through pipes.
+        absent = None if "TEXTUAL_DRIVER" in os.environ else no_terminal()
+        return f"{absent}; as text: prl status --output-dir {args.output_dir}" if absent else None
     if args.read_only and args.allow_actions:
         return "--read-only and --allow-actions exclude each other: use one of them"
     if args.host is not None and args.host not in LOOPBACK:
@@ -67,7 +72,8 @@ def end_with_the_terminal() -> None:
 
     def wait() -> None:
         closed = select.poll()
-        closed.register(sys.stdin, 0)  # nothing but that it is closed
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            closed.register(stream, 0)  # nothing but that it is closed
         closed.poll()
         os._exit(EXIT_TERMINAL_GONE)
 
@@ -92,10 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()
     # A key passes through three threads, and each waits this long for the interpreter while files are parsed.
     sys.setswitchinterval(SWITCH_S)
-    from tui.app import PrlApp
-    from tui.fmt import plain_glyphs
-    from tui.memory import default_path
-    from tui.readers.machine import find
+    with quiet_interrupts():
+        from tui.app import PrlApp
+        from tui.fmt import plain_glyphs
+        from tui.memory import default_path
+        from tui.readers.machine import find
 
     glyphs = plain_glyphs(os.environ.get("TERM", ""), sys.stdout.encoding or "utf-8")
     app = PrlApp(

@@ -8,9 +8,10 @@ eighths of blocks and few symbols; without UTF-8 only ASCII is sure.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -25,6 +26,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 FRESH_S = 2 * HEARTBEAT_S
 # Rewards are about one; a smaller change of them is noise.
 LEAST_GAIN = 0.0005
+# Names with as many first characters in common are alike: "run_" and some of what a person chose.
+_FAMILY = 8
 
 
 def number(value: float | None) -> str:
@@ -181,6 +184,36 @@ def shorten_middle(text: str, width: int) -> str:
         return shorten(text, width)
     head = (width - 1) // 2
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+@functools.lru_cache(maxsize=32)
+def short_names(names: tuple[str, ...], width: int) -> Mapping[str, str]:
+    """Each of `names` in at most `width` characters; of long ones what those of its family begin with is cut out.
+
+    A family are names that begin with the same few characters, such as the runs of a sweep, which differ by its values.
+    """
+    ordered = sorted(set(names))
+    shared = list(itertools.starmap(_num_shared, itertools.pairwise(ordered)))
+    found: dict[str, str] = {}
+    first = 0
+    for last, name in enumerate(ordered):
+        if last == len(shared) or shared[last] < _FAMILY:
+            begins = name[: min(shared[first:last], default=0)]
+            common = max(map(begins.rfind, "-_.")) + 1
+            found |= {each: _shorten_common(each, common, width) for each in ordered[first : last + 1]}
+            first = last + 1
+    return found
+
+
+def _num_shared(one: str, other: str) -> int:
+    return next((place for place, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), len(one))
+
+
+def _shorten_common(name: str, common: int, width: int) -> str:
+    own = len(name) - common
+    if len(name) <= width or own + 2 > width:
+        return shorten_middle(name if len(name) <= width else name[common:], width)
+    return f"{name[: width - 1 - own]}…{name[common:]}"
 
 
 def first_line(text: str | None) -> str:

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +24,7 @@ from rich.text import Text
 from daemons.errors import ActionError
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils import runtime
+from prime_rl.utils.process import StopFlag
 from prime_rl.utils.runtime import parse_duration_s
 from prime_rl.utils.text import clean_text, one_line
 
@@ -90,6 +91,26 @@ def check_readable(path: Path) -> Path:
 def say(message: str) -> None:
     """Print one line of plain text, without control characters."""
     print(clean_text(message), flush=True)
+
+
+@contextlib.contextmanager
+def stop_without_output(stop: StopFlag) -> Iterator[None]:
+    """Print in here: when the terminal, or who reads a pipe, is gone, `stop` is set and what follows goes nowhere."""
+    try:
+        yield
+    except OSError:
+        stop.set()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def say_or_stop(stop: StopFlag) -> Callable[[str], None]:
+    """`say` for a command that cleans up when nothing can be printed any more."""
+
+    def tell(message: str) -> None:
+        with stop_without_output(stop):
+            say(message)
+
+    return tell
 
 
 def complain(message: str) -> None:

@@ -39,6 +39,8 @@ from daemons.commands.common import (
     no_workspace,
     print_json,
     say,
+    say_or_stop,
+    stop_without_output,
     watch,
 )
 from daemons.commands.runs import workspace_json, workspace_view
@@ -66,6 +68,7 @@ from prime_rl.configs.base import ConfigError, build, load_toml, merge
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir
+from prime_rl.utils.process import StopFlag
 from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import clean_text
 
@@ -111,9 +114,9 @@ def up(
         _show_plan(choose_system(context.args, output_dir, say=lambda line: None), as_json)
         return
     from daemons import supervisor
-    from prime_rl.utils.process import StopFlag
 
     stop = StopFlag().install()
+    tell = say_or_stop(stop)
     wanted = choose_system(context.args, output_dir)
     output = OutputDir(wanted.system.output_dir)
     if foreground and is_for_a_job(wanted.system):
@@ -121,21 +124,25 @@ def up(
             '--foreground with deployment.engine = "slurm" outside an allocation: leave it out to submit a job'
         )
     if foreground:
-        ready = up_and_down.make_ready(wanted, output, stop=stop, say=say, is_quiet=False)
+        ready = up_and_down.make_ready(wanted, output, stop=stop, say=tell, is_quiet=False)
         if ready is None:
             raise typer.Exit(130)
-        raise typer.Exit(supervisor.supervise(output, up_and_down.take_workspace(ready, output, say), stop))
-    with Progress() as look:
-        workspace = up_and_down.start_workspace(wanted, stop=stop, say=say, on_look=look)
+        lock, place = up_and_down.take_workspace(ready, output, tell), OutputDir(output.path.resolve())
+        os.chdir(wanted.folder)
+        raise typer.Exit(supervisor.supervise(place, lock, stop))
+    with Progress(stop) as look:
+        workspace = up_and_down.start_workspace(wanted, stop=stop, say=tell, on_look=look)
     if workspace is None:
         raise typer.Exit(130)
     url = workspace.inference.base_url if workspace.inference else ""
-    same = output.path == choose_output_dir(output_dir)
+    same = output.path == choose_output_dir(None)
     where = "" if same else f" --output-dir {output.path}"
     say(
         f"up: {output.path}, {workspace.max_runs} slots, inference at {url}; "
         f"prl status{where} shows it, prl down{where} stops it"
     )
+    if not workspace.runs:
+        say(f"no runs yet: prl runs add FILE.toml{where} adds one")
 
 
 def choose_system(
@@ -159,6 +166,9 @@ def _show_plan(wanted: up_and_down.Wanted, as_json: bool) -> None:
 class Progress:
     """Shows the wait for readiness: one live line a daemon on a terminal, a line at each change elsewhere."""
 
+    def __init__(self, stop: StopFlag) -> None:
+        self._stop = stop
+
     def __enter__(self) -> Callable[[Workspace], None]:
         screen = console()
         self._live = Live(console=screen, auto_refresh=False) if screen.is_terminal else None
@@ -166,10 +176,15 @@ class Progress:
         return self._look
 
     def __exit__(self, *exc: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        with stop_without_output(self._stop):
+            if self._live is not None:
+                self._live.stop()
 
     def _look(self, workspace: Workspace) -> None:
+        with stop_without_output(self._stop):
+            self._show(workspace)
+
+    def _show(self, workspace: Workspace) -> None:
         lines = supervisor_process.waits(workspace)
         if self._live is not None:
             self._live.start()  # only now, so that earlier messages stand above it
@@ -196,6 +211,8 @@ def down(
     Example: prl down --output-dir outputs/demo
     """
     output = choose_output(output_dir)
+    if none := no_workspace(output.path):
+        raise WrongUseError(none)
     was_running = up_and_down.stop_workspace(output.path, timeout_s=timeout, say=say)
     say(f"{output.path}: stopped, no process is left" if was_running else f"{output.path}: nothing is running")
 
@@ -208,6 +225,8 @@ def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watc
     Example: prl status --watch
     """
     path = check_readable(choose_output(output_dir).path)
+    if not watching and (none := no_workspace(path)):
+        raise WrongUseError(none)
     reader, disk = WorkspaceReader(path), DiskReader(path)
 
     def view() -> RenderableType:

@@ -279,10 +279,12 @@ def diff(
         print_json({"runs": found.run_ids, "config": _rows_json(found.config), "result": _rows_json(found.result)})
         return
     screen = console()
-    for name, rows in (("config", found.config), ("result", found.result)):
+    for name, rows, digits in (("config", found.config, 6), ("result", found.result, 3)):
         if rows:
             columns = [name, *found.run_ids]
-            screen.print(make_table(columns, [[row.name, *map(_shown, row.values)] for row in rows]))
+            screen.print(
+                make_table(columns, [[row.name, *(_shown(value, digits) for value in row.values)] for row in rows])
+            )
         else:
             say(f"{name}: no difference")
 
@@ -291,10 +293,12 @@ def _rows_json(rows: tuple[Difference, ...]) -> list[dict[str, Any]]:
     return [{"name": row.name, "values": row.values} for row in rows]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, digits: int) -> str:
     if value is None:
         return "-"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float) and value.is_integer():
+        return f"{value:.0f}"
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
 def chat(

@@ -478,8 +478,8 @@ class Monitors:
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 stopped as asked, 2 wrong use."""
     stop = StopFlag().install()
-    if len(argv) != 1:
-        complain(MONITORS, "expected one argument, the workspace")
+    if len(argv) != 1 or not Path(argv[0]).is_dir():
+        complain(MONITORS, "expected one argument, the folder of a workspace")
         return 2
     output = OutputDir(Path(argv[0]))
     path = output.component_config(MONITORS)

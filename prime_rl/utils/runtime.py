@@ -265,6 +265,13 @@ class _Repeats(logging.Filter):
         return not is_repeated
 
 
+def no_terminal() -> str | None:
+    """The standard streams that are not a terminal, in words; None when all three are."""
+    streams = {"input": sys.stdin, "output": sys.stdout, "error": sys.stderr}
+    other = [name for name, stream in streams.items() if stream is None or not stream.isatty()]
+    return f"standard {' and '.join(other)} must be a terminal" if other else None
+
+
 def complain(part: str, message: object) -> None:
     """Print an error to standard error; `message` may quote a run."""
     print(f"{part}: {clean_text(str(message))}", file=sys.stderr, flush=True)

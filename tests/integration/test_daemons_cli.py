@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -364,13 +365,31 @@ def test_demo_ends_with_the_reason_when_a_run_fails(prl: Prl) -> None:
     assert prl.members() == []
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_the_demo_and_everything_it_started(prl: Prl) -> None:
-    child = prl.start("demo", "--configs", demo_configs(prl, max_steps=200))
-    wait_for((prl.output_dir / "run_sort").exists, "the demo to add its runs", timeout_s=PATIENCE_S)
-    child.send_signal(signal.SIGINT)
-    child.communicate(timeout=PATIENCE_S)
-    assert child.returncode == 130
+@pytest.mark.parametrize("end", ["ctrl-c", "its pipe breaks"])
+def test_a_demo_that_is_ended_ends_everything_it_started(prl: Prl, end: str) -> None:
+    with prl.start("demo", "--configs", demo_configs(prl, max_steps=200)) as child:
+        assert child.stdout is not None and child.stderr is not None
+        wait_for((prl.output_dir / "run_sort").exists, "the demo to add its runs", timeout_s=PATIENCE_S)
+        if end == "ctrl-c":
+            child.send_signal(signal.SIGINT)
+        else:
+            child.stdout.close()
+        assert child.wait(timeout=PATIENCE_S) == 130
+        assert (child.stderr.read(), prl.members()) == ("", [])
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_demo_in_a_terminal_that_is_closed_leaves_nothing(prl: Prl, plain: bool) -> None:
+    words = ["demo", "--configs", demo_configs(prl, max_steps=200), *["--plain"] * plain]
+    pid, terminal = pty.fork()  # the kernel sends SIGHUP to the one that controls it
+    if pid == 0:
+        command = [sys.executable, "-m", "daemons.cli", *words, "--output-dir", str(prl.output_dir)]
+        os.execve(sys.executable, command, prl.env)
+    seen = b""
+    while b"run_sort" not in seen:
+        seen += os.read(terminal, 1 << 16)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     assert prl.members() == []
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, read_status
 from prime_rl.utils.process import ProcessId, boot_id
 from tests.budgets import in_full
-from tests.daemons_support import PATIENCE_S, Prl, age_records, step_clock
+from tests.daemons_support import PATIENCE_S, ROOT, Prl, age_records, step_clock
 from tests.text_attacks import ATTACKS, check_clean
 
 
@@ -112,7 +114,8 @@ def test_final_states_and_readmission(prl: Prl) -> None:
     (prl.output_dir / "pause_run_a").unlink()
     prl("runs", "readmit", "run_a")
     prl.wait_state("run_a", "finished")
-    assert "neither evicted nor failed" in prl("runs", "readmit", "run_a").stdout
+    assert "is finished: only a run that is evicted" in prl("runs", "readmit", "run_a").stdout
+    assert prl("runs", "evict", "run_a", "--reason", "x").stdout == "run_a: already finished, so nothing was changed\n"
 
 
 @pytest.mark.slow
@@ -392,3 +395,17 @@ def test_a_recycled_pid_is_left_alone(tmp_path: Path) -> None:
         assert end_daemons(tmp_path, [("daemon", recorded)], 0.2) == set()
         assert stranger.is_running()
         child.kill()
+
+
+def test_up_from_another_folder_starts_the_daemons_where_they_were_and_names_what_is_next(
+    prl: Prl, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    done = prl(*prl.up_args())
+    assert f"no runs yet: prl runs add FILE.toml --output-dir {prl.output_dir} adds one" in done.stdout
+    refused = prl("up", "--seq_len", "64", exit_code=1)
+    assert "and with seq_len as given here" in refused.stdout and "prl up applies other settings" in refused.stderr
+    prl("down")
+    command = [sys.executable, "-m", "daemons.cli", "up", "--output-dir", f"../{prl.output_dir.name}"]
+    subprocess.run(command, cwd=tmp_path / "elsewhere", env=prl.env, check=True, timeout=PATIENCE_S)
+    assert {Path(process.cwd()) for process in prl.members()} == {ROOT}

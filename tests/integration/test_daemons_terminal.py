@@ -22,7 +22,7 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunStatus
 from prime_rl.utils.process import ProcessId
-from tests.daemons_support import PATIENCE_S, Prl, fake_workspace
+from tests.daemons_support import PATIENCE_S, ROOT, Prl, fake_workspace
 
 
 @pytest.fixture
@@ -60,6 +60,23 @@ def test_what_python_cannot_read_from_the_terminal_is_read_as_utf_8(prl: Prl) ->
     )
     view = read_workspace(prl.output_dir).run("run_a")
     assert view is not None and view.reason == "zu früh"
+
+
+@pytest.mark.parametrize("words", [("status",), ("status", "--json"), ("down",)])
+def test_a_workspace_that_is_not_there_is_wrong_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert run([*words, "--output-dir", str(tmp_path / "none")]) == 2
+    line = f"prl: no workspace at {tmp_path / 'none'}: start one with prl up, or name another\n"
+    assert capsys.readouterr() == ("", line) and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("module", ["daemons.monitors", "benchmarks.supervisor_scale"])
+def test_help_leaves_nothing_and_is_no_traceback(tmp_path: Path, module: str) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", module, "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("words", [("status",), ("runs", "list"), ("runs", "show", "run_a"), ("status", "--json")])
@@ -116,6 +133,7 @@ def test_down_ends_a_start_that_builds_the_base_model(tmp_path: Path) -> None:
     """From another terminal, which sees it under way; nothing is left of it."""
     prl = [sys.executable, "-m", "daemons.cli"]
     where = ["--output-dir", str(tmp_path / "out")]
+    (tmp_path / "out").mkdir()
 
     def told(*words: str) -> str:
         return subprocess.run([*prl, *words, *where], capture_output=True, text=True, check=True).stdout
@@ -128,3 +146,19 @@ def test_down_ends_a_start_that_builds_the_base_model(tmp_path: Path) -> None:
     finally:
         up.kill()
     assert told("status").startswith("nothing is running") and not (tmp_path / "models" / "base").exists()
+
+
+@pytest.mark.parametrize(
+    ("entry", "module"),
+    [("from daemons.start import main; main()", "typer"), ("from tui.cli import main; main(['.'])", "textual")],
+)
+def test_ctrl_c_while_it_is_being_loaded_is_quiet(tmp_path: Path, entry: str, module: str) -> None:
+    (tmp_path / f"{module}.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(600)\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TEXTUAL_DRIVER": "web"}
+    with subprocess.Popen(
+        [sys.executable, "-c", entry], env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline() == "loading\n"
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=PATIENCE_S)
+    assert (child.returncode, err) == (130, "")

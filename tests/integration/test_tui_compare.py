@@ -191,3 +191,26 @@ async def test_a_run_that_comes_and_one_whose_folder_goes_change_the_list(worksp
         evicted.path.rename(workspace.path / "gone")
         o.app.watcher.wake()
         await until(o.pilot, lambda: OTHER not in o.runs, "the removed run to go")
+
+
+async def test_a_sweep_of_six_is_told_apart_at_80_columns(tmp_path: Path) -> None:
+    """In the table, in the legend of the chart, and by columns with a name."""
+    output = OutputDir(tmp_path)
+    envs = {("5e-4", 1): "sort-letters"}
+    for lr in ("5e-4", "2e-3"):
+        for seed in (1, 2, 3):
+            toml = orch_toml(lr=float(lr), env=envs.get((lr, seed), "reverse-text"))
+            add_run(output, f"run_sweep-lr{lr}-seed{seed}", step=20, seed=seed, toml=toml, status={"state": "running"})
+    async with opened_app(tmp_path, size=(80, 24)) as (app, pilot):
+        words = [f"lr{lr}-seed{seed}" for lr in ("5e-4", "2e-3") for seed in (1, 2, 3)]
+        home = Opened(app, pilot)
+        await home.sees("SEEN", *(f"ru…{each}" for each in words))
+        await command(pilot, "compare")
+        await home.sees("ENV.ID", *(f"━ lr{each[2]}e…eed{each[-1]}" for each in words))
+
+
+async def test_slash_begins_with_an_empty_line(workspace: OutputDir) -> None:
+    async with opened_app(workspace) as (app, pilot):
+        for text in ("high", "low"):
+            await pilot.press("slash", *text, "enter")
+        await until(pilot, lambda: app.screen.query_one(Input).value == "low", "the new filter alone")

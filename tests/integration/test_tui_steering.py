@@ -96,11 +96,13 @@ async def test_pause_many_and_continue_them_by_command(workspace: OutputDir) -> 
         await until(pilot, lambda: not any(run.paused.exists() for run in runs), "the end of both")
 
 
-async def test_pause_is_grey_for_a_finished_run(workspace: OutputDir) -> None:
+async def test_a_finished_run_tells_why_it_cannot_be_paused_and_is_not_evicted(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_done")
-        assert not app.screen.active_bindings["z"].enabled
+        assert not app.screen.active_bindings["e"].enabled
+        why = "run_done cannot be paused: it is finished and has no slot"
         await pilot.press("z")
+        await until(pilot, lambda: [each.message for each in app._notifications] == [why], "the reason")
         await typed(app, pilot, "pause")
         await pilot.pause()
         assert entry_of(app) is None and isinstance(app.screen, RunsScreen)
@@ -248,7 +250,10 @@ async def test_export_writes_the_folder(workspace: OutputDir, tmp_path: Path) ->
         await refused(dialog, pilot, "out", "home folder of ~nouser not found")
         out.value = str(tmp_path / "home")
         await checked(dialog, pilot, "version 60 of run_done (adapter) would be written")
-        dialog.query_one("#merge", Checkbox).toggle()
+        tick = dialog.query_one("#merge", Checkbox)
+        assert tick.BUTTON_INNER == " "
+        tick.toggle()
+        assert tick.BUTTON_INNER == "X"
         await checked(dialog, pilot, "version 60 of run_done (merged) would be written")
         dialog.query_one("#merge", Checkbox).toggle()
         await checked(dialog, pilot, "(adapter)")

@@ -223,6 +223,12 @@ def test_wrong_command_lines(argv: list[str], words: str) -> None:
         parse_argv(TrainerConfig, argv)
 
 
+def test_a_wrong_flag_is_not_blamed_on_the_file_alone(tmp_path: Path) -> None:
+    path = run_toml(tmp_path, MINIMAL)
+    with pytest.raises(ConfigError, match=rf"^{path} and the command line: max_step: unknown key"):
+        parse_argv(OrchestratorConfig, ["@", str(path), "--max-step", "3"])
+
+
 @pytest.mark.parametrize("config", [TrainerConfig, InferenceConfig])
 def test_weights_of_eight_bits_are_refused(config: type[TrainerConfig | InferenceConfig]) -> None:
     with pytest.raises(ConfigError, match=r"model\.dtype: found 'fp8': must be .*'bfloat16'"):

@@ -200,6 +200,17 @@ def test_evict_and_readmit(workspace: Path, source: Path) -> None:
     ]
 
 
+def test_a_finished_run_is_not_evicted_and_one_that_was_continued_is_told(workspace: Path, source: Path) -> None:
+    run = OutputDir(workspace).run(actions.add_run(workspace, source))
+    run.broadcast_dir(3).mkdir(parents=True)
+    (run.broadcast_dir(3) / "STABLE").touch()
+    assert state(workspace, run.run_id) == ("finished", None)
+    assert actions.EVICT(workspace, run.run_id, reason="x") == "run_reverse: already finished, so nothing was changed"
+    assert not run.evicted.exists() and [line["action"] for line in audit(workspace)] == ["add"]
+    actions.set_run_keys(workspace, run.run_id, {"max_steps": 5})
+    assert actions.READMIT(workspace, run.run_id).startswith("run_reverse: is stopped: only a run that is evicted")
+
+
 def test_readmit_takes_away_the_last_word_of_a_failed_run(workspace: Path, source: Path) -> None:
     run = OutputDir(workspace).run(actions.add_run(workspace, source))
     run.status.write_bytes(msgspec.json.encode(RunStatus(run_id=run.run_id, state="failed", reason="no key")))

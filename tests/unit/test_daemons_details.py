@@ -92,6 +92,15 @@ def test_disk_use_counts_what_is_there_once_and_follows_no_link(tmp_path: Path) 
     assert disk_use(tmp_path / "none").num_bytes == 0
 
 
+def test_a_workspace_does_not_count_others_below_it(tmp_path: Path) -> None:
+    """The default is `outputs`, and that of the demo is in it. A folder of that name within a run hides nothing."""
+    for folder in ("demo", "team/demo", "run_a/x"):
+        (tmp_path / folder / "daemons").mkdir(parents=True)
+        (tmp_path / folder / "big").write_bytes(b"x" * 1_000_000)
+    view = DiskReader(tmp_path).read()
+    assert view is not None and 1_000_000 <= view.workspace_bytes < 2_000_000
+
+
 def test_the_disk_is_full_at_this_pace(tmp_path: Path, monkeypatch: object) -> None:
     now = [0.0]
     reader = DiskReader(tmp_path, clock=lambda: now[0])

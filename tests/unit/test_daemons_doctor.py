@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,6 +79,21 @@ def test_a_taken_port_is_broken_unless_this_workspace_has_it() -> None:
         assert doctor.check_port("127.0.0.1", port, served_by_workspace=False).level == "broken"
         assert doctor.check_port("127.0.0.1", port, served_by_workspace=True).level == "ok"
     assert doctor.check_port("127.0.0.1", 0, served_by_workspace=False).level == "ok"
+
+
+def test_a_busy_port_that_nothing_has_chosen_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        busy = partial(doctor.check_port, "127.0.0.1", other.getsockname()[1])
+        monkeypatch.setattr(
+            doctor, "check_port", lambda host, port, served_by_workspace: busy(served_by_workspace=False)
+        )
+        checks = doctor.examine(tmp_path, say=lambda line: None, import_libraries=False)
+        (port,) = (check for check in checks if check.name == "port")
+    assert port.level == "ok" and port.message.endswith(
+        "is used by another process; prl up without a file takes a free one"
+    )
 
 
 @pytest.mark.parametrize(("skew_s", "level"), [(0.0, "ok"), (2.0, "warning"), (-2.0, "warning"), (9.0, "broken")])

@@ -12,9 +12,9 @@ from daemons.cli import run as prl
 from daemons.commands.lifecycle import choose_system
 from daemons.launchers.base import LaunchError
 from daemons.pidfile import SupervisorLock
-from daemons.specs import UP
+from daemons.specs import UP, saved_folder
 from daemons.supervisor_process import prepare
-from daemons.up_and_down import make_ready, stop_workspace
+from daemons.up_and_down import make_ready, stop_workspace, take_workspace
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir
 
@@ -47,14 +47,32 @@ def test_a_workspace_is_started_as_it_was_last_started(tmp_path: Path, capsys: p
     place.parent.mkdir(parents=True)
     place.write_text(tomli_w.dumps(said))
     wanted = choose_system(["--seq_len", "256"], tmp_path / "h")
-    assert "with its last settings" in capsys.readouterr().out
+    wanted_line = capsys.readouterr().out
+    assert "with its last settings" in wanted_line
     trainer = wanted.system.trainer
     assert (trainer.model.name, trainer.seq_len, wanted.is_small) == ("mine", 256, False)
     assert wanted.system.inference.model.max_model_len == 256, "what is said once reaches both daemons"
     assert trainer.model.lora is not None and trainer.model.lora.rank == 4
+    assert "and with seq_len as given here" in wanted_line
     place.write_text("seq_len = [")
     with pytest.raises(ConfigError, match=r"up\.toml"):
         choose_system([], tmp_path / "h")
+
+
+def test_a_workspace_starts_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative names mean the folder in which it was started first."""
+    (tmp_path / "models/base").mkdir(parents=True)
+    (tmp_path / "models/base/config.json").touch()
+    first = choose_system(["--model.name", "models/base"], tmp_path / "h")
+    take_workspace(first, OutputDir(tmp_path / "h"), print).release()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = choose_system([], Path("../h"))
+    assert again.folder == first.folder == tmp_path and again.system.model.name == str(tmp_path / "models/base")
+    take_workspace(again, OutputDir(Path("../h")), print).release()
+    assert saved_folder(OutputDir(tmp_path / "h")) == tmp_path
+    new = choose_system(["--model.name", "m"], tmp_path / "h")
+    assert (new.folder, new.system.model.name) == (tmp_path / "elsewhere", "m")
 
 
 def test_the_place_comes_from_the_option_else_the_environment_else_the_file(

@@ -15,6 +15,7 @@ import pytest
 from daemons.cli import run
 from prime_rl.configs import EXAMPLES
 from prime_rl.utils.runtime import CPU, install_command, missing
+from scripts import install
 from tests.wheel_support import LOAD_ALL, ROOT
 
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -65,3 +66,23 @@ def test_extras_that_are_named_exist() -> None:
     in_code = [name for text in texts for name in re.findall(r"install_command\([\"'](\w+)[\"']\)", text)]
     named = {each for name in [*in_text, *in_code] for each in name.split(",")}
     assert len(named) >= 4 and named <= EXTRAS.keys()
+
+
+def test_make_install_takes_extras_by_the_pins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nothing() -> None:
+        pass
+
+    for step in ("make_venv", "install_torch_cpu", "install_core"):
+        monkeypatch.setattr(install, step, nothing)
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(install, "uv", lambda *words, versions: asked.append((*words, versions)))
+    monkeypatch.setattr(install, "VENV", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["install.py", "core"])
+    for extras, code in (("", 0), ("recipes, monitors", 0), ("monitors,recipes", 0), ("recipe", 2)):
+        monkeypatch.setenv("EXTRAS", extras)
+        assert install.main() == code
+    words = ("--no-build-isolation", "--editable", f"{install.ROOT}[recipes,monitors]", install.CPU_VERSIONS)
+    assert asked == [words], "once, whatever their order"
+    assert capsys.readouterr().err.startswith("install: EXTRAS: unknown recipe; known: cpu, gpu, ")

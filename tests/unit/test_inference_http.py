@@ -115,6 +115,11 @@ def test_adapters_outside_are_refused_by_any_way(tmp_path: Path) -> None:
         assert caught.value.status == status, str(path)[:200]
 
 
+def test_a_relative_path_that_means_another_folder_here_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ApiError, match=r"'outputs/a' is outside of .*\. Give an absolute path\.$"):
+        confined_adapter(tmp_path, "outputs/a")
+
+
 def test_fields_without_effect_are_accepted_at_neutral_values_only() -> None:
     neutral = {"top_k": -1, "frequency_penalty": 0.0, "user": "me", "echo": None, "min_p": None, "stream": False}
     assert parsed({"prompt": "x", **neutral}, CompletionRequest) == parsed({"prompt": "x"}, CompletionRequest)

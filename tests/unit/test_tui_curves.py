@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from tui.readers.charts import (
     thin,
     window,
 )
-from tui.widgets.chart import NOTHING, SHADES, Canvas, draw_curve, draw_stack, name_letters
+from tui.widgets.chart import NOTHING, SHADES, Canvas, draw_band, draw_curve, draw_stack, name_letters
 
 VALUES = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=200)
 
@@ -203,6 +204,16 @@ def test_no_value_stops_a_chart(values: list[float]) -> None:
         for is_log in (False, True):
             data = build_chart(spec, runs, ["run_a"], ChartView(is_log=is_log), (1.0, float(len(values))))
             assert data.has_values or spec.title == "evaluation"
+
+
+def test_a_band_is_an_area_behind_the_lines_that_cross_it() -> None:
+    canvas = Canvas(4, 4)
+    curve = Curve("", xs=(0, 7), steps=(1.0, 8.0), values=(2.0, 2.0), lows=(1.0, 1.0), highs=(3.0, 3.0))
+    draw_band(canvas, curve, 8, 0.0, 4.0)
+    assert ["".join(char for char, _ in row) for row in canvas.rows()] == ["    ", "░░░░", "░░░░", "    "]
+    draw_curve(canvas, replace(curve, lows=curve.values, highs=curve.values), 8, 0.0, 4.0)
+    rows = ["".join(char for char, _ in row) for row in canvas.rows()]
+    assert rows[0] == rows[3] == "    " and (rows[1] == "░░░░") != (rows[2] == "░░░░")
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_the_curve_of_a_group_is_the_mean_and_a_run_that_ended_no_longer_counts(
     runs = [contender("run_a", long, config={"k": "1"}), contender("run_b", short, config={"k": "1"})]
     chart = compare_chart(make_groups(runs, "k", "reward/mean"), ChartView(num_columns=4))
     band, mean = chart.curves
-    assert band.is_faint and not mean.is_faint
+    assert band.is_faint and band.is_band and not mean.is_faint
     assert mean.values == pytest.approx((0.5, 0.6, 0.4, 0.6))
     assert mean.steps == (1, 2, 3, 4)
     deviation = statistics.pstdev([0.2, 1.0])

@@ -92,6 +92,11 @@ def test_a_bar_has_its_width_and_grows(done: int, total: int | None, width: int)
 def test_short_texts() -> None:
     assert fmt.shorten("abcdef", 4) == "abc…"
     assert fmt.shorten_middle("run_reverse-lr1e-3", 10) == "run_…r1e-3"
+    sweep = [f"run_sweep-lr{lr}-seed{seed}" for lr in ("5e-4", "2e-3") for seed in (1, 2)]
+    short = fmt.short_names((*sweep, "run_a", "run_reverse-and-sort"), 15)
+    assert [short[run_id] for run_id in sweep[::3]] == ["ru…lr5e-4-seed1", "ru…lr2e-3-seed2"]
+    assert short["run_a"] == "run_a" and short["run_reverse-and-sort"] == "run_rev…nd-sort"
+    assert set(fmt.short_names(tuple(sweep), 9).values()) == {"lr2e…eed1", "lr2e…eed2", "lr5e…eed1", "lr5e…eed2"}
     assert fmt.first_line("\n\n two\nthree") == "two"
     assert fmt.first_line(None) == ""
     assert [size_text(number) for number in (512, 2048, 5 * 1024**3)] == ["512 B", "2.0 KiB", "5.0 GiB"]

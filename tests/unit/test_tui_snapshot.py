@@ -180,6 +180,13 @@ def test_a_daemon_whose_loop_hangs_is_stalled_in_header_system_and_problems(work
     assert snapshot.bottleneck is not None and snapshot.bottleneck.endswith("the trainer is stalled")
 
 
+def test_the_orchestrator_of_a_paused_run_is_paused_not_done(workspace: OutputDir) -> None:
+    RunDir(workspace.path / "run_sort-rank16").paused.touch()
+    write_status(workspace.daemon_status("run_sort-rank16"), DaemonStatus(name="run_sort-rank16", state="done"))
+    states = {daemon.name: (daemon.state, daemon.level) for daemon in look(workspace).daemons}
+    assert states["run_sort-rank16"] == ("paused", Level.QUIET)
+
+
 def test_daemons_of_a_workspace_that_is_down(tmp_path: Path) -> None:
     snapshot = look(build_workspace(tmp_path / "workspace", living=False))
     assert {daemon.name: daemon.state for daemon in snapshot.daemons} == {
@@ -214,18 +221,18 @@ def test_hostile_text_is_clean_in_every_row_and_problem(workspace: OutputDir) ->
 
 
 @settings(max_examples=40)
-@given(width=st.integers(80, 260), longest=st.integers(5, 68))
+@given(width=st.integers(77, 260), longest=st.integers(5, 68))
 def test_the_columns_fit_and_hold_the_essential(width: int, longest: int) -> None:
-    columns = choose_columns(width, longest)
+    columns = choose_columns(width, ["run_".ljust(longest, "x")])
     assert sum(column.width + 2 * PADDING for column in columns) <= width
-    assert {column.key for column in columns} >= ESSENTIAL
+    assert {column.key for column in columns} >= ESSENTIAL | {"seen"}
     if width >= 200:
         assert len(columns) == 13
 
 
 def test_cells_are_as_wide_as_their_column(workspace: OutputDir) -> None:
     for width in (79, 119, 199):
-        columns = choose_columns(width, 18)
+        columns = choose_columns(width, ["run_with-a-long-id"])
         for row in look(workspace).rows:
             cells = {column.key: plain(make_cell(column, row, NOW)) for column in columns}
             assert {key: cell for key, cell in cells.items() if cell_len(cell) != _width(columns, key)} == {}

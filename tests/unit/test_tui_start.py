@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,20 @@ def test_a_missing_folder_is_wrong_use_in_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1 and str(missing) in done.stderr
+
+
+@pytest.mark.parametrize("other", ["input", "output", "error"])
+def test_without_a_terminal_it_names_what_prints_text(tmp_path: Path, other: str) -> None:
+    ours, theirs = pty.openpty()
+    streams = {name: subprocess.PIPE if name == other else theirs for name in ("input", "output", "error")}
+    command = [sys.executable, "-m", "tui", str(tmp_path)]
+    child = subprocess.Popen(command, stdin=streams["input"], stdout=streams["output"], stderr=streams["error"])
+    os.close(theirs)
+    _, err = child.communicate(timeout=PATIENCE_S)
+    said = err if other == "error" else os.read(ours, 1 << 16)
+    os.close(ours)
+    line = f"prl-tui: standard {other} must be a terminal; as text: prl status --output-dir {tmp_path}"
+    assert (child.returncode, said.decode().splitlines()) == (2, [line])
 
 
 @pytest.mark.parametrize(

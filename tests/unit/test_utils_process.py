@@ -69,3 +69,16 @@ def test_containers_of_one_machine_do_not_share_their_pids() -> None:
     for boot in inside:
         stranger = ProcessId(1, start=f"{boot}/{ProcessId.of(1).start.partition('/')[2]}")
         assert stranger.is_of_another_boot() and not stranger.is_running()
+
+
+def test_a_closed_terminal_is_a_request_to_stop_and_nohup_stands() -> None:
+    code = """
+import os, signal
+from prime_rl.utils.process import StopFlag
+stop = StopFlag().install()
+os.kill(os.getpid(), signal.SIGHUP)
+print(stop(), stop.signal_name)
+"""
+    for shell, said in ((["nohup"], "False None\n"), ([], "True SIGHUP\n")):
+        done = subprocess.run([*shell, sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout == said

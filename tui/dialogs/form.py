@@ -201,6 +201,15 @@ DEBOUNCE_S = 0.25
 MAX_CHECK_CHARS = 8_000
 
 
+class Tick(Checkbox):
+    """A checkbox whose box is empty while it is off: without colours a faint mark would look like one that is set."""
+
+    @property
+    def BUTTON_INNER(self) -> str:  # type: ignore[override]
+        """The mark in the box."""
+        return "X" if self.value else " "
+
+
 class FormDialog(JobDialog):
     """Enter in a field and ctrl+s do it, when the fields are valid."""
 

@@ -15,7 +15,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Checkbox, Static, TextArea
+from textual.widgets import Static, TextArea
 from textual.widgets.button import ButtonVariant
 
 from daemons.details import Difference, RunDifference
@@ -42,7 +42,7 @@ from tui.actions.jobs import (
     set_job,
     sweep_job,
 )
-from tui.dialogs.form import FormDialog
+from tui.dialogs.form import FormDialog, Tick
 from tui.model.snapshot import RunRow
 
 
@@ -247,7 +247,7 @@ class ForkDialog(FormDialog):
         if self._is_one:
             yield from self.field("new-id", "new id", placeholder=f"{self._form.run_ids[0]}-fork")
         yield from self.field("settings", "settings", placeholder="optim.lr=3e-5 seed=2")
-        yield Checkbox("with the moments of its optimizer", id="optimizer", compact=True)
+        yield Tick("with the moments of its optimizer", id="optimizer", compact=True)
         yield self.problem("optimizer")
 
     def take(self) -> None:
@@ -291,7 +291,7 @@ class ExportDialog(FormDialog):
         yield from self.field("version", "version", self._form.version, "the newest" if one else "the newest of each")
         place = "a new one, outside of the workspace" if one else "for a new one of each run, outside of the workspace"
         yield from self.field("out", "folder", self._form.out, place)
-        yield Checkbox("merge the adapter into the base model", id="merge", compact=True)
+        yield Tick("merge the adapter into the base model", id="merge", compact=True)
 
     def take(self) -> None:
         """Read the fields into the form; the version may begin with "v"."""

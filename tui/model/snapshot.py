@@ -39,6 +39,7 @@ _DAEMON_LEVELS = {
     "waiting": Level.GOOD,
     "starting": Level.BUSY,
     "done": Level.QUIET,
+    "paused": Level.QUIET,
     "stopped": Level.QUIET,
     "down": Level.QUIET,
     "backoff": Level.WARN,
@@ -281,7 +282,12 @@ def _daemons(workspace: Workspace) -> tuple[DaemonRow, ...]:
         _daemon("supervisor", "running" if workspace.supervisor_alive else None, None, supervisor),
     ]
     known = {daemon.name for daemon in found}
-    others = [_daemon(each.name, each.state, None, each) for each in workspace.daemons if each.name not in known]
+    paused = {run.run_id for run in workspace.runs if run.state is RunState.PAUSED}
+    others = [
+        _daemon(each.name, "paused" if each.name in paused and each.state == "done" else each.state, None, each)
+        for each in workspace.daemons
+        if each.name not in known
+    ]
     return (*found, *others)
 
 

@@ -348,7 +348,8 @@ class ChartView:
 class Curve:
     """One line. By column that has a value: its index, the newest step on it, that step's value, least and greatest.
 
-    `last` is the newest value of all, whatever is looked at. `is_faint`: the values before smoothing.
+    `last` is the newest value of all, whatever is looked at. `is_faint`: the values before smoothing, or with
+    `is_band` the area between the least and the greatest ones.
     """
 
     name: str
@@ -360,6 +361,7 @@ class Curve:
     highs: tuple[float, ...] = ()
     last: float | None = None
     is_faint: bool = False
+    is_band: bool = False
 
     def at(self, step: float) -> int | None:
         """Index of the column whose newest step is nearest to `step`."""

@@ -114,7 +114,7 @@ def compare_chart(groups: Sequence[Group], view: ChartView) -> ChartData:
     for colour, group in enumerate(drawn):
         mean = replace(_mean_curve(group, view, shown), colour=colour)
         if len(group.runs) > 1:
-            curves.append(replace(mean, is_faint=True))
+            curves.append(replace(mean, is_faint=True, is_band=True))
         curves.append(replace(mean, lows=mean.values, highs=mean.values))
     return ChartData(tuple(curves), shown, view.num_columns)
 

@@ -99,6 +99,7 @@ def ids_of(rows: Sequence[RunRow]) -> list[str]:
 
 # A run in one of these has no slot to leave, and waits for none.
 _NO_PAUSE = (RunState.INVALID, RunState.FINISHED, RunState.EVICTED, RunState.FAILED)
+_NO_EVICT = (RunState.FINISHED, RunState.EVICTED)
 
 
 class SteersRuns(Performs):
@@ -116,12 +117,9 @@ class SteersRuns(Performs):
     ]
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Hide the keys that need a target run; grey out pause when no target can be paused or continued."""
-        rows = self.target_rows()
-        if action in ("pause", "weight", "budget", "fork", "export") and not rows:
+        """Hide the keys that need a target run. Pause stays where it has no effect: its key tells why."""
+        if action in ("pause", "weight", "budget", "fork", "export") and not self.target_rows():
             return False
-        if action == "pause":
-            return True if any(row.state not in _NO_PAUSE for row in rows) else None
         return super().check_action(action, parameters)
 
     def commands(self) -> dict[str, Command]:
@@ -153,6 +151,8 @@ class SteersRuns(Performs):
             self.app.push_screen(PauseDialog(self.output_dir, running, self.perform))
         elif rows:
             self._continue(rows)
+        else:
+            self.notify(self._no_pause(), severity="warning", markup=False)
 
     def action_weight(self) -> None:
         """Open the dialog that sets one weight for the target runs."""
@@ -187,6 +187,13 @@ class SteersRuns(Performs):
 
     def _steerable(self) -> list[RunRow]:
         return [row for row in self.target_rows() if row.state not in _NO_PAUSE]
+
+    def _no_pause(self) -> str:
+        from daemons.actions import NO_PAUSE
+
+        row, *others = self.target_rows()
+        more = f", and {len(others)} more cannot either" if others else ""
+        return f"{row.run_id} cannot be paused: {NO_PAUSE[RunState(row.state)]}{more}"
 
     def _some(self) -> list[RunRow]:
         """The target runs. Raises CommandError without one."""
@@ -233,7 +240,7 @@ class SteersRuns(Performs):
 
         self._some()
         if not (rows := self._steerable()):
-            raise CommandError("none of these runs can be paused: they have no slot and wait for none")
+            raise CommandError(self._no_pause())
         self.perform(pause_job(self.output_dir, ids_of(rows), reason))
 
     def _command_weight(self, words: str) -> None:
@@ -300,7 +307,7 @@ class ActsOnRuns(SteersRuns):
         if action == "readmit":
             return True if any(map(_can_readmit, rows)) else None
         if action == "evict":
-            return True if any(row.state != RunState.EVICTED for row in rows) else None
+            return True if any(row.state not in _NO_EVICT for row in rows) else None
         if action == "restart":
             return True if self.snapshot and self.snapshot.workspace.supervisor_alive else None
         return super().check_action(action, parameters)
@@ -313,10 +320,10 @@ class ActsOnRuns(SteersRuns):
         return found
 
     def action_evict(self) -> None:
-        """Ask for a reason and evict the target runs, except those that are evicted already."""
+        """Ask for a reason and evict the target runs, except those that have no slot to leave for good."""
         from tui.dialogs.delete import EvictDialog, suggest
 
-        rows = [row for row in self.target_rows() if row.state != RunState.EVICTED]
+        rows = [row for row in self.target_rows() if row.state not in _NO_EVICT]
         if rows:
             reasons = suggest(rows, self.snapshot.rows if self.snapshot else ())
             self.app.push_screen(EvictDialog(self.output_dir, ids_of(rows), reasons, self.perform))

@@ -44,6 +44,8 @@ GROUP = "\0"
 NAME_WIDTHS = (22, 34)
 BORDERS = 2
 MAX_VALUE = 14
+# Keys that several tables of a config have.
+_NAMES_OF_MANY = ("id", "name", "type")
 KEY_ORDER = ("open", "filter", "group_by", "metric", "smooth", "back", "help")
 
 
@@ -286,6 +288,7 @@ class Table:
         }
         room = width - self._name - 22 - 8 * self._has_groups
         self._keys: list[tuple[str, int]] = []
+        self._names = fmt.short_names(tuple(run.run_id for group in data.groups for run in group.runs), self._name)
         for key in data.keys:
             texts = [run.config.get(key, fmt.DASH) for group in data.groups for run in group.runs]
             column = min(max(len(_short(key)), *map(len, texts)), MAX_VALUE)
@@ -329,7 +332,7 @@ class Table:
 
     def _run_line(self, group: Group, run: Contender) -> Text:
         is_best = self._data.best is not None and self._data.best.run_id == run.run_id
-        name = fmt.shorten_middle(run.run_id, self._name)
+        name = self._names[run.run_id]
         line = Text.assemble(
             (" ★ " if is_best else "   ", "success"),
             self._mark(group) if _is_alone(group) else "  ",
@@ -353,8 +356,9 @@ def _is_alone(group: Group) -> bool:
 
 
 def _short(key: str) -> str:
-    """The end of a dotted key: what tells it from others at the head of a column."""
-    return key.rpartition(".")[2]
+    """The end of a dotted key, for the head of a column: `lr` of `optim.lr`, but `env.id` of `env.0.id`."""
+    *others, last = [part for part in key.split(".") if not part.isdecimal()]
+    return ".".join([*others[-1:], last]) if last in _NAMES_OF_MANY else last
 
 
 class PickRuns(ModalScreen[tuple[str, ...] | None]):

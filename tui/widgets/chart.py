@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rich.segment import Segment
@@ -65,6 +65,7 @@ class Canvas:
         for row in range(first_row, last_row + 1):
             start, end = first % 4 if row == first_row else 0, last % 4 if row == last_row else 3
             self._bits[row][column] |= spans[start][end]
+            self._filled.pop((row, column), None)
             self._colours[row][column] = colour
 
     def connect(self, start: tuple[int, int], end: tuple[int, int], colour: int) -> None:
@@ -116,6 +117,20 @@ def draw_curve(canvas: Canvas, curve: Curve, num_columns: int, low: float, high:
         before = dot
 
 
+def draw_band(canvas: Canvas, curve: Curve, num_columns: int, low: float, high: float) -> None:
+    """The area from its least to its greatest values, lightly filled where it takes half of a character or more."""
+    scale = (canvas.width - 1) / max(num_columns - 1, 1)
+    place = functools.partial(_dot_of, low=low, high=high, num_dots=canvas.num_dots[1])
+    ends = {round(x * scale): pair for x, *pair in zip(curve.xs, curve.highs, curve.lows, strict=True)}
+    top = bottom = 0
+    for column in range(min(ends, default=0), max(ends, default=-1) + 1):
+        if column in ends:
+            top, bottom = map(place, ends[column])
+        for row in range(top // 4, bottom // 4 + 1):
+            if min(bottom, row * 4 + 3) - max(top, row * 4) > 0:
+                canvas.fill(column, row, SHADES[-1], curve.colour)
+
+
 def draw_stack(canvas: Canvas, curves: Sequence[Curve], num_columns: int, high: float) -> None:
     """Bands on top of each other from 0 to `high`, the first at the bottom."""
     scale = (canvas.width - 1) / max(num_columns - 1, 1)
@@ -149,6 +164,7 @@ LABEL_WIDTH = 8
 STEP_WIDTH = 14
 # The shortest name of a curve, in letters.
 MIN_LETTERS = 3
+LEGEND_GAPS = 3
 # Added to the colour of a curve that is drawn faint; the colour of labels.
 _FAINT, _LABEL = 100, -2
 COLOURS = ("secondary", "accent", "success", "warning", "error", "primary", "muted", "text")
@@ -288,7 +304,7 @@ class Chart(Widget):
         else:
             for curve in sorted(curves, key=lambda each: not each.is_faint):
                 shade = replace(curve, colour=curve.colour + _FAINT * curve.is_faint)
-                draw_curve(canvas, shade, data.num_columns, low, high)
+                (draw_band if curve.is_band else draw_curve)(canvas, shade, data.num_columns, low, high)
         self._mark_ticks(low, high)
         return canvas.rows()
 
@@ -346,17 +362,28 @@ class Chart(Widget):
         self.border_title = Content.from_rich_text(Text.assemble(*title), self.app.console)
         bare = self._legend(curves, 0)
         room = self.size.width - 4 - bare.cell_length
-        letters = name_letters([curve.name for curve in curves], room)
-        self.border_subtitle = self._legend(curves, letters) if letters else bare
+        names = tuple(curve.name for curve in curves)
+        letters = name_letters(names, room)
+        if letters or self._cursor is not None or self._data.is_stacked:
+            self.border_subtitle = self._legend(curves, letters) if letters else bare
+            return
+        # Without values there is room for names that differ late, as those of a sweep do.
+        width = (self.size.width - 4) // max(len(curves), 1) - LEGEND_GAPS
+        short = fmt.short_names(names, width)
+        is_told = width >= MIN_LETTERS and len(set(short.values())) == len(names)
+        self.border_subtitle = self._legend(curves, 0, short) if is_told else bare
 
-    def _legend(self, curves: list[Curve], num_letters: int) -> Content:
-        """Mark, name (its first letters) and value of several curves."""
+    def _legend(self, curves: list[Curve], num_letters: int, names: Mapping[str, str] | None = None) -> Content:
+        """Mark, name (its first letters) and value of several curves; or marks and `names`."""
         if len(curves) == 1 and not curves[0].name:
             return Content("")
         parts: list[str | tuple[str, str]] = []
         for index, curve in enumerate(curves):
             colour = self._colour(curve.colour)
             mark = SHADES[index % len(SHADES)] if self._data.is_stacked else "━"
+            if names is not None:
+                parts += [" " if index else "", (f"{mark} ", colour), names[curve.name]]
+                continue
             name = f"{curve.name[:num_letters]} " if num_letters else ""
             parts += ["  " if index else "", (f"{mark} ", colour), name, (self._figure(self._value(curve)), colour)]
         return Content.from_rich_text(Text.assemble(*parts), self.app.console)

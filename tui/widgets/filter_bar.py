@@ -105,7 +105,8 @@ class FilterBar(Horizontal):
             self._said.update(Content(said))
 
     def open(self) -> None:
-        """Show the bar and focus its input."""
+        """Show the bar, empty, and focus its input."""
+        self.input.value = ""
         self.add_class("-open")
         self.input.can_focus = True
         self.input.focus()

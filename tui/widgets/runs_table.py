@@ -7,8 +7,8 @@ stand before it: which fit into a width, what each shows of a run, and a line ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rich.cells import cell_len, set_cell_size
@@ -37,6 +37,7 @@ PADDING = 1  # cells on each side of a column
 MARK, PIN = "✓", "★"
 MIN_NOTE = 12
 MIN_ID = 10
+SHORT_ID = 11
 MAX_ID = 28
 
 # Pieces of text with their styles, not a `Text`: a screenful of these is made at each sign of life of its runs.
@@ -45,25 +46,27 @@ Cell = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Column:
-    """One column. `width` is without the padding; figures are right-aligned."""
+    """One column. `width` is without the padding; figures are right-aligned; `names` are shown in place of run ids."""
 
     key: str
     label: str
     width: int
     is_figure: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
-def choose_columns(width: int, longest_id: int) -> tuple[Column, ...]:
-    """The columns that fit into `width` cells: the essential ones always, others as there is room, in fixed order.
-
-    `longest_id` is the length of the longest run id.
-    """
-    id_width = min(max(longest_id, MIN_ID), 16 if width < 100 else MAX_ID)
+def choose_columns(width: int, run_ids: Sequence[str]) -> tuple[Column, ...]:
+    """The columns that fit into `width` cells: the essential ones always, others as there is room, in fixed order."""
+    longest = max(map(len, run_ids), default=0)
+    id_width = min(max(longest, MIN_ID), 16 if width < 100 else MAX_ID)
     bar = 14 if width < 100 else 18 if width < 160 else 26
     spark = 8 if width < 100 else 12 if width < 160 else 24
+    if width < 100 and id_width > SHORT_ID:  # or there is no room for the age of the last sign of life
+        id_width, bar, spark = min(id_width, 15), 12, 6
+    names = fmt.short_names(tuple(run_ids), id_width)
     wanted = {
         "state": Column("state", "STATE", 10),
-        "run": Column("run", "RUN", id_width),
+        "run": Column("run", "RUN", id_width, names=names),
         "progress": Column("progress", "PROGRESS", bar),
         "reward": Column("reward", "REWARD", 6 + spark),
     }
@@ -100,7 +103,7 @@ def make_cell(column: Column, row: RunRow, now: float) -> Cell:
         case "state":
             return ((fit(f"{row.symbol} {row.state}", width), row.level.style),)
         case "run":
-            return ((fit(fmt.shorten_middle(row.run_id, width), width), "bold"),)
+            return ((fit(column.names.get(row.run_id, row.run_id), width), "bold"),)
         case "progress":
             return _progress(row, width)
         case "reward":
@@ -336,11 +339,10 @@ class RunsTable(ScrollView, can_focus=True):
     ) -> None:
         """Show exactly `rows`, in this order; `sort` is (column, descending) for the head."""
         selected, before = self.selected_id, self._frame()
-        longest = max((len(row.run_id) for row in rows), default=0)
         self._rows, self._now, self._pins, self._sort = list(rows), now, pins, sort
         self._index = {row.run_id: index for index, row in enumerate(rows)}
         self._drawn = {run_id: line for run_id, line in self._drawn.items() if run_id in self._index}
-        self._fit(longest)
+        self._fit()
         self.virtual_size = Size(self.size.width, len(rows) + HEADER)
         place = self._index.get(selected) if selected else None
         self.cursor = place if place is not None else max(min(self.cursor, len(rows) - 1), 0)
@@ -395,10 +397,10 @@ class RunsTable(ScrollView, can_focus=True):
         self._seen = {}
         self.refresh()
 
-    def _fit(self, longest: int) -> None:
-        """Choose other columns when the width or the longest id requires it."""
+    def _fit(self) -> None:
+        """Choose other columns when the width or the ids require it."""
         width = self.size.width - self.styles.scrollbar_size_vertical - GUTTER
-        layout = choose_columns(width, longest)
+        layout = choose_columns(width, sorted(self._index))
         if layout != self._layout:
             self._layout, self._drawn = layout, {}
 
