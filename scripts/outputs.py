@@ -66,6 +66,16 @@ NODE: Keys = {
     "waiting_on": str | None,
     "reason": str | None,
 }
+STANDING: Keys = {
+    "environment": str,
+    "step": int,
+    "place": int | None,
+    "name": str,
+    "value": float | None,
+    "standard_error": float | None,
+    "num_runs": int,
+    "runs": [{"run_id": str, "step": int | None, "value": float | None}],
+}
 FIT_SIZES = ("peak", "weights", "adapters", "optimizer", "activations", "head", "backward", "offloaded", "usable")
 OUTPUTS: dict[str, Keys] = {
     "prl status": {
@@ -107,6 +117,12 @@ OUTPUTS: dict[str, Keys] = {
     "prl runs fork ID": {"fork": Fork, "dry_run": bool},
     "prl runs sweep FILE": {"plan": SweepPlan, "added": list[str], "dry_run": bool},
     "prl runs export ID": {"export": And(Export, {"dry_run": bool})},
+    "prl runs best": {
+        "metric": str,
+        "by": str,
+        "standings": [STANDING],
+        "notes": list[str],
+    },
     "prl runs diff A B": {"runs": list[str], "config": [Difference], "result": [Difference]},
     "prl usage": {"by": str, "rows": [Use], "total": Use},
     "prl up --dry-run": {

@@ -5,9 +5,11 @@ They work with the daemons down.
 
 from __future__ import annotations
 
+import enum
+import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,6 +86,33 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a field, such as optim.lr=1e-3. May be repeated."),
 ]
+
+
+class SortBy(enum.StrEnum):
+    """The columns that `prl runs list` sorts by."""
+
+    SLOT = "slot"
+    RUN = "run"
+    STEP = "step"
+    REWARD = "reward"
+    TOKENS = "tokens"
+    AGE = "age"
+
+
+_SORTS: Mapping[SortBy, Callable[[RunView], float | None]] = {
+    SortBy.STEP: lambda run: run.step,
+    SortBy.REWARD: lambda run: run.reward,
+    SortBy.TOKENS: lambda run: run.tokens_per_s,
+    SortBy.AGE: lambda run: run.added_at,
+}
+
+
+def sorted_runs(runs: Sequence[RunView], by: SortBy) -> list[RunView]:
+    """By name from a to z, by a figure the highest or newest first; runs without it last, equals in their order."""
+    if by is SortBy.RUN:
+        return sorted(runs, key=lambda run: run.run_id)
+    value = _SORTS.get(by, lambda run: None)
+    return sorted(runs, key=lambda run: -math.inf if (found := value(run)) is None else found, reverse=True)
 
 
 def run_json(run: RunView) -> dict[str, Any]:
@@ -252,20 +281,25 @@ def list_runs(
     tag: Annotated[
         list[str] | None, typer.Option(metavar="TAG", help="Only runs with this tag. Repeated: with all of them.")
     ] = None,
+    sort: Annotated[
+        SortBy, typer.Option(help="The order; reward is that of the last batch, prl runs best compares.")
+    ] = SortBy.SLOT,
     watching: WatchOption = False,
 ) -> None:
     """List runs with state, step, reward and reason.
 
     Active runs come first, by slot; then waiting runs in admission order; then all others.
 
-    Example: prl runs list --state active,waiting --tag lr-sweep --watch
+    Example: prl runs list --state active,waiting --tag lr-sweep --sort reward
     """
     states, tags = _states(state), set(tag or ())
     path = check_readable(choose_output_dir(output_dir))
     reader = WorkspaceReader(path)
 
     def chosen() -> list[RunView]:
-        return [run for run in reader.read().runs if (not states or run.state in states) and tags <= set(run.tags)]
+        runs = reader.read().runs
+        kept = [run for run in runs if (not states or run.state in states) and tags <= set(run.tags)]
+        return sorted_runs(kept, sort)
 
     def table() -> RenderableType:
         asked = [f"is {' or '.join(sorted(states))}"] * bool(states) + [f"has the tag {each}" for each in sorted(tags)]
