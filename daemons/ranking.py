@@ -173,12 +173,13 @@ def read_contestants(output_dir: Path, runs: Sequence[RunView], metric: str) -> 
     for view in runs:
         run = OutputDir(output_dir).run(view.run_id)
         try:
-            config = {one_line(key): _text(value) for key, value in flatten(resolved(load_toml(run.orch_toml)))}
+            values = flatten(resolved(load_toml(run.orch_toml)))
+            config: dict[str, str] = {one_line(key): _text(value) for key, value in values}
         except ConfigError:
             config = {}
         pairs = series(_lines(run.orchestrator_metrics), metric) or series(_lines(run.trainer_metrics), metric)
-        steps, values = tuple(float(step) for step, _ in pairs), tuple(value for _, value in pairs)
-        found.append(RunValues(view.run_id, tuple(view.tags), config, steps, values))
+        steps, results = tuple(float(step) for step, _ in pairs), tuple(value for _, value in pairs)
+        found.append(RunValues(view.run_id, tuple(view.tags), config, steps, results))
     return found
 
 

@@ -111,7 +111,8 @@ def sorted_runs(runs: Sequence[RunView], by: SortBy) -> list[RunView]:
     """By name from a to z, by a figure the highest or newest first; runs without it last, equals in their order."""
     if by is SortBy.RUN:
         return sorted(runs, key=lambda run: run.run_id)
-    value = _SORTS.get(by, lambda run: None)
+    if (value := _SORTS.get(by)) is None:
+        return list(runs)
     return sorted(runs, key=lambda run: -math.inf if (found := value(run)) is None else found, reverse=True)
 
 

@@ -17,6 +17,7 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
+from daemons.ranking import RUN
 from tui import fmt
 from tui.keys import Command, CommandError
 from tui.messages import RunChanged
@@ -25,7 +26,6 @@ from tui.model.snapshot import RunRow, Snapshot
 from tui.readers.charts import SMOOTHINGS
 from tui.readers.compare import (
     MAX_RUNS,
-    RUN,
     CompareData,
     CompareReader,
     CompareRequest,
