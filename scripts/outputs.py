@@ -43,6 +43,7 @@ class And:
     more: Keys
 
 
+RUN_VIEW = And(RunView, {"troubles": list[str]})
 SILENCE = And(Silence, {"name": str})
 REPLICA: Keys = {
     "replica": int,
@@ -66,6 +67,14 @@ NODE: Keys = {
     "waiting_on": str | None,
     "reason": str | None,
 }
+PROBLEM: Keys = {
+    "file": str,
+    "line": int | None,
+    "key": str | None,
+    "found": Any,
+    "allowed": str,
+    "message": str,
+}
 STANDING: Keys = {
     "environment": str,
     "step": int,
@@ -83,15 +92,15 @@ OUTPUTS: dict[str, Keys] = {
         "supervisor_alive": bool,
         "daemons": [DaemonView],
         "slots": [{"run_idx": int, "run_id": str | None}],
-        "runs": [RunView],
+        "runs": [RUN_VIEW],
         "refused": [RefusedView],
         "disk": And(DiskView, {"house_bytes": int, "house_complete": bool}),
         "bottleneck": str | None,
         "inference": [REPLICA],
     },
-    "prl runs list": {"runs": [RunView]},
+    "prl runs list": {"runs": [RUN_VIEW]},
     "prl runs show ID": {
-        "run": And(RunView, {"log_tail": list[str]}),
+        "run": And(RunView, {"troubles": list[str], "log_tail": list[str]}),
         "config": dict | None,
         "metrics": {"trainer": dict[str, float], "orchestrator": dict[str, float]},
         "errors": list[str],
@@ -102,16 +111,8 @@ OUTPUTS: dict[str, Keys] = {
     "prl runs validate FILE": {
         "file": str,
         "valid": bool,
-        "problems": [
-            {
-                "file": str,
-                "line": int | None,
-                "key": str | None,
-                "found": Any,
-                "allowed": str,
-                "message": str,
-            }
-        ],
+        "problems": [PROBLEM],
+        "warnings": [PROBLEM],
         "trainer": {"model": str, "seq_len": int},
     },
     "prl runs fork ID": {"fork": Fork, "dry_run": bool},

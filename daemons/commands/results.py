@@ -42,6 +42,7 @@ from daemons.exports import export_run
 from daemons.ranking import RUN, TAG, RunValues, Standing, notes, rank, read_contestants
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
+from prime_rl.contract.learning import REWARD
 from prime_rl.contract.usage import UsageLine, read_usage
 from prime_rl.utils.text import one_line, size_text
 
@@ -250,7 +251,7 @@ def best(
     """
     if as_json and as_csv:
         raise UsageError("--json and --csv: choose one")
-    metric = "reward/mean" if metric == "reward" else metric
+    metric = REWARD if metric == "reward" else metric
     place, tags = check_readable(choose_output_dir(output_dir)), set(tag or ())
     runs = read_contestants(place, [run for run in read_workspace(place).runs if tags <= set(run.tags)], metric)
     if runs and by not in (RUN, TAG) and not any(by in run.config for run in runs):
