@@ -278,14 +278,17 @@ async def test_a_run_that_does_not_learn_and_a_restart_loop_are_problems_with_wh
     async with opened(workspace, "5") as (app, pilot):
         await until(pilot, lambda: f"run {run.run_id}" in keys_of(app), "the run")
         assert "daemon inference" in keys_of(app)
-        while problems(app).problems.selected != f"run {run.run_id}":
-            await pilot.press("j")
-        await sees(
-            app, pilot, "no gradient: grad_norm at most 0 for 28 updates", "prl runs rollback", "entropy is gone"
-        )
-        while problems(app).problems.selected != "daemon inference":
-            await pilot.press("j")
-        await sees(app, pilot, "restart loop: inference ended 3 times", "prl logs inference")
+        keys = keys_of(app)
+        for key, words in (
+            ("daemon inference", ("restart loop: inference ended 3 times", "prl logs inference")),
+            (
+                f"run {run.run_id}",
+                ("no gradient: grad_norm at most 0 for 28 updates", "prl runs rollback", "entropy is"),
+            ),
+        ):
+            await pilot.press("g", *["j"] * keys.index(key))
+            assert problems(app).problems.selected == key
+            await sees(app, pilot, *words)
         await pilot.press("1")
         await sees(app, pilot, "no gradient")
 
