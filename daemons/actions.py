@@ -24,7 +24,7 @@ from typing import Any
 
 import tomli_w
 
-from daemons.adding import add_run, check_file, trainer_limits, validate_file
+from daemons.adding import add_run, check_doubts, check_file, trainer_limits, validate_file
 from daemons.errors import ActionError, WrongUseError, in_one_line, printable, record_act
 from daemons.trash import (
     DELETED_NOTE,
@@ -55,6 +55,7 @@ __all__ = [
     "ActionError",
     "WrongUseError",
     "add_run",
+    "check_doubts",
     "check_file",
     "continue_run",
     "delete_run",

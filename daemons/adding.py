@@ -40,7 +40,7 @@ from prime_rl.configs.base import (
 from prime_rl.configs.jsonl import Place, place_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.configs.validate import TrainerLimits, find_problems
+from prime_rl.configs.validate import TrainerLimits, doubts, find_problems, load_run_config
 from prime_rl.contract.files import open_file, read_file, read_text, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, stable_marker
 from prime_rl.contract.peft import (
@@ -256,6 +256,17 @@ def check_file(
         except ActionError as error:
             problems.append(ConfigProblem("init.from", str(error).removeprefix("init.from: ")))
     return problems
+
+
+def check_doubts(
+    output_dir: Path, source: Path | str, *, overrides: Mapping[str, Any] | None = None
+) -> list[ConfigProblem]:
+    """What is valid in a run's TOML file and rarely meant; [] also for an invalid one."""
+    try:
+        config = load_run_config(Path(source), overrides)
+    except ConfigError:
+        return []
+    return doubts(config, trainer_limits(Path(output_dir)))
 
 
 def validate_file(

@@ -27,6 +27,7 @@ from daemons.workspace import DaemonView, RunView
 from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.configs.explain import differing
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker
+from prime_rl.contract.learning import REWARD
 from prime_rl.contract.metrics import parse_metrics
 from prime_rl.contract.peft import CONFIG_FILE
 from prime_rl.contract.served import adapter_name
@@ -40,7 +41,6 @@ _ERROR = re.compile(r"^\S+ (WARNING|ERROR|CRITICAL) |^[\w.]*(Error|Exception)\b.
 _SECRET = re.compile(r"(^|_)(api_?key|access_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 HIDDEN = "(hidden)"
 
-REWARD = "reward/mean"
 # Errors of figures, and those about the evaluation itself.
 _NOT_RESULTS = ("_se", "/truncated", "/num_failed")
 NUM_RECENT = 10

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from prime_rl.contract.learning import Sign, sign_texts
 from prime_rl.contract.status import (
     LOST,
     STALLED,
@@ -27,10 +28,12 @@ from prime_rl.contract.status import (
     utc,
 )
 from prime_rl.utils.process import ProcessId
-from prime_rl.utils.text import CleanText, clean_text
+from prime_rl.utils.text import CleanText, clean_text, one_line
 
 SUPERVISOR = "supervisor"
-MAX_REASON_CHARS = 10_000
+MAX_REASON_CHARS, MAX_TROUBLE_CHARS = 10_000, 1000
+# A restart that is followed by others is a loop when there are so many of them within this time, in seconds.
+LOOP_CRASHES, LOOP_S = 3, 600.0
 # States of a daemon without a process.
 _FINAL = ("failed", "stopped", "done")
 
@@ -42,7 +45,8 @@ class RunView:
     `updated_at`, `added_at` (when its config landed) and `stalled_since` (of its orchestrator) are Unix seconds.
     `policy_version` is the one that generates its rollouts, `async_level` the lag of its last batch; of a run that
     makes none it is the newest one, and null. `max_tokens` and `max_hours` are its budget. `problem` is what goes
-    wrong in its environments while it goes on.
+    wrong in its environments while it goes on, `signs` are those that it does not learn (docs/learning.md), and
+    `crash_loop` tells of an orchestrator that ends again and again.
     """
 
     run_id: str
@@ -72,12 +76,28 @@ class RunView:
     max_hours: float | None = None
     problem: CleanText | None = None
     examples_unusable: int = 0
+    signs: tuple[Sign, ...] = ()
+    crash_loop: CleanText | None = None
+
+    @property
+    def troubles(self) -> tuple[CleanText, ...]:
+        """All that a person should know of it while it goes on, the most important first; one line each."""
+        if self.state is not RunState.ACTIVE:
+            return ()
+        found = (self.crash_loop, self.problem, *map(_line, sign_texts(self.signs)))
+        return tuple(each for each in found if each)
+
+    @property
+    def trouble(self) -> CleanText | None:
+        """The first of `troubles`."""
+        return next(iter(self.troubles), None)
 
     @property
     def why(self) -> str:
         """In words why it is as it is: the reason of its state, or what it waits for and what goes wrong in it."""
         waits = f"waits for {self.waiting_on}" if self.waiting_on else None
-        return self.reason or "; ".join(filter(None, (waits, self.problem)))
+        more = f"{len(self.troubles) - 1} more problems" if len(self.troubles) > 1 else None
+        return self.reason or "; ".join(filter(None, (waits, self.trouble, more)))
 
 
 @dataclass(frozen=True)
@@ -86,7 +106,8 @@ class DaemonView:
 
     Stalled: it is there, but makes no progress or does not respond; `reason` has which, since when, and what to do.
 
-    `stalled_since` and `crashed_at` (its newest crash) in Unix seconds.
+    `stalled_since` and `crashed_at` (its newest crash) in Unix seconds. `crash_loop` tells of one that ends again and
+    again.
     """
 
     name: CleanText
@@ -101,6 +122,7 @@ class DaemonView:
     pid_start: str = ""
     stalled_since: float | None = None
     crashed_at: float | None = None
+    crash_loop: CleanText | None = None
 
     @property
     def process(self) -> ProcessId | None:
@@ -236,6 +258,10 @@ def failure(service: DaemonView | None) -> str | None:
     return f"{service.name}, which has failed ({service.reason}): prl restart {service.name}"
 
 
+def _line(text: str) -> CleanText:
+    return one_line(text, MAX_TROUBLE_CHARS)
+
+
 def shown(text: str | None) -> CleanText | None:
     """`text` as a view has it; None for nothing."""
     return clean_text(text.strip(), MAX_REASON_CHARS) if text else None
@@ -268,7 +294,17 @@ def daemon_view(status: DaemonStatus, now: float, *, is_home: bool = False, disk
         pid_start=process.start if process else "",
         stalled_since=since,
         crashed_at=status.crashes[-1].at if status.crashes else None,
+        crash_loop=shown(_crash_loop(status, now)),
     )
+
+
+def _crash_loop(status: DaemonStatus, now: float) -> str | None:
+    """In words that the daemon ended by itself LOOP_CRASHES times within LOOP_S; None when it did not."""
+    lately = [crash for crash in status.crashes if 0 <= now - crash.at < LOOP_S]
+    if len(lately) < LOOP_CRASHES or status.state in _FINAL:
+        return None
+    times = f"ended {len(lately)} times within {LOOP_S / 60:.0f} minutes"
+    return f"restart loop: {status.name} {times}: {one_line(lately[-1].reason)}; see prl logs {status.name}"
 
 
 def _silence(status: DaemonStatus, disk: str | None) -> tuple[str, str | None]:

@@ -34,6 +34,7 @@ from daemons.workspace import (
 )
 from prime_rl.contract.files import FileRefused, file_problem, find_trouble, read_text
 from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, list_steps, scan_runs, stable_marker
+from prime_rl.contract.learning import RULES
 from prime_rl.contract.status import (
     STALLED,
     DaemonStatus,
@@ -506,6 +507,8 @@ def _make_view(facts: _Facts) -> RunView:
         max_hours=config.max_hours if config else None,
         problem=shown(living.problem) if living and state is RunState.ACTIVE else None,
         examples_unusable=status.examples_unusable if status else 0,
+        signs=tuple(sign for sign in status.signs if sign.name in RULES)[: len(RULES)] if status else (),
+        crash_loop=daemon.crash_loop if daemon else None,
     )
 
 

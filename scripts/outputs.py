@@ -44,6 +44,7 @@ class And:
     more: Keys
 
 
+RUN_VIEW = And(RunView, {"troubles": list[str]})
 SILENCE = And(Silence, {"name": str})
 REPLICA: Keys = {
     "replica": int,
@@ -68,6 +69,24 @@ NODE: Keys = {
     "reason": str | None,
 }
 TURN: Keys = {"role": str, "content": str}
+PROBLEM: Keys = {
+    "file": str,
+    "line": int | None,
+    "key": str | None,
+    "found": Any,
+    "allowed": str,
+    "message": str,
+}
+STANDING: Keys = {
+    "environment": str,
+    "step": int,
+    "place": int | None,
+    "name": str,
+    "value": float | None,
+    "standard_error": float | None,
+    "num_runs": int,
+    "runs": [{"run_id": str, "step": int | None, "value": float | None}],
+}
 FIT_SIZES = ("peak", "weights", "adapters", "optimizer", "activations", "head", "backward", "offloaded", "usable")
 OUTPUTS: dict[str, Keys] = {
     "prl status": {
@@ -75,15 +94,15 @@ OUTPUTS: dict[str, Keys] = {
         "supervisor_alive": bool,
         "daemons": [DaemonView],
         "slots": [{"run_idx": int, "run_id": str | None}],
-        "runs": [RunView],
+        "runs": [RUN_VIEW],
         "refused": [RefusedView],
         "disk": And(DiskView, {"house_bytes": int, "house_complete": bool}),
         "bottleneck": str | None,
         "inference": [REPLICA],
     },
-    "prl runs list": {"runs": [RunView]},
+    "prl runs list": {"runs": [RUN_VIEW]},
     "prl runs show ID": {
-        "run": And(RunView, {"log_tail": list[str]}),
+        "run": And(RunView, {"troubles": list[str], "log_tail": list[str]}),
         "config": dict | None,
         "metrics": {"trainer": dict[str, float], "orchestrator": dict[str, float]},
         "errors": list[str],
@@ -94,16 +113,8 @@ OUTPUTS: dict[str, Keys] = {
     "prl runs validate FILE": {
         "file": str,
         "valid": bool,
-        "problems": [
-            {
-                "file": str,
-                "line": int | None,
-                "key": str | None,
-                "found": Any,
-                "allowed": str,
-                "message": str,
-            }
-        ],
+        "problems": [PROBLEM],
+        "warnings": [PROBLEM],
         "trainer": {"model": str, "seq_len": int},
     },
     "prl env try FILE": {
@@ -135,6 +146,12 @@ OUTPUTS: dict[str, Keys] = {
     "prl runs fork ID": {"fork": Fork, "dry_run": bool},
     "prl runs sweep FILE": {"plan": SweepPlan, "added": list[str], "dry_run": bool},
     "prl runs export ID": {"export": And(Export, {"dry_run": bool})},
+    "prl runs best": {
+        "metric": str,
+        "by": str,
+        "standings": [STANDING],
+        "notes": list[str],
+    },
     "prl runs diff A B": {"runs": list[str], "config": [Difference], "result": [Difference]},
     "prl eval TARGET": {"results": [EvalResult], "samples": str, "interrupted": bool},
     "prl serve": {"served": list[str], "urls": list[str]},

@@ -17,6 +17,7 @@ import msgspec
 from prime_rl.configs.reports import ALERT_KINDS, AlertKind, AlertsConfig
 from prime_rl.contract.files import append_line, write_atomic
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.learning import Sign
 from prime_rl.contract.status import DaemonStatus, NodeStatus, RunStatus, Status, TrainerRunStatus, TrainerStatus
 from prime_rl.trainer.step import not_finite
 from prime_rl.utils.process import ProcessId
@@ -70,6 +71,8 @@ class Troubles:
                 self.run(kind, state="failed", reason="boom")
             case "run_stalled":
                 self.run(kind, loop_still_s=1000.0)
+            case "run_trouble":
+                self.run(kind, signs=[Sign("no_gradient", 0.0, 1e-6, 28)])
             case "run_invalid":
                 write_atomic(self.output.run(kind).orch_toml, "max_steps = 'ten'")
             case "run_evicted":

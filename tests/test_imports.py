@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYER_0 = ("prime_rl.contract", "prime_rl.utils")
 LAYER_1 = (*LAYER_0, "prime_rl.configs")
 # How the console reads a workspace, as `prl` does.
-READS = ("daemons.workspace", "daemons.workspace_reader", "daemons.machine")
+READS = ("daemons.workspace", "daemons.workspace_reader", "daemons.machine", "daemons.ranking")
 # What it does to one.
 ACTS = (
     *("daemons.actions", "daemons.adding", "daemons.sweeps"),

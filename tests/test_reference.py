@@ -130,6 +130,7 @@ def words_of(workspace: OutputDir, tmp_path: Path) -> dict[str, list[str]]:
         "prl runs fork ID": "runs fork run_a --dry-run",
         "prl runs sweep FILE": f"runs sweep {RUN} --set model.name=m --set seed=1,2 --dry-run",
         "prl runs export ID": f"runs export run_a --out {tmp_path / 'new'} --dry-run",
+        "prl runs best": "runs best --by seed",
         "prl runs diff A B": "runs diff run_a run_b",
         "prl serve": "serve",
         "prl usage": "usage",

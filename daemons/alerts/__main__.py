@@ -22,7 +22,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -31,7 +30,6 @@ import psutil
 
 from daemons.alerts.rules import Incident, incidents, is_well, unproven
 from daemons.alerts.targets import Target, TargetError, dead_man, message, message_targets
-from daemons.details import REWARD
 from daemons.launchers.agent import log_of
 from daemons.quiet import (
     Named,
@@ -51,6 +49,7 @@ from prime_rl.configs.base import ConfigError, parse_argv
 from prime_rl.configs.reports import AlertsConfig, RewardRule
 from prime_rl.contract.files import open_file, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.learning import REWARD, RewardTrend
 from prime_rl.contract.metrics import parse_metrics
 from prime_rl.contract.nodes import BeatWatch, SeenNode
 from prime_rl.contract.status import NodeStatus, RunState, Status, StatusWriter, read_status
@@ -324,11 +323,12 @@ class RewardWatch:
         active = [run.run_id for run in runs if run.state is RunState.ACTIVE]
         self._rewards = {run_id: self._rewards.get(run_id) or self._begin(run_id) for run_id in active}
         for run_id, rewards in self._rewards.items():
-            if not rewards.read() or rewards.mean is None:
+            is_read, trend = rewards.read(), rewards.trend
+            if not is_read or trend.mean is None:
                 yield from unproven(run_id, "reward_collapsed")
-            elif rewards.best - rewards.mean > self._rule.drop * abs(rewards.best):
+            elif trend.has_collapsed(self._rule.drop):
                 what = f"mean reward of {self._rule.window} batches"
-                why = f"{what} is {rewards.mean:.3g}, was {rewards.best:.3g} at best"
+                why = f"{what} is {trend.mean:.3g}, was {trend.best:.3g} at best"
                 yield Incident("reward_collapsed", run_id, why)
         for run in runs:
             if run.state not in (RunState.ACTIVE, *_ENDED):
@@ -339,38 +339,24 @@ class RewardWatch:
 
 
 class _Rewards:
-    """Of one run. `mean`: of its newest `window` batches, None while there are fewer; `best`: the highest so far."""
+    """Of one run."""
 
     def __init__(self, path: Path, window: int) -> None:
-        self._tail = FileTail(path)
-        self._newest: deque[tuple[int, float]] = deque(maxlen=window)
-        self.mean: float | None = None
-        self.best = float("-inf")
+        self._tail, self._window = FileTail(path), window
+        self.trend = RewardTrend(window)
 
     def read(self) -> bool:
         """Read on; whether that was all."""
         for _ in range(READS_PER_LOOK):
             found = self._tail.read()
             if found.reset:
-                self._newest.clear()
-                self.mean, self.best = None, float("-inf")
-            for line in found.lines:
-                self._take(line)
+                self.trend = RewardTrend(self._window)
+            for step, figures in filter(None, map(parse_metrics, found.lines)):
+                if REWARD in figures:
+                    self.trend.feed(step, figures[REWARD])
             if not found.more:
                 return True
         return False
-
-    def _take(self, line: bytes) -> None:
-        step, figures = parse_metrics(line) or (0, {})
-        if REWARD not in figures:
-            return
-        while self._newest and self._newest[-1][0] >= step:  # the run went back to a checkpoint
-            self._newest.pop()
-        self._newest.append((step, figures[REWARD]))
-        is_full = len(self._newest) == self._newest.maxlen
-        # Not fmean, which raises for sums without end: these are numbers of a tenant.
-        self.mean = sum(reward for _, reward in self._newest) / len(self._newest) if is_full else None
-        self.best = self.best if self.mean is None else max(self.best, self.mean)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ here: of a node that was seen only once, of a daemon whose supervisor is lost. A
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from daemons.workspace import SUPERVISOR, DaemonView, RunView, Workspace
 from prime_rl.configs.reports import AlertKind
@@ -94,9 +94,13 @@ def _of_run(run: RunView, *, is_watched: bool) -> Iterator[Incident]:
         waits = f"; it waits for {run.waiting_on}" if run.waiting_on else ""
         yield Incident("run_stalled", run.run_id, _line(f"{run.reason or 'stalled'}{waits}"))
     elif run.state is RunState.STOPPED:
-        yield from unproven(run.run_id, "run_invalid", "run_stalled")
+        yield from unproven(run.run_id, "run_invalid", "run_stalled", "run_trouble")
     elif not is_watched:
-        yield from unproven(run.run_id, "run_stalled")
+        yield from unproven(run.run_id, "run_stalled", "run_trouble")
+    # A collapsed reward has a kind of its own, with a rule that can be chosen.
+    told = replace(run, signs=tuple(sign for sign in run.signs if sign.name != "reward_collapsed")).troubles
+    if told:
+        yield Incident("run_trouble", run.run_id, _line("; ".join(told)))
 
 
 def _of_daemon(daemon: DaemonView, now: float, *, is_service: bool) -> Iterator[Incident]:

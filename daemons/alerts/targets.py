@@ -176,6 +176,7 @@ _WORDS = {
     "run_not_finite": "was evicted for values that are not finite",
     "run_stalled": "is stalled",
     "reward_collapsed": "lost its reward",
+    "run_trouble": "needs a look",
     "daemon_crashed": "crashed",
     "daemon_stalled": "is stalled",
     "node_lost": "is lost",

@@ -1,4 +1,4 @@
-"""`prl usage`, `prl runs export|export-metrics|diff` and `prl chat`: what runs have used, and what came out of them.
+"""`prl usage`, `prl runs export|export-metrics|best|diff` and `prl chat`: what runs have used, and what came of them.
 
 Usage is added up by run, tag or day, also that of deleted runs. It reads `usage/` only.
 """
@@ -25,20 +25,26 @@ from daemons.commands.common import (
     FittingTable,
     JsonOption,
     OutputDirOption,
+    UsageError,
     check_readable,
     choose_output_dir,
     complain,
     console,
     make_table,
+    no_workspace,
+    number,
     print_json,
     say,
 )
-from daemons.commands.runs import RunIdArgument
+from daemons.commands.runs import NO_RUNS, RunIdArgument
 from daemons.details import Difference, diff_runs
 from daemons.errors import ActionError, one_line_errors
 from daemons.exports import export_run
+from daemons.ranking import RUN, TAG, RunValues, Standing, notes, rank, read_contestants
+from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
+from prime_rl.contract.learning import REWARD
 from prime_rl.contract.usage import UsageLine, read_usage
 from prime_rl.results import Workspace, columns_of
 from prime_rl.utils.text import one_line, size_text
@@ -259,6 +265,91 @@ def _csv_text(rows: list[dict[str, Any]]) -> str:
     writer.writerow([f"'{name}" if name.startswith(("=", "+", "-", "@")) else name for name in columns])
     writer.writerows([row.get(name) for name in columns] for row in rows)
     return text.getvalue()
+
+
+def best(
+    output_dir: OutputDirOption = None,
+    by: Annotated[
+        str, typer.Option(metavar="run|tag|KEY", help="What is ranked: runs, tags, or the values of a config key.")
+    ] = RUN,
+    metric: Annotated[str, typer.Option(metavar="NAME", help="A metric, such as eval/pass@1 or loss.")] = "reward/mean",
+    last: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many of the newest values count. Default: 10, of an evaluation 1."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Compare here the runs that are there. Default: as far as all are.")
+    ] = None,
+    tag: Annotated[
+        list[str] | None, typer.Option(metavar="TAG", help="Only runs with this tag. Repeated: with all of them.")
+    ] = None,
+    as_json: JsonOption = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with a line for each run or group.")] = False,
+) -> None:
+    """Rank runs by a metric at equal steps.
+
+    A group of runs, such as the seeds of one setting, has its mean, the standard error of that, and the number of
+    runs. Runs with different environments are ranked apart.
+
+    Example: prl runs best --by optim.lr --tag sort
+    """
+    if as_json and as_csv:
+        raise UsageError("--json and --csv: choose one")
+    metric = REWARD if metric == "reward" else metric
+    place, tags = check_readable(choose_output_dir(output_dir)), set(tag or ())
+    runs = read_contestants(place, [run for run in read_workspace(place).runs if tags <= set(run.tags)], metric)
+    if runs and by not in (RUN, TAG) and not any(by in run.config for run in runs):
+        raise UsageError(f"--by {by}: no run has this key in its config; expected run, tag, or a key such as optim.lr")
+    found = rank(runs, metric, by=by, last=last, step=step)
+    # In the order of the ranking also for people who read CSV, which has no room for notes.
+    told = notes(found, metric)
+    if as_json:
+        print_json({"metric": metric, "by": by, "standings": [_standing_json(each) for each in found], "notes": told})
+    elif as_csv:
+        rows = csv.writer(sys.stdout, lineterminator="\n")
+        rows.writerow(["environment", "step", "place", by, metric, "standard_error", "num_runs", "runs"])
+        for each in found:
+            names = " ".join(run.run_id for run in each.runs)
+            rows.writerow([each.environment, each.step, each.place, each.name, each.value, each.se, each.num, names])
+    elif not found:
+        say(no_workspace(place) or (f"no run has the tag {' and '.join(sorted(tags))}" if tags else NO_RUNS))
+    else:
+        for environment in dict.fromkeys(each.environment for each in found):
+            own = [each for each in found if each.environment == environment]
+            say(f"{environment}, at step {own[0].step}:")
+            console().print(make_table(["", by, metric, *(["±", "runs", "best run"] * (by != RUN))], _places(own, by)))
+    if not as_json:
+        for note in told:
+            complain(note)
+
+
+def _places(standings: list[Standing[RunValues]], by: str) -> list[list[object]]:
+    return [
+        [
+            "★" if each.place == 1 else each.place or "",
+            each.name,
+            number(each.value, 4),
+            *([number(each.se, 4), each.num, each.runs[0].run_id] * (by != RUN)),
+        ]
+        for each in standings
+    ]
+
+
+def _standing_json(standing: Standing[RunValues]) -> dict[str, Any]:
+    runs = zip(standing.runs, standing.results, strict=True)
+    return {
+        "environment": standing.environment,
+        "step": standing.step,
+        "place": standing.place,
+        "name": one_line(standing.name),
+        "value": standing.value,
+        "standard_error": standing.se,
+        "num_runs": standing.num,
+        "runs": [
+            {"run_id": run.run_id, "step": int(run.steps[-1]) if run.steps else None, "value": value}
+            for run, value in runs
+        ],
+    }
 
 
 def diff(

@@ -5,9 +5,11 @@ They work with the daemons down.
 
 from __future__ import annotations
 
+import enum
+import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -86,9 +88,38 @@ SetOption = Annotated[
 ]
 
 
+class SortBy(enum.StrEnum):
+    """The columns that `prl runs list` sorts by."""
+
+    SLOT = "slot"
+    RUN = "run"
+    STEP = "step"
+    REWARD = "reward"
+    TOKENS = "tokens"
+    AGE = "age"
+
+
+_SORTS: Mapping[SortBy, Callable[[RunView], float | None]] = {
+    SortBy.STEP: lambda run: run.step,
+    SortBy.REWARD: lambda run: run.reward,
+    SortBy.TOKENS: lambda run: run.tokens_per_s,
+    SortBy.AGE: lambda run: run.added_at,
+}
+
+
+def sorted_runs(runs: Sequence[RunView], by: SortBy) -> list[RunView]:
+    """By name from a to z, by a figure the highest or newest first; runs without it last, equals in their order."""
+    if by is SortBy.RUN:
+        return sorted(runs, key=lambda run: run.run_id)
+    if (value := _SORTS.get(by)) is None:
+        return list(runs)
+    return sorted(runs, key=lambda run: -math.inf if (found := value(run)) is None else found, reverse=True)
+
+
 def run_json(run: RunView) -> dict[str, Any]:
-    """One run in every --json: all fields of its view, its state as text."""
-    return {**asdict(run), "state": str(run.state)}
+    """One run in every --json: all fields of its view, its state as text, and its troubles in words."""
+    plain = {"state": str(run.state), "signs": msgspec.to_builtins(run.signs), "troubles": list(run.troubles)}
+    return {**asdict(run), **plain}
 
 
 def problem_json(file: Path, problem: ConfigProblem, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -229,6 +260,9 @@ def workspace_view(workspace: Workspace, disk: DiskView | None, holder: Supervis
         else "slots unknown: the trainer is not running"
     )
     parts += [cell(f"{workspace.output_dir}: {used}", 1_000), runs_table(workspace.runs)]
+    told = [(run.run_id, trouble) for run in workspace.runs for trouble in run.troubles]
+    told += [(each.name, each.crash_loop) for each in workspace.daemons if each.crash_loop]
+    parts += [Text(f"problem: {name}: {trouble}") for name, trouble in dict.fromkeys(told)]
     parts += [Text(f"refused: {each.name}: ").append_text(cell(each.reason, 300)) for each in workspace.refused]
     if disk is not None:
         parts.append(Text(f"disk: {disk_text(disk)}"))
@@ -252,20 +286,25 @@ def list_runs(
     tag: Annotated[
         list[str] | None, typer.Option(metavar="TAG", help="Only runs with this tag. Repeated: with all of them.")
     ] = None,
+    sort: Annotated[
+        SortBy, typer.Option(help="The order; reward is that of the last batch, prl runs best compares.")
+    ] = SortBy.SLOT,
     watching: WatchOption = False,
 ) -> None:
     """List runs with state, step, reward and reason.
 
     Active runs come first, by slot; then waiting runs in admission order; then all others.
 
-    Example: prl runs list --state active,waiting --tag lr-sweep --watch
+    Example: prl runs list --state active,waiting --tag lr-sweep --sort reward
     """
     states, tags = _states(state), set(tag or ())
     path = check_readable(choose_output_dir(output_dir))
     reader = WorkspaceReader(path)
 
     def chosen() -> list[RunView]:
-        return [run for run in reader.read().runs if (not states or run.state in states) and tags <= set(run.tags)]
+        runs = reader.read().runs
+        kept = [run for run in runs if (not states or run.state in states) and tags <= set(run.tags)]
+        return sorted_runs(kept, sort)
 
     def table() -> RenderableType:
         asked = [f"is {' or '.join(sorted(states))}"] * bool(states) + [f"has the tag {each}" for each in sorted(tags)]
@@ -336,7 +375,8 @@ def validate(
 ) -> None:
     """Check a run's config and print every problem.
 
-    The checks are the trainer's own. If the workspace has run before, its base model and limits are compared too.
+    The checks are the trainer's own. If the workspace has run before, its base model and limits are compared too. A
+    warning names what is valid and rarely meant.
 
     Example: prl runs validate configs/demo/reverse.toml
     """
@@ -344,16 +384,19 @@ def validate(
     changed = parse_overrides(changes)
     problems = actions.check_file(place, file, overrides=changed)
     limits = actions.trainer_limits(place)
+    warnings = [] if problems else actions.check_doubts(place, file, overrides=changed)
     if as_json:
         rows = [problem_json(file, problem, changed) for problem in problems]
         checked = None if limits is None else {"model": limits.model, "seq_len": limits.max_seq_len}
-        print_json({"file": str(file), "valid": not problems, "problems": rows, "trainer": checked})
+        told = [problem_json(file, each, changed) for each in warnings]
+        print_json({"file": str(file), "valid": not problems, "problems": rows, "warnings": told, "trainer": checked})
     else:
         for problem in problems:
             complain(f"not found: {file}" if problem == NOT_FOUND else f"{file}: {one_line(str(problem), 2_000)}")
     if problems:
         raise typer.Exit(1)
     if not as_json:
+        _warn(file, warnings)
         alone = f"; model and limits not checked: no trainer has run in {place}" if not limits else ""
         say(f"{file}: valid{alone}")
 
@@ -382,8 +425,14 @@ def add(
         for file in files:
             actions.add_run(place, file, overrides=changed, dry_run=True)
     for file in files:
+        _warn(file, actions.check_doubts(place, file, overrides=changed))
         added = actions.add_run(place, file, run_id=run_id, overrides=changed, dry_run=dry_run)
         say(f"{'would add' if dry_run else 'added'} {added} to {place}")
+
+
+def _warn(file: Path, warnings: Sequence[ConfigProblem]) -> None:
+    for each in warnings:
+        complain(f"warning: {file}: {one_line(str(each), 2_000)}")
 
 
 def _states(words: list[str] | None) -> set[RunState]:
@@ -420,7 +469,7 @@ def details_json(details: RunDetails) -> dict[str, Any]:
 
 def details_view(details: RunDetails) -> RenderableType:
     """The table that `prl runs show` prints; missing facts take no line."""
-    parts: list[RenderableType] = [_facts(details)]
+    parts: list[RenderableType] = [_facts(details), *_section("problems", details.run.troubles)]
     for name, figures in details.metrics.items():
         evaluated = sorted(key for key in figures if key.startswith("eval/") and "/avg@" in key)
         shown = [f"{key} {figures[key]:.4g}" for key in (*_MAIN_FIGURES, *evaluated) if key in figures]
@@ -456,7 +505,7 @@ def _facts(details: RunDetails) -> RenderableType:
             shown = utc(value)
         if name == "state":
             shown = state_text(details.run)
-        if shown is not None:
+        if shown is not None and name not in ("signs", "troubles"):
             rows.append([name, cell(shown, 2_000)])
     return make_table(["", ""], rows)
 

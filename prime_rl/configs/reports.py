@@ -18,6 +18,7 @@ AlertKind = Literal[
     "run_not_finite",
     "run_stalled",
     "reward_collapsed",
+    "run_trouble",
     "daemon_crashed",
     "daemon_stalled",
     "node_lost",

@@ -19,6 +19,10 @@ from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 from prime_rl.contract.types import MAX_BATCH_BYTES, full_batch_bytes
 
 PARSE_ERROR_PREFIX = CONFIG_ERROR_PREFIX
+# Above it an update of AdamW is larger than the weights of an adapter.
+MAX_USUAL_LR = 1e-2
+# The part of seq_len that max_tokens should leave for the prompt.
+MIN_PROMPT_SHARE = 1 / 8
 # Replace invalid values without a default, so that the rest can be checked. Two that depend on each other go
 # together.
 _STAND_INS: dict[str, dict[str, Any]] = {
@@ -108,6 +112,24 @@ def find_problems(data: Mapping[str, Any], source: str, limits: TrainerLimits | 
             more = check_against_trainer(config, limits) if limits else []
             return problems + [problem for problem in more if problem.key not in keys]
     return problems
+
+
+def doubts(config: OrchestratorConfig, limits: TrainerLimits | None) -> list[ConfigProblem]:
+    """What a valid config allows and is rarely meant (docs/learning.md); `limits` is None when no trainer is known."""
+    found = []
+    trains_whole = config.model.trains_whole_model if limits is None else limits.max_rank is None
+    if config.optim.type == "adamw" and config.optim.lr > MAX_USUAL_LR and not trains_whole:
+        words = f"found {config.optim.lr:g}: above {MAX_USUAL_LR:g} most adapters break within a few updates"
+        found.append(ConfigProblem("optim.lr", f"{words}; 1e-5 to 1e-3 is usual"))
+    seq_len = config.seq_len or (limits.max_seq_len if limits else None)
+    if seq_len is not None and 0 <= (room := seq_len - config.sampling.max_tokens) < MIN_PROMPT_SHARE * seq_len:
+        words = f"found {config.sampling.max_tokens}: leaves the prompt {room} of seq_len = {seq_len} tokens"
+        words += ", and answers to longer prompts are cut"
+        found.append(ConfigProblem("sampling.max_tokens", f"{words}; lower it, or raise seq_len"))
+    if config.groups_per_batch == 1:
+        words = f"found {config.batch_size}, as rollouts_per_example: each update sees a single example"
+        found.append(ConfigProblem("batch_size", f"{words}; 4 or more examples are usual"))
+    return found
 
 
 def key_of(problem: ConfigProblem) -> str:

@@ -27,6 +27,7 @@ from typing import TypeVar
 import msgspec
 
 from prime_rl.contract.files import holding, read_file, read_text, write_atomic
+from prime_rl.contract.learning import Sign
 from prime_rl.utils.process import ProcessId
 
 LOST = "lost"
@@ -136,7 +137,7 @@ class RunStatus(Status, kw_only=True):
     `policy_version` the version that generates now, `reward` the mean of the last batch, `reason` why it ended.
     `bottleneck`: what held the last batch up: trainer, inference or environment; null for none. `problem`: what goes
     wrong in its environments now, though the run goes on. `examples_unusable` counts examples that no rollout can be
-    made of; `unusable` has the newest of them, as ENV/ID, with the reason.
+    made of; `unusable` has the newest of them, as ENV/ID, with the reason. `signs`: that it does not learn.
     """
 
     run_id: str
@@ -152,6 +153,7 @@ class RunStatus(Status, kw_only=True):
     problem: str | None = None
     examples_unusable: int = 0
     unusable: dict[str, str] = {}
+    signs: list[Sign] = []
 
 
 class TrainerRunStatus(msgspec.Struct, kw_only=True):

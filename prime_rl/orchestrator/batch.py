@@ -106,7 +106,7 @@ class BatchLoop:
         if checkpoint_is_due(step, self.config.ckpt, self.config.max_steps):
             await held_async(partial(save_state, self.run, batch), self.run.path)
         await held_async(partial(publish_batch, self.run, batch), self.run.path)
-        self.ending.feed(step, await self.batches.report(step, groups))
+        self.ending.feed(step, await self.batches.report(batch, groups))
         self.samples.keep(groups, batch)
 
 

@@ -24,7 +24,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.notes import pending_request
-from prime_rl.contract.status import RunStatus, StatusWriter
+from prime_rl.contract.status import RunStatus, StatusWriter, read_status
 from prime_rl.contract.types import BadBatchError, max_batch_bytes
 from prime_rl.orchestrator.batch import (
     BatchLoop,
@@ -66,7 +66,7 @@ from prime_rl.orchestrator.publication import (
     connect,
     warn_of_narrow_sampling,
 )
-from prime_rl.orchestrator.report import BatchReporter, RunReporter, SampleKeeper, environment_figures
+from prime_rl.orchestrator.report import BatchReporter, LearningWatch, RunReporter, SampleKeeper, environment_figures
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import Curricula, ExampleSampler, Pools
 from prime_rl.orchestrator.scheduler import Scheduler
@@ -155,7 +155,7 @@ async def set_up(
     checked = [*envs.values(), *eval_envs.values()]
     cleanup.callback(lambda: writer.update(**environment_figures(checked)))
     status = make_reporter(writer, scheduler, policy, client, checked)
-    batches = BatchReporter(run, scheduler, client, status, envs, sampler)
+    batches = BatchReporter(run, scheduler, client, status, envs, sampler, LearningWatch(run))
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     cleanup.callback(lambda: ending.note(scheduler.ledger.step - 1))
     return BatchLoop(config, run, client, scheduler, sampler, evaluator, batches, samples, status, ending)
@@ -245,7 +245,9 @@ async def resume_done(run: RunDir, config: OrchestratorConfig, reporter: RunRepo
 
 async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable[[], bool]) -> int:
     """`orchestrate` under guard, and its last word in the status file. Returns the exit code."""
-    writer = StatusWriter(run.status, RunStatus(run_id=run.run_id, max_steps=config.max_steps))
+    before = read_status(run.status, RunStatus)
+    signs = before.signs if before else []  # they hold until the next batch is looked at
+    writer = StatusWriter(run.status, RunStatus(run_id=run.run_id, max_steps=config.max_steps, signs=signs))
     final_status: dict[str, object] = {}
     second: SecondOrchestrator | None = None
     try:

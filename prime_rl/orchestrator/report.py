@@ -1,10 +1,13 @@
 """The run's face to the outside: its status file, its metrics lines, its log lines, and rollouts for people.
 
+`LearningWatch` reads both metrics files of the run, so the signs that it does not learn outlast a restart.
+
 The rollouts go to `metrics/samples.jsonl`; nothing depends on it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
@@ -15,6 +18,8 @@ from functools import partial
 from prime_rl.configs.reports import SamplesConfig
 from prime_rl.contract.files import held_async
 from prime_rl.contract.layout import RunDir
+from prime_rl.contract.learning import Learning, Sign
+from prime_rl.contract.metrics import parse_metrics
 from prime_rl.contract.samples import BatchRewards, Keeping, Sample, SampleFile, SampleTokens, SampleTurn, TokenSample
 from prime_rl.contract.status import StatusWriter
 from prime_rl.contract.types import TrainingBatch
@@ -25,6 +30,7 @@ from prime_rl.orchestrator.rollout import Group, Rollout
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.utils.runtime import TokenRate
+from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import one_line
 
 MAX_TURNS = 64
@@ -200,6 +206,25 @@ class RunReporter:
             self.update()
 
 
+class LearningWatch:
+    """The signs that a run does not learn, by all lines that it and the trainer have written of it."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._learning = Learning()
+        self._tails = (FileTail(run.orchestrator_metrics), FileTail(run.trainer_metrics))
+
+    def look(self) -> list[Sign]:
+        """Read on to the end of both files."""
+        for tail in self._tails:
+            more = True
+            while more:
+                found = tail.read()
+                for step, figures in filter(None, map(parse_metrics, found.lines)):
+                    self._learning.feed(step, figures)
+                more = found.more
+        return self._learning.signs()
+
+
 @dataclass(frozen=True)
 class BatchReporter:
     """After each batch: one line of metrics, one line of log, and the status file."""
@@ -210,13 +235,16 @@ class BatchReporter:
     reporter: RunReporter
     envs: Mapping[str, CheckedEnvironment]
     sampler: ExampleSampler
+    learning: LearningWatch
     rate: TokenRate = field(default_factory=lambda: TokenRate(RATE_WINDOW_S))
 
-    async def report(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Returns the figures of the batch."""
-        time_s, ledger = self.scheduler.phases.lap(), self.scheduler.ledger
+    async def report(self, batch: TrainingBatch, groups: Sequence[Group]) -> dict[str, float]:
+        """Returns the figures of the batch, which was assembled from `groups`."""
+        time_s, ledger, step = self.scheduler.phases.lap(), self.scheduler.ledger, batch.step
         held_by = bottleneck(time_s, num_ahead=step - 1 - self.scheduler.published)
         values = batch_metrics(step, groups, time_s, ledger.num_dropped)
+        with_signal = [bool(each.advantage or any(each.token_advantages)) for each in batch.samples]
+        values["signal"] = sum(with_signal) / max(1, len(with_signal))
         values |= {"groups_filtered": ledger.num_filtered, "groups_too_old": ledger.num_too_old}
         values |= {f"env/{name}/dropped": env.num_dropped for name, env in self.envs.items()}
         values["examples_unusable"] = sum(len(env.unusable) for env in self.envs.values())
@@ -226,7 +254,9 @@ class BatchReporter:
         line: dict[str, float | str] = {**values, "bottleneck": held_by or "none"}
         write = partial(write_metrics, self.run.orchestrator_metrics, step, line, time.time())
         await held_async(write, self.run.path)
+        signs = await asyncio.to_thread(self.learning.look)
         self.reporter.update(
+            signs=signs,
             step=step,
             reward=values["reward/mean"],
             tokens_per_s=values["tokens_per_s"],

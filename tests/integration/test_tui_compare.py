@@ -93,9 +93,23 @@ async def opened(workspace: OutputDir, *, filtered: str = "") -> AsyncIterator[O
 
 
 async def test_the_best_run_is_named_with_what_differs(workspace: OutputDir) -> None:
-    async with opened(workspace) as o:
+    async with opened(workspace, filtered="step=80") as o:
+        await o.shows({BEST, SECOND, OTHER})
         await o.sees(f"best ★ {BEST}", "optim.lr = 0.003")
+        assert "environments" not in screen_text(o.app)
+
+
+async def test_each_environment_has_a_star_of_its_own_and_results_are_those_of_one_step(workspace: OutputDir) -> None:
+    add_run(workspace, "run_late", step=20, seed=24, best=0.9, toml=orch_toml(), status={"state": "running"})
+    async with opened(workspace) as o:
+        await o.sees("environments, each ranked by itself")
         assert {BEST, SECOND, OTHER, "run_upper"} <= o.runs
+        assert o.screen.data is not None and len(o.screen.data.best) > 1
+        await command(o.pilot, "filter step>=20")
+        await command(o.pilot, "step 80")
+        await o.sees(f"★ {BEST}", "not ranked: ", "run_late")
+        await command(o.pilot, "step soon")
+        await o.told("must be a number")
 
 
 async def test_runs_are_grouped_by_tag_and_a_group_opens_with_its_best_first(workspace: OutputDir) -> None:

@@ -12,7 +12,8 @@ from textual.screen import Screen
 from textual.widgets import Input, OptionList
 
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import DaemonStatus
+from prime_rl.contract.learning import Sign
+from prime_rl.contract.status import Crash, DaemonStatus, RunStatus
 from tests.tui_places_support import FakeProbe, busy, put_group
 from tests.tui_support import (
     NOW,
@@ -265,6 +266,31 @@ async def test_a_daemon_among_the_problems_opens_system(tmp_path: Path) -> None:
         assert problems(app).target_daemon() == "inference"
         await pilot.press("enter")
         assert isinstance(app.screen, SystemScreen)
+
+
+async def test_a_run_that_does_not_learn_and_a_restart_loop_are_problems_with_what_to_do(tmp_path: Path) -> None:
+    workspace = build_workspace(tmp_path / "workspace")
+    signs = [Sign("no_gradient", 0.0, 1e-6, 28), Sign("entropy_gone", 0.001, 0.01, 12)]
+    run = workspace.run("run_reverse-lr1e-3")
+    write_status(run.status, RunStatus(run_id=run.run_id, state="running", signs=signs))
+    crashes = [Crash(at=NOW - 100 * number, kind="crash", reason="exit code 1") for number in (3, 2, 1)]
+    write_status(workspace.daemon_status("inference"), DaemonStatus(name="inference", state="running", crashes=crashes))
+    async with opened(workspace, "5") as (app, pilot):
+        await until(pilot, lambda: f"run {run.run_id}" in keys_of(app), "the run")
+        assert "daemon inference" in keys_of(app)
+        keys = keys_of(app)
+        for key, words in (
+            ("daemon inference", ("restart loop: inference ended 3 times", "prl logs inference")),
+            (
+                f"run {run.run_id}",
+                ("no gradient: grad_norm at most 0 for 28 updates", "prl runs rollback", "entropy is"),
+            ),
+        ):
+            await pilot.press("g", *["j"] * keys.index(key))
+            assert problems(app).problems.selected == key
+            await sees(app, pilot, *words)
+        await pilot.press("1")
+        await sees(app, pilot, "no gradient")
 
 
 async def test_no_problem_is_said_in_words(tmp_path: Path) -> None:

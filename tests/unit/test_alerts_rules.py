@@ -16,6 +16,7 @@ from daemons.workspace import DaemonView, RefusedView, RunView, Workspace
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.reports import ALERT_KINDS, AlertKind, AlertsConfig
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.learning import Sign, sign_texts
 from prime_rl.contract.nodes import SeenNode
 from prime_rl.contract.status import NodeStatus, RunState
 from prime_rl.trainer.step import not_finite
@@ -80,6 +81,9 @@ def wrong(*args: Any) -> list[Incident]:
 
 NOT_FINITE = not_finite(3, "its loss or gradient", float("nan"), 1.0, 1e-4)
 
+NO_GRADIENT = Sign("no_gradient", 0.0, 1e-6, 28)
+COLLAPSED = Sign("reward_collapsed", 0.1, 0.8, 3)  # it has a kind of its own
+
 CASES: list[tuple[AlertKind, str, str, Workspace, list[SeenNode], int]] = [
     ("run_failed", "run_a", "boom", workspace(replace(RUN, state=RunState.FAILED, reason=text("boom"))), [], 10),
     ("run_invalid", "run_a", "lr", workspace(replace(RUN, state=RunState.INVALID, reason=text("lr"))), [], 10),
@@ -98,6 +102,14 @@ CASES: list[tuple[AlertKind, str, str, Workspace, list[SeenNode], int]] = [
         "run_a",
         "hangs; it waits for an answer",
         workspace(replace(RUN, stalled_since=1.0, reason=text("hangs"), waiting_on=text("an answer"))),
+        [],
+        10,
+    ),
+    (
+        "run_trouble",
+        "run_a",
+        f"a step hangs; {sign_texts([NO_GRADIENT])[0]}",
+        workspace(replace(RUN, problem=text("a step hangs"), signs=(COLLAPSED, NO_GRADIENT))),
         [],
         10,
     ),
@@ -174,9 +186,15 @@ UNPROVEN: list[tuple[str, Workspace, list[SeenNode], int | None, set[str]]] = [
         with_daemon("supervisor", "lost"),
         [],
         10,
-        {"daemon_crashed", "daemon_stalled", "run_stalled"},
+        {"daemon_crashed", "daemon_stalled", "run_stalled", "run_trouble"},
     ),
-    ("without a trainer", workspace(replace(RUN, state=RunState.STOPPED)), [], 10, {"run_invalid", "run_stalled"}),
+    (
+        "without a trainer",
+        workspace(replace(RUN, state=RunState.STOPPED)),
+        [],
+        10,
+        {"run_invalid", "run_stalled", "run_trouble"},
+    ),
     ("a disk that does not answer", workspace(), [], None, {"disk_low"}),
 ]
 

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from daemons.cli import run
 from daemons.specs import write_component_configs
 from prime_rl.configs.base import (
     ConfigError,
     ConfigParseError,
     build,
     help_text,
+    load_config,
     load_toml,
     merge,
     parse_argv,
@@ -23,7 +26,7 @@ from prime_rl.configs.losses import AipoLossConfig, TisLossConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.configs.validate import TrainerLimits, check_against_trainer, explain, load_run_config, resolve
+from prime_rl.configs.validate import TrainerLimits, check_against_trainer, doubts, explain, load_run_config, resolve
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.types import MAX_BATCH_BYTES, full_batch_bytes, max_batch_bytes
 
@@ -408,3 +411,49 @@ def test_runs_on_the_small_base_model_ask_in_the_words_that_it_was_taught() -> N
     runs = [table.get("run", table) for table in tables if table.get("model", {}).get("name") == "models/base"]
     envs = [env for run in runs for env in run.get("env", []) if env["id"] in BUILT_IN_ENVS]
     assert len(envs) > 5 and [env for env in envs if env.get("args", {}).get("wording") != "short"] == []
+
+
+DOUBTFUL = {"optim.lr": 0.02, "sampling.max_tokens": 120, "batch_size": 4}
+
+
+@pytest.mark.parametrize("key", DOUBTFUL)
+def test_what_is_valid_and_rarely_meant_is_a_doubt(tmp_path: Path, key: str) -> None:
+    path = run_toml(tmp_path, MINIMAL)
+    usual = {"sampling": {"max_tokens": 100}}
+    assert doubts(load_run_config(path, usual), LIMITS) == []
+    config = load_run_config(path, merge(usual, parse_set([f"{key}={DOUBTFUL[key]}"])))
+    assert check_against_trainer(config, LIMITS) == []
+    [found] = doubts(config, LIMITS)
+    assert found.key == key and f"found {DOUBTFUL[key]}" in found.message
+
+
+def test_a_large_lr_is_no_doubt_of_another_optimizer_or_of_whole_weights(tmp_path: Path) -> None:
+    path = run_toml(tmp_path, MINIMAL)
+    wild = {"optim": {"lr": 1e3}, "sampling": {"max_tokens": 100}}
+    assert [each.key for each in doubts(load_run_config(path, wild), None)] == ["optim.lr"], "no trainer is known"
+    assert doubts(load_run_config(path, wild), replace(LIMITS, max_rank=None)) == []
+    assert doubts(load_run_config(path, merge(wild, {"optim": {"type": "muon"}})), LIMITS) == []
+
+
+def test_no_example_has_a_doubt() -> None:
+    seen = 0
+    for folder in {path.parent for path in (Path(__file__).parents[2] / "configs").rglob("system.toml")}:
+        limits = TrainerLimits.of(load_config(SystemConfig, folder / "system.toml").trainer)
+        for path in sorted(folder.glob("*.toml")):
+            if "rollouts_per_example" in load_toml(path):
+                assert doubts(load_run_config(path), limits) == [], path
+                seen += 1
+    assert seen > 8
+
+
+def test_validate_and_add_warn_and_do_not_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, place = run_toml(tmp_path, MINIMAL), ["--output-dir", str(tmp_path / "out"), "--set", "optim.lr=1e3"]
+    assert run(["runs", "validate", str(path), *place, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["valid"] and found["problems"] == []
+    [warning] = found["warnings"]
+    assert (warning["key"], warning["found"]) == ("optim.lr", 1e3)
+    for words in (["validate", str(path)], ["add", str(path)]):
+        assert run(["runs", *words, *place]) == 0
+        assert f"prl: warning: {path}: optim.lr: found 1000: above 0.01" in capsys.readouterr().err
+    assert (tmp_path / "out" / "run_orch").is_dir()

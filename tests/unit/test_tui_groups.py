@@ -7,19 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from tui import fmt
+from daemons.ranking import NO_VALUE, RUN, TAG, rank, winners
 from tui.readers.charts import ChartView, History
-from tui.readers.compare import (
-    MAX_CURVES,
-    NUM_RESULT,
-    RUN,
-    TAG,
-    Contender,
-    best_run,
-    compare_chart,
-    differing_keys,
-    make_groups,
-)
+from tui.readers.compare import MAX_CURVES, Contender, Group, compare_chart, differing_keys, make_groups
 
 
 def contender(
@@ -30,10 +20,29 @@ def contender(
     return Contender(name, tags, config or {}, history if values else None)
 
 
-def test_a_result_is_the_mean_of_the_newest_values() -> None:
-    run = contender("run_a", [0.0] * 5 + [0.5] * NUM_RESULT)
-    assert run.result == 0.5 and run.step == 5 + NUM_RESULT
-    assert contender("run_b", []).result is None and contender("run_b", []).step == 0
+def groups_of(runs: list[Contender], by: str, metric: str = "reward/mean") -> tuple[Group, ...]:
+    return make_groups(rank(runs, metric, by=by))
+
+
+def test_results_are_those_at_the_step_that_all_runs_have() -> None:
+    runs = [contender("run_a", [0.1, 0.2, 0.9]), contender("run_b", [0.3, 0.5])]
+    assert [(group.name, group.result) for group in groups_of(runs, RUN)] == [
+        ("run_b", pytest.approx(0.4)),
+        ("run_a", pytest.approx(0.15)),
+    ]
+    assert contender("run_b", []).step == 0
+
+
+def test_groups_of_several_environments_are_apart_and_named_with_theirs() -> None:
+    runs = [
+        contender(f"run_{env}{number}", [0.1 * number], config={"env.0.id": env, "seed": "1"})
+        for env in ("sort", "add")
+        for number in (1, 2)
+    ]
+    assert [(group.name, [run.run_id for run in group.runs]) for group in groups_of(runs, "seed")] == [
+        ("1  add", ["run_add2", "run_add1"]),
+        ("1  sort", ["run_sort2", "run_sort1"]),
+    ]
 
 
 def test_only_keys_that_differ_are_named_and_a_missing_key_differs() -> None:
@@ -51,10 +60,9 @@ def test_only_keys_that_differ_are_named_and_a_missing_key_differs() -> None:
 @pytest.mark.parametrize(("metric", "order"), [("reward/mean", ["b", "a", "none"]), ("loss", ["a", "b", "none"])])
 def test_the_best_group_is_first_and_one_without_a_result_last(metric: str, order: list[str]) -> None:
     runs = [contender("none", []), contender("a", [0.2]), contender("b", [0.7])]
-    assert [group.name for group in make_groups(runs, RUN, metric)] == order
-    best = best_run(runs, metric)
-    assert best is not None and best.run_id == order[0]
-    assert best_run(runs[:1], metric) is None
+    assert [group.name for group in groups_of(runs, RUN, metric)] == order
+    assert [each.name for each in winners(rank(runs, metric))] == order[:1]
+    assert not winners(rank(runs[:1], metric))
 
 
 def test_a_group_has_mean_and_spread_of_its_runs() -> None:
@@ -63,19 +71,19 @@ def test_a_group_has_mean_and_spread_of_its_runs() -> None:
         contender("run_b", [0.6], tags=("x", "y"), config={"optim.lr": "1"}),
         contender("run_c", [0.9], config={"optim.lr": "2"}),
     ]
-    groups = {group.name: group for group in make_groups(runs, "optim.lr", "reward/mean")}
+    groups = {group.name: group for group in groups_of(runs, "optim.lr")}
     assert [run.run_id for run in groups["1"].runs] == ["run_b", "run_a"]
     assert groups["1"].result == pytest.approx(0.4) and groups["1"].spread == pytest.approx(0.2)
     assert groups["2"].spread is None
-    by_tag = {group.name: [run.run_id for run in group.runs] for group in make_groups(runs, TAG, "reward/mean")}
+    by_tag = {group.name: [run.run_id for run in group.runs] for group in groups_of(runs, TAG)}
     assert by_tag == {"x": ["run_b", "run_a"], "y": ["run_b"], "no tag": ["run_c"]}
-    assert [group.name for group in make_groups(runs, "seed", "reward/mean")] == [fmt.DASH]
+    assert [group.name for group in groups_of(runs, "seed")] == [NO_VALUE]
 
 
 def test_the_curve_of_a_group_is_the_mean_and_a_run_that_ended_no_longer_counts() -> None:
     long, short = [0.0, 0.2, 0.4, 0.6], [1.0, 1.0]
     runs = [contender("run_a", long, config={"k": "1"}), contender("run_b", short, config={"k": "1"})]
-    chart = compare_chart(make_groups(runs, "k", "reward/mean"), ChartView(num_columns=4))
+    chart = compare_chart(groups_of(runs, "k"), ChartView(num_columns=4))
     band, mean = chart.curves
     assert band.is_faint and band.is_band and not mean.is_faint
     assert mean.values == pytest.approx((0.5, 0.6, 0.4, 0.6))
@@ -86,6 +94,6 @@ def test_the_curve_of_a_group_is_the_mean_and_a_run_that_ended_no_longer_counts(
 
 def test_at_most_so_many_curves_are_drawn_the_best_ones() -> None:
     runs = [contender(f"run_{number:02}", [number / 10]) for number in range(MAX_CURVES + 3)]
-    chart = compare_chart(make_groups(runs, RUN, "reward/mean"), ChartView(num_columns=10))
+    chart = compare_chart(groups_of(runs, RUN), ChartView(num_columns=10))
     assert [curve.name for curve in chart.curves] == [f"run_{number:02}" for number in range(MAX_CURVES + 2, 2, -1)]
-    assert not compare_chart(make_groups([contender("run_a", [])], RUN, "loss"), ChartView()).has_values
+    assert not compare_chart(groups_of([contender("run_a", [])], RUN, "loss"), ChartView()).has_values

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from daemons.workspace import DaemonView, RunView, Workspace, replica_name, replica_number
+from daemons.workspace import MAX_TROUBLE_CHARS, DaemonView, RunView, Workspace, replica_name, replica_number
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 from prime_rl.contract.status import LOST, LOST_AFTER_S, STALLED, RunState, Status, stall_text, stalled_since
 from prime_rl.utils.text import CleanText, one_line, size_text
@@ -320,10 +320,13 @@ def _daemon(name: str, own_state: str | None, waiting_on: str | None, daemon: Da
     if own_state is None and state in ("running", "starting"):
         state = "starting"
     detail = waiting_on or (daemon and (daemon.reason or daemon.waiting_on)) or ""
+    level = _DAEMON_LEVELS.get(state, Level.WARN)
+    if daemon and daemon.crash_loop and level < Level.WARN:
+        level, detail = Level.WARN, daemon.crash_loop
     return DaemonRow(
         name=one_line(name, 80),
         state=one_line(state, 20),
-        level=_DAEMON_LEVELS.get(state, Level.WARN),
+        level=level,
         detail=one_line(detail),
         pid=daemon.pid if daemon else None,
         num_restarts=daemon.num_restarts if daemon else 0,
@@ -345,9 +348,9 @@ def find_problems(
     rows = tuple(rows)
     found = [_run_problem(row, since.get(row.run_id)) for row in rows if row.is_problem]
     found += [
-        Problem(one_line(row.run_id), one_line(row.view.problem), "run", Level.WARN)
+        Problem(one_line(row.run_id), one_line("; ".join(row.view.troubles), MAX_TROUBLE_CHARS), "run", Level.WARN)
         for row in rows
-        if row.view.problem and not row.is_problem
+        if row.view.troubles and not row.is_problem
     ]
     named = {problem.name for problem in found}
     found += [

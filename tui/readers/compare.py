@@ -1,21 +1,22 @@
 """Reads what the screen Compare shows: configs and one metric of many runs. Called by one thread.
 
-Runs are grouped by a tag or a config key, with mean and spread of each group. The result of a run is the mean of the
-newest values of one metric; a group's is the mean of its runs' results.
+Runs are grouped by a tag or a config key, with mean and spread of each group. Results and places are those of
+`daemons.ranking`: at equal steps, and runs of different environments apart.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from daemons.ranking import RUN, TAG, Standing, notes, rank, winners
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import RunDir
-from prime_rl.utils.text import one_line
+from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
 from tui.readers.charts import EVAL_PREFIX, ChartData, ChartView, Curve, History, RunMetrics, thin, window
 from tui.readers.run_config import all_values
@@ -26,11 +27,7 @@ MAX_RUNS = 200
 CAPACITY = 4096
 READ_SLICE_S = 0.25
 METRICS = ("reward/mean", "loss", "entropy", "mismatch_kl", "grad_norm", "completion_len/mean", "tokens_per_s")
-RUN, TAG = "run", "tag"
-NUM_RESULT = 10
 MAX_CURVES = 8
-NO_TAG = "no tag"
-_LESS_IS_BETTER = ("loss", "mismatch_kl", "grad_norm")
 
 
 @dataclass(frozen=True)
@@ -43,10 +40,14 @@ class Contender:
     history: History | None = None
 
     @property
-    def result(self) -> float | None:
-        """Mean of the newest values; None without any."""
-        values = self.history.values[-NUM_RESULT:] if self.history is not None else ()
-        return sum(values) / len(values) if values else None
+    def steps(self) -> Sequence[float]:
+        """Ascending."""
+        return self.history.steps if self.history is not None else ()
+
+    @property
+    def values(self) -> Sequence[float]:
+        """By step."""
+        return self.history.values if self.history is not None else ()
 
     @property
     def step(self) -> int:
@@ -56,10 +57,14 @@ class Contender:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs with one value of what they are grouped by, the best first. `spread` is the deviation of their results."""
+    """Runs with one value of what they are grouped by, the best first. `spread` is the deviation of their results.
+
+    `results` has the result of each run.
+    """
 
     name: str
     runs: tuple[Contender, ...]
+    results: tuple[float | None, ...]
     result: float | None
     spread: float | None
 
@@ -77,20 +82,21 @@ def differing_keys(runs: Sequence[Contender]) -> tuple[str, ...]:
     return tuple(sorted(different, key=lambda key: (len(found[key]), key)))
 
 
-def make_groups(runs: Sequence[Contender], by: str, metric: str) -> tuple[Group, ...]:
-    """The groups, the best first and those without a result last. A run with several tags is in several groups."""
-    members: dict[str, list[Contender]] = {}
-    for run in runs:
-        for name in _names(run, by):
-            members.setdefault(name, []).append(run)
-    groups = [_group(name, found, metric) for name, found in members.items()]
-    return tuple(sorted(groups, key=lambda group: (_rank(group.result, metric), group.name)))
-
-
-def best_run(runs: Sequence[Contender], metric: str) -> Contender | None:
-    """The run with the best result; None without a result."""
-    known = [run for run in runs if run.result is not None]
-    return min(known, key=lambda run: (_rank(run.result, metric), run.run_id), default=None)
+def make_groups(standings: Sequence[Standing[Contender]]) -> tuple[Group, ...]:
+    """A group for each standing; one that is in several environments has the name of its own with it."""
+    names = Counter(each.name for each in standings)
+    return tuple(
+        Group(
+            f"{each.name}  {each.environment}" if names[each.name] > 1 else each.name,
+            each.runs,
+            each.results,
+            each.value,
+            statistics.pstdev(known)
+            if len(known := [value for value in each.results if value is not None]) > 1
+            else None,
+        )
+        for each in standings
+    )
 
 
 def drawn_groups(groups: Sequence[Group]) -> list[Group]:
@@ -139,48 +145,34 @@ def _mean_curve(group: Group, view: ChartView, shown: tuple[float, float]) -> Cu
     return Curve(group.name, 0, *map(tuple, zip(*rows, strict=True)), last=group.result)  # type: ignore[arg-type, misc]
 
 
-def _group(name: str, runs: Sequence[Contender], metric: str) -> Group:
-    ordered = sorted(runs, key=lambda run: (_rank(run.result, metric), run.run_id))
-    results = [run.result for run in ordered if run.result is not None]
-    mean = statistics.fmean(results) if results else None
-    return Group(name, tuple(ordered), mean, statistics.pstdev(results) if len(results) > 1 else None)
-
-
-def _names(run: Contender, by: str) -> tuple[str, ...]:
-    if by == RUN:
-        return (run.run_id,)
-    if by == TAG:
-        return run.tags or (NO_TAG,)
-    return (run.config.get(by, fmt.DASH),)
-
-
-def _rank(result: float | None, metric: str) -> float:
-    """Smaller is better; without a result last."""
-    if result is None or not math.isfinite(result):
-        return math.inf
-    return result if metric in _LESS_IS_BETTER else -result
-
-
 @dataclass(frozen=True)
 class CompareRequest:
-    """The runs to compare: `runs` are ids with their tags; `by` is RUN, TAG or a config key."""
+    """The runs to compare: `runs` are ids with their tags; `by` is RUN, TAG or a config key.
+
+    `step`: up to which values count; None: the largest that all have.
+    """
 
     runs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     metric: str = METRICS[0]
     by: str = RUN
+    step: int | None = None
     view: ChartView = field(default_factory=ChartView)
 
 
 @dataclass(frozen=True)
 class CompareData(TabData):
-    """One look. `keys` are the config keys that differ; `groupings` and `metrics` what can be chosen."""
+    """One look. `keys` are the config keys that differ; `groupings` and `metrics` what can be chosen.
+
+    `best`: the best run of each environment, with its result. `notes`: what to know of the ranking.
+    """
 
     tab = "compare"
     request: CompareRequest = field(default_factory=CompareRequest)
     groups: tuple[Group, ...] = ()
     chart: ChartData = field(default_factory=ChartData)
     keys: tuple[str, ...] = ()
-    best: Contender | None = None
+    best: tuple[tuple[Contender, float], ...] = ()
+    notes: tuple[CleanText, ...] = ()
     groupings: tuple[str, ...] = (RUN, TAG)
     metrics: tuple[str, ...] = METRICS
     num_left_out: int = 0
@@ -247,14 +239,16 @@ class CompareReader:
             contenders.append(Contender(run_id, tags, self._configs[run_id][1], histories.get(request.metric)))
         keys = differing_keys(contenders)
         by = request.by if request.by in (RUN, TAG, *keys) else RUN
-        groups = make_groups(contenders, by, request.metric)
+        runs = rank(contenders, request.metric, step=request.step)
+        groups = make_groups(rank(contenders, request.metric, by=by, step=request.step))
         return CompareData(
             run_id="",
             request=request,
             groups=groups,
             chart=compare_chart(groups, request.view),
             keys=keys,
-            best=best_run(contenders, request.metric),
+            best=tuple((each.runs[0], each.value) for each in winners(runs) if each.value is not None),
+            notes=notes(runs, request.metric),
             groupings=(RUN, TAG, *keys),
             metrics=(*METRICS, *sorted(one_line(key, 60) for key in evals)),
             num_left_out=max(len(request.runs) - MAX_RUNS, 0),

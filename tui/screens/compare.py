@@ -17,6 +17,7 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
+from daemons.ranking import RUN
 from tui import fmt
 from tui.keys import Command, CommandError
 from tui.messages import RunChanged
@@ -25,7 +26,6 @@ from tui.model.snapshot import RunRow, Snapshot
 from tui.readers.charts import SMOOTHINGS
 from tui.readers.compare import (
     MAX_RUNS,
-    RUN,
     CompareData,
     CompareReader,
     CompareRequest,
@@ -46,6 +46,7 @@ BORDERS = 2
 MAX_VALUE = 14
 # Keys that several tables of a config have.
 _NAMES_OF_MANY = ("id", "name", "type")
+MAX_NOTES = 2
 KEY_ORDER = ("open", "filter", "group_by", "metric", "smooth", "back", "help")
 
 
@@ -54,7 +55,7 @@ class CompareScreen(PlaceScreen):
 
     DEFAULT_CSS = """
     CompareScreen {
-        & > #about { height: 1; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+        & > #about { height: auto; max-height: 3; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
         & > Chart { height: 45%; min-height: 8; }
         & > #contenders { height: 1fr; }
     }
@@ -140,6 +141,9 @@ class CompareScreen(PlaceScreen):
         about = "group by run, tag or a config key"
         take_words(found, "group", about, "KEY", self._group_by, names("groupings"))
         take_words(found, "metric", "the metric that is compared", "NAME", self._take_metric, names("metrics"))
+        take_words(
+            found, "step", "compare at this step the runs that are there; none: as far as all are", "N", self._step
+        )
         take_words(found, "filter", "compare the runs that match", "TERMS", self.filter_bar.put)
         return found
 
@@ -200,6 +204,11 @@ class CompareScreen(PlaceScreen):
     def _take_metric(self, words: str) -> None:
         self._ask(metric=_known(words, self.data.metrics if self.data else (), "metric"))
 
+    def _step(self, words: str) -> None:
+        if words and not words.isdecimal():
+            raise CommandError(f"step {words!r}: must be a number; without one all runs are compared")
+        self._ask(step=int(words) if words else None)
+
     def _pick(self, title: str, names: Sequence[str], take: Callable[[str], None]) -> None:
         def chosen(found: tuple[str, ...] | None) -> None:
             if found:
@@ -257,22 +266,24 @@ def about_line(data: CompareData) -> Text:
         ("  ·  ", "faint"),
         (data.request.metric, "bold"),
     )
-    best = data.best
-    if best is not None:
+    for number, (best, result) in enumerate(data.best):
         line.append_text(
             Text.assemble(
-                ("  ·  best ", "muted"),
+                ("  ·  best " if number == 0 else "  ", "muted"),
                 (f"★ {best.run_id} ", "bold success"),
-                (fmt.reward(best.result), "success"),
+                (fmt.reward(result), "success"),
             )
         )
-        settings = [f"{key} = {best.config.get(key, fmt.DASH)}" for key in data.keys[:3]]
+    if len(data.best) == 1:
+        settings = [f"{key} = {data.best[0][0].config.get(key, fmt.DASH)}" for key in data.keys[:3]]
         if settings:
             line.append(f"  {', '.join(settings)}", "muted")
     if data.num_left_out:
         line.append(f"  ·  the first {MAX_RUNS}, {data.num_left_out} more: narrow with /", "warning")
     if data.is_reading:
         line.append("  ·  reading ...", "muted")
+    for note in data.notes[:MAX_NOTES]:
+        line.append(f"\n{note}", "warning")
     return line
 
 
@@ -331,14 +342,15 @@ class Table:
         )
 
     def _run_line(self, group: Group, run: Contender) -> Text:
-        is_best = self._data.best is not None and self._data.best.run_id == run.run_id
+        is_best = any(best.run_id == run.run_id for best, _ in self._data.best)
+        result = group.results[group.runs.index(run)]
         name = self._names[run.run_id]
         line = Text.assemble(
             (" ★ " if is_best else "   ", "success"),
             self._mark(group) if _is_alone(group) else "  ",
             (f"{name:<{self._name}} ", "bold" if is_best else "text"),
             (f"{run.step or fmt.DASH:>6} ", "muted"),
-            (f"{fmt.reward(run.result):>7}", "success" if is_best else "text"),
+            (f"{fmt.reward(result):>7}", "success" if is_best else "text"),
             " " * 8 * self._has_groups,
         )
         for key, width in self._keys:

@@ -1,0 +1,249 @@
+"""Runs, or groups of them, ranked by a metric at equal steps: for `prl runs best` and for the star of Compare.
+
+The result of a run is the mean of its newest values of the metric up to one step, which is the same for all runs of an
+environment: the largest that each of them has, or one that is asked for, and then runs that are not there yet are not
+ranked. A group (the seeds of a setting) has the mean of its runs' results and its standard error. Runs with different
+environments are never ranked together, since their rewards measure different things.
+
+`rank` is pure; `read_contestants` reads what it needs of a workspace.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from daemons.details import hide_secret
+from daemons.workspace import RunView
+from prime_rl.configs.base import ConfigError, load_toml
+from prime_rl.configs.explain import flatten, resolved
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.metrics import series
+from prime_rl.utils.tail import FileTail
+from prime_rl.utils.text import CleanText, one_line
+
+RUN, TAG = "run", "tag"
+NO_TAG, NO_VALUE, NO_ENVIRONMENT = "no tag", "-", "unknown environment"
+# One batch is noise; an evaluation is the mean over many examples already.
+NUM_LAST, NUM_LAST_EVAL = 10, 1
+LESS_IS_BETTER = ("loss", "mismatch_kl", "grad_norm", "truncated/mean")
+# What decides what a reward means. The prompt is not among it: which one is better is a fair question.
+_OF_ENVIRONMENT = re.compile(r"env\.(\d+)\.(id|args|args\..+|reward_range|weight)")
+
+
+class Contestant(Protocol):
+    """A run that is ranked: its config by dotted key, {} for an invalid one, and its values of one metric by step."""
+
+    @property
+    def run_id(self) -> str: ...  # noqa: D102
+    @property
+    def tags(self) -> Sequence[str]: ...  # noqa: D102
+    @property
+    def config(self) -> Mapping[str, str]: ...  # noqa: D102
+    @property
+    def steps(self) -> Sequence[float]: ...  # noqa: D102
+    @property
+    def values(self) -> Sequence[float]: ...  # noqa: D102
+
+
+RunT = TypeVar("RunT", bound=Contestant)
+
+
+@dataclass(frozen=True)
+class RunValues:
+    """A contestant as it is read from its files; ascending `steps`."""
+
+    run_id: str
+    tags: tuple[str, ...] = ()
+    config: Mapping[str, str] = field(default_factory=dict)
+    steps: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Standing(Generic[RunT]):
+    """One line of a ranking: a run or a group of one environment.
+
+    Attributes:
+        place: from 1; None without a result, and then it stands last.
+        step: up to which the values count.
+        runs: the best first; `results` has the result of each, None for one that is not there yet.
+        value: mean of the results; `se` is its standard error, None for a single one.
+    """
+
+    environment: CleanText
+    name: str
+    place: int | None
+    step: int
+    runs: tuple[RunT, ...]
+    results: tuple[float | None, ...]
+    value: float | None
+    se: float | None
+
+    @property
+    def num(self) -> int:
+        """Runs with a result."""
+        return sum(result is not None for result in self.results)
+
+
+def rank(
+    runs: Sequence[RunT], metric: str, *, by: str = RUN, last: int | None = None, step: int | None = None
+) -> tuple[Standing[RunT], ...]:
+    """The standings of each environment, by its name, the best first. A run with several tags is in several groups.
+
+    Args:
+        by: RUN, TAG or a dotted config key.
+        last: so many of the newest values count; None: NUM_LAST, of an evaluation NUM_LAST_EVAL.
+        step: up to which values count; None: the largest that all runs of the environment with any value have.
+    """
+    last = last or (NUM_LAST_EVAL if metric.startswith("eval/") else NUM_LAST)
+    of: dict[CleanText, list[RunT]] = {}
+    for run in runs:
+        of.setdefault(environment_of(run.config), []).append(run)
+    found: list[Standing[RunT]] = []
+    for environment, members in sorted(of.items()):
+        at = step if step is not None else int(min((run.steps[-1] for run in members if run.steps), default=0))
+        groups: dict[str, list[RunT]] = {}
+        for run in members:
+            for name in _names(run, by):
+                groups.setdefault(name, []).append(run)
+        standings = [_standing(environment, name, group, metric, at, last) for name, group in groups.items()]
+        standings.sort(key=lambda each: (_order(each.value, metric), each.name))
+        found += [_placed(each, place) for place, each in enumerate(standings, start=1)]
+    return tuple(found)
+
+
+def notes(standings: Sequence[Standing[RunT]], metric: str) -> tuple[CleanText, ...]:
+    """In words what keeps the ranking from being a plain one: environments, runs that are behind, runs not ranked."""
+    found: list[str] = []
+    environments = dict.fromkeys(each.environment for each in standings)
+    if len(environments) > 1:
+        found.append(f"{len(environments)} environments, each ranked by itself: their rewards are not comparable")
+    for environment in environments:
+        own = [each for each in standings if each.environment == environment]
+        runs = {run.run_id: run for each in own for run in each.runs}
+        where, at = (f" ({environment})" if len(environments) > 1 else ""), own[0].step
+        newest = {run_id: int(run.steps[-1]) for run_id, run in runs.items() if run.steps}
+        late = [run_id for run_id in runs if newest.get(run_id, -1) < at or run_id not in newest]
+        there = {run_id: newest[run_id] for run_id in runs if run_id not in late}
+        ahead, slowest = max(there.values(), default=at), min(there, key=there.__getitem__, default=None)
+        if slowest is not None and there[slowest] == at < ahead:
+            further = f"another is at {ahead}: step {ahead} ranks only the runs that are there"
+            found.append(f"compared at step {at}, the newest of {slowest}; {further}{where}")
+        if late:
+            found.append(f"not ranked: {', '.join(late)}, no {metric} at step {at} yet{where}")
+    return tuple(one_line(each, 1000) for each in found)
+
+
+def winners(standings: Sequence[Standing[RunT]]) -> tuple[Standing[RunT], ...]:
+    """The first of each environment, where it has a result."""
+    return tuple(each for each in standings if each.place == 1)
+
+
+def environment_of(config: Mapping[str, str]) -> CleanText:
+    """The environments of a run with what decides their rewards, such as "reverse-text max_len=8 + arithmetic"."""
+    parts: dict[str, dict[str, str]] = {}
+    for key, text in config.items():
+        if (match := _OF_ENVIRONMENT.fullmatch(key)) is not None:
+            shown = str(hide_secret(key, text)).strip('"')
+            parts.setdefault(match[1], {})[match[2].removeprefix("args.")] = shown
+    usual = {"args": ("{}",), "weight": ("1.0", "1"), "reward_range": ("[0.0, 1.0]", "(0.0, 1.0)")}
+    words = [
+        " ".join(
+            [
+                part.pop("id", "?"),
+                *(f"{key}={text}" for key, text in sorted(part.items()) if text not in usual.get(key, ())),
+            ]
+        )
+        for part in parts.values()
+    ]
+    return one_line(" + ".join(words) or NO_ENVIRONMENT, 300)
+
+
+def read_contestants(output_dir: Path, runs: Sequence[RunView], metric: str) -> list[RunValues]:
+    """The runs with their configs and all values of `metric`. What cannot be read of a run is left out."""
+    found = []
+    for view in runs:
+        run = OutputDir(output_dir).run(view.run_id)
+        try:
+            values = flatten(resolved(load_toml(run.orch_toml)))
+            config: dict[str, str] = {one_line(key): _text(value) for key, value in values}
+        except ConfigError:
+            config = {}
+        pairs = series(_lines(run.orchestrator_metrics), metric) or series(_lines(run.trainer_metrics), metric)
+        steps, results = tuple(float(step) for step, _ in pairs), tuple(value for _, value in pairs)
+        found.append(RunValues(view.run_id, tuple(view.tags), config, steps, results))
+    return found
+
+
+def _text(value: object) -> CleanText:
+    return one_line(value if isinstance(value, str) else json.dumps(value))
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    tail = FileTail(path)
+    while True:
+        found = tail.read()
+        yield from found.lines
+        if not found.more:
+            return
+
+
+def _names(run: Contestant, by: str) -> Sequence[str]:
+    if by == RUN:
+        return (run.run_id,)
+    return (run.tags or (NO_TAG,)) if by == TAG else (run.config.get(by, NO_VALUE),)
+
+
+def _standing(
+    environment: CleanText, name: str, runs: Sequence[RunT], metric: str, at: int, last: int
+) -> Standing[RunT]:
+    results = {run.run_id: _result(run, at, last) for run in runs}
+    ordered = tuple(sorted(runs, key=lambda run: (_order(results[run.run_id], metric), run.run_id)))
+    known = [result for result in results.values() if result is not None]
+    mean = _mean(known) if known else None
+    return Standing(
+        environment, name, None, at, ordered, tuple(results[run.run_id] for run in ordered), mean, standard_error(known)
+    )
+
+
+def _placed(standing: Standing[RunT], place: int) -> Standing[RunT]:
+    return standing if standing.value is None else replace(standing, place=place)
+
+
+def _result(run: Contestant, at: int, last: int) -> float | None:
+    """None for a run that has not come to step `at`."""
+    if not run.steps or run.steps[-1] < at:
+        return None
+    end = bisect_right(run.steps, at)
+    newest = run.values[max(end - last, 0) : end]
+    return _mean(newest) if newest else None
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of their mean, from the deviation of the sample; None for less than two."""
+    if len(values) < 2:
+        return None
+    mean = _mean(values)
+    found = math.sqrt(sum((value - mean) * (value - mean) for value in values) / (len(values) - 1) / len(values))
+    return found if math.isfinite(found) else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Not fmean, which raises for sums without end: these are numbers of a tenant."""
+    mean = sum(value / len(values) for value in values)
+    return max(-sys.float_info.max, min(mean, sys.float_info.max))
+
+
+def _order(result: float | None, metric: str) -> float:
+    """Smaller is better; without a result last."""
+    if result is None:
+        return math.inf
+    return result if metric in LESS_IS_BETTER else -result

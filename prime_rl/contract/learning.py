@@ -1,0 +1,219 @@
+"""Signs that a run does not learn: pure rules over its metrics, the same for orchestrator, alerts, `prl` and console.
+
+The orchestrator feeds `Learning` with every line of the run's two metrics files and writes the signs of now into its
+status; readers put them into words with `RULES`. Limits are those of docs/learning.md. No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+REWARD = "reward/mean"
+# So many of the newest values of a figure are kept; the rules look at as many or fewer.
+NUM_KEPT = 10
+# A figure beyond this is as wrong as this one, and sums of it stay finite.
+MAX_FIGURE = 1e300
+
+
+class Sign(msgspec.Struct, frozen=True):
+    """One rule of docs/learning.md that holds now: its figure, the limit, and for how many steps it has held."""
+
+    name: str
+    value: float
+    limit: float
+    num: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A figure is beyond its limit for `num` values in a row, or in their mean. `said` has the names of a `Sign`."""
+
+    figure: str
+    num: int
+    limit: float
+    said: str
+    why: str
+    advice: str
+
+    def text(self, sign: Sign) -> str:
+        """The sign in one line: the number, the reason, and what to do."""
+        said = self.said.format(value=sign.value, limit=sign.limit, num=sign.num)
+        return f"{said}: {self.why}; {self.advice}"
+
+
+# In the order of importance. Each name is that of a sign.
+RULES: Mapping[str, Rule] = {
+    "reward_collapsed": Rule(
+        REWARD,
+        NUM_KEPT,
+        0.5,
+        "reward collapsed: mean {value:.3g} over 10 batches, was {limit:.3g} at best",
+        "updates have destroyed what was learned",
+        "roll back with prl runs rollback and lower optim.lr",
+    ),
+    "no_signal": Rule(
+        "signal",
+        5,
+        0.0,
+        "no signal: no rollout of {num} batches in a row has an advantage",
+        "within each group all rewards are equal, so the examples are too easy, too hard, or solved",
+        "look at prl runs samples, then change the examples or the reward; a solved run can be ended",
+    ),
+    "no_gradient": Rule(
+        "grad_norm",
+        8,
+        1e-6,
+        "no gradient: grad_norm at most {value:.2g} for {num} updates",
+        "the weights no longer change, as after a learning rate that was far too high, or without signal",
+        "roll back with prl runs rollback and lower optim.lr",
+    ),
+    "mismatch": Rule(
+        "mismatch_kl",
+        5,
+        0.1,
+        "trainer and inference disagree: mean mismatch_kl {value:.3g} over 5 updates, limit {limit:g}",
+        "rollouts are too stale, or the two compute different probabilities",
+        "lower max_async_level or optim.lr, and compare dtype and sampling of inference with the trainer's",
+    ),
+    "entropy_exploded": Rule(
+        "entropy",
+        NUM_KEPT,
+        3.0,
+        "entropy exploded: mean {value:.3g} nats over 10 updates, {limit:.3g} is three times that of the first 10",
+        "answers turn into noise",
+        "roll back with prl runs rollback and lower optim.lr or sampling.temperature",
+    ),
+    "entropy_gone": Rule(
+        "entropy",
+        NUM_KEPT,
+        0.01,
+        "entropy is gone: mean {value:.2g} nats over 10 updates, limit {limit:g}",
+        "the policy gives one answer to each prompt, so nothing new is tried",
+        "end the run if its reward is good enough; else roll back with prl runs rollback and lower optim.lr",
+    ),
+}
+
+
+def sign_texts(signs: Iterable[Sign]) -> list[str]:
+    """The signs in words, in the order of importance. A name without a rule, of another version, is left out."""
+    known = {sign.name: sign for sign in signs}
+    return [rule.text(known[name]) for name, rule in RULES.items() if name in known]
+
+
+class RewardTrend:
+    """Mean of the newest `window` rewards, None while there are fewer, and the best such mean so far."""
+
+    def __init__(self, window: int) -> None:
+        self._newest = _Series(window)
+        self.mean: float | None = None
+        self.best = float("-inf")
+
+    def feed(self, step: int, reward: float) -> None:
+        """The batch of `step`; a step that comes again voids what came after it, but not the best."""
+        self._newest.feed(step, reward)
+        self.mean = self._newest.mean(self._newest.size)
+        self.best = self.best if self.mean is None else max(self.best, self.mean)
+
+    def has_collapsed(self, drop: float) -> bool:
+        """True when the mean is lower than the best by more than the share `drop` of that."""
+        return self.mean is not None and self.best - self.mean > drop * abs(self.best)
+
+    @property
+    def is_clear(self) -> bool:
+        """True when the fall from the best is more than twice what the newest rewards differ by."""
+        newest = self._newest.last(self._newest.size)
+        return self.mean is not None and self.best - self.mean > 2 * max(abs(each - self.mean) for each in newest)
+
+
+class Learning:
+    """Feed it the lines of both metrics files, each file in its order."""
+
+    def __init__(self) -> None:
+        self._series = {rule.figure: _Series(NUM_KEPT) for rule in RULES.values()}
+        self._reward = RewardTrend(RULES["reward_collapsed"].num)
+        self._signs: dict[str, Sign] = {}
+        self._since: dict[str, int] = {}
+
+    def feed(self, step: int, figures: Mapping[str, float]) -> None:
+        """One line."""
+        for name, series in self._series.items():
+            if (value := figures.get(name)) is not None:
+                series.feed(step, value)
+        if REWARD in figures:
+            self._reward.feed(step, figures[REWARD])
+        for name, rule in RULES.items():
+            if rule.figure in figures:
+                sign = self._look(name, rule)
+                if sign is None:
+                    self._signs.pop(name, None)
+                    self._since.pop(name, None)
+                else:
+                    self._signs[name] = sign
+
+    def signs(self) -> list[Sign]:
+        """Those that hold now, in the order of importance."""
+        return [self._signs[name] for name in RULES if name in self._signs]
+
+    def _look(self, name: str, rule: Rule) -> Sign | None:
+        series = self._series[rule.figure]
+        newest, mean = series.last(rule.num), series.mean(rule.num)
+        if mean is None:
+            return None
+        value, limit = mean, rule.limit
+        if name == "reward_collapsed":
+            holds = self._reward.has_collapsed(limit) and self._reward.is_clear
+            limit = self._reward.best
+        elif name in ("no_signal", "no_gradient"):
+            value = max(newest)
+            holds = value <= limit
+        elif name == "entropy_exploded":
+            limit *= series.first_mean
+            holds = series.is_past_first and value > max(limit, 1.0)
+        else:
+            holds = value < limit if name == "entropy_gone" else value > limit
+        if not holds:
+            return None
+        began = min(self._since.get(name, series.step_of(rule.num)), series.step_of(1))
+        self._since[name] = began
+        return Sign(name, value, limit, series.step_of(1) - began + 1)
+
+
+class _Series:
+    """The first and the newest `size` values of a figure by step. A step that comes again voids those after it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._newest: deque[tuple[int, float]] = deque(maxlen=size)
+        self._first: list[tuple[int, float]] = []
+
+    def feed(self, step: int, value: float) -> None:
+        value = max(-MAX_FIGURE, min(value, MAX_FIGURE))
+        for kept in (self._newest, self._first):
+            while kept and kept[-1][0] >= step:
+                kept.pop()
+        self._newest.append((step, value))
+        if len(self._first) < self.size:
+            self._first.append((step, value))
+
+    def last(self, num: int) -> list[float]:
+        return [value for _, value in self._newest][-num:]
+
+    def mean(self, num: int) -> float | None:
+        newest = self.last(num)
+        return sum(newest) / num if len(newest) == num else None
+
+    def step_of(self, place: int) -> int:
+        """The step of the newest value for 1, of the one before for 2."""
+        return self._newest[-place][0]
+
+    @property
+    def first_mean(self) -> float:
+        return sum(value for _, value in self._first) / len(self._first)
+
+    @property
+    def is_past_first(self) -> bool:
+        return self._newest[0][0] > self._first[-1][0]

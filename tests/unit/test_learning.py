@@ -1,0 +1,176 @@
+"""Signs that a run does not learn: each rule at its limit, and what `prl` and the views make of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daemons.cli import run as prl
+from daemons.workspace import LOOP_CRASHES, LOOP_S, daemon_view
+from daemons.workspace_reader import WorkspaceReader
+from prime_rl.contract.files import append_line, write_atomic
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.learning import REWARD, RULES, Learning, Sign, sign_texts
+from prime_rl.contract.status import Crash, DaemonStatus, RunState, RunStatus, read_status
+from prime_rl.orchestrator.report import LearningWatch
+from tests.alerts_support import Troubles
+
+ROOT = Path(__file__).parents[2]
+
+
+def signs_of(figure: str, values: list[float]) -> dict[str, Sign]:
+    learning = Learning()
+    for step, value in enumerate(values, start=1):
+        learning.feed(step, {figure: value})
+        found = learning.signs()
+    return {sign.name: sign for sign in found}
+
+
+def test_a_run_without_a_gradient_is_told_with_the_number_of_updates() -> None:
+    found = signs_of("grad_norm", [0.8, 0.5, *[0.0] * 28])
+    assert found == {"no_gradient": Sign("no_gradient", 0.0, 1e-6, 28)}
+    assert "for 28 updates" in sign_texts(found.values())[0]
+    assert signs_of("grad_norm", [0.8, *[0.0] * 7]) == {} == signs_of("grad_norm", [*[0.0] * 20, 0.3])
+
+
+CASES: list[tuple[str, str, list[float], bool]] = [
+    ("reward_collapsed", REWARD, [0.7] * 10 + [0.002] * 10, True),
+    ("reward_collapsed", REWARD, [0.7] * 10 + [0.36] * 10, False),
+    ("reward_collapsed", REWARD, [0.7] * 10 + [0.002] * 10 + [0.7] * 10, False),
+    ("reward_collapsed", REWARD, [0.1, 0.0] * 5 + [0.0, 0.05] * 5, False),  # noise
+    ("no_signal", "signal", [1.0] + [0.0] * 5, True),
+    ("no_signal", "signal", [0.0] * 4, False),
+    ("no_signal", "signal", [0.0, 0.0, 0.1, 0.0, 0.0], False),
+    ("mismatch", "mismatch_kl", [0.001] + [0.2] * 5, True),
+    ("mismatch", "mismatch_kl", [0.05] * 20, False),
+    ("entropy_exploded", "entropy", [0.9] * 10 + [3.0] * 10, True),
+    ("entropy_exploded", "entropy", [0.01] * 10 + [0.5] * 10, False),  # little is no noise
+    ("entropy_exploded", "entropy", [3.0] * 10, False),  # as it began
+    ("entropy_gone", "entropy", [0.9] * 10 + [0.005] * 10, True),
+    ("entropy_gone", "entropy", [0.9] + [0.005] * 9, False),
+]
+
+
+@pytest.mark.parametrize(("name", "figure", "values", "expected"), CASES)
+def test_a_rule_holds_beyond_its_limit_alone(name: str, figure: str, values: list[float], expected: bool) -> None:
+    assert (name in signs_of(figure, values)) == expected
+    assert set(signs_of(figure, values)) <= {name}
+
+
+def test_every_rule_has_a_case_and_its_line_in_the_documents() -> None:
+    assert {case[0] for case in CASES} | {"no_gradient"} == set(RULES)
+    page = (ROOT / "docs" / "learning.md").read_text()
+    for name, rule in RULES.items():
+        [line] = [line for line in page.splitlines() if line.startswith(f"| `{name}`")]
+        assert f"`{rule.figure}`" in line and f"{rule.num}" in line
+
+
+def test_steps_that_come_again_void_those_after_them() -> None:
+    learning = Learning()
+    for step in range(1, 20):
+        learning.feed(step, {"grad_norm": 0.0})
+    assert [sign.num for sign in learning.signs()] == [19]
+    for step in range(5, 9):  # the run went back to a checkpoint
+        learning.feed(step, {"grad_norm": 0.0})
+    assert learning.signs() == [], "only steps 10 to 19 were kept, and they are void"
+    for step in range(9, 14):
+        learning.feed(step, {"grad_norm": 0.0})
+    [sign] = learning.signs()
+    assert sign.num == 9
+
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+LINES = st.tuples(
+    st.integers(0, 40), st.dictionaries(st.sampled_from([rule.figure for rule in RULES.values()]), NUMBERS)
+)
+
+
+@given(st.lists(LINES, max_size=60))
+def test_no_figures_raise_and_every_sign_is_json_that_is_read_again(lines: list[tuple[int, dict[str, float]]]) -> None:
+    learning = Learning()
+    for step, figures in lines:
+        learning.feed(step, figures)
+        found = learning.signs()
+        assert msgspec.json.decode(msgspec.json.encode(found), type=list[Sign]) == found
+        assert len(sign_texts(found)) == len(found) and all("\n" not in text for text in sign_texts(found))
+
+
+def test_learning_as_it_should_be_gives_no_sign() -> None:
+    learning, rng = Learning(), random.Random(0)
+    for step in range(1, 400):
+        share = min(1.0, step / 200)
+        noise = rng.gauss(0, 0.05)
+        learning.feed(step, {REWARD: 0.1 + 0.8 * share + noise, "signal": 0.5, "entropy": 1.5 - 1.2 * share})
+        learning.feed(step, {"grad_norm": 0.2 + abs(noise), "mismatch_kl": 0.002 + abs(noise) / 10})
+        assert learning.signs() == []
+
+
+def test_the_orchestrator_looks_at_both_files_also_after_a_restart(tmp_path: Path) -> None:
+    run = OutputDir(tmp_path).run("run_a")
+    run.metrics.mkdir(parents=True)
+    watch = LearningWatch(run)
+    assert watch.look() == [], "no file"
+    for step in range(1, 21):
+        append_line(run.orchestrator_metrics, json.dumps({"step": step, REWARD: 0.5, "signal": 0.0, "bottleneck": "x"}))
+        append_line(run.trainer_metrics, json.dumps({"step": step, "grad_norm": 0.0, "entropy": None}))
+    found = watch.look()
+    assert [(sign.name, sign.num) for sign in found] == [("no_signal", 20), ("no_gradient", 20)]
+    assert [sign.name for sign in LearningWatch(run).look()] == ["no_signal", "no_gradient"]
+
+
+@pytest.fixture
+def troubles(tmp_path: Path) -> Troubles:
+    found = Troubles(OutputDir(tmp_path))
+    signs = [Sign("made_up", 1.0, 1.0, 1), Sign("no_gradient", 0.0, 1e-6, 28), Sign("no_signal", 0.0, 0.0, 30)]
+    found.run("run_trouble", signs=signs * 1000, problem="env x: 5 % of rollouts dropped")
+    return found
+
+
+def test_a_view_has_all_troubles_of_a_run_that_goes_on_the_environments_first(troubles: Troubles) -> None:
+    run = WorkspaceReader(troubles.output.path).read().run("run_trouble")
+    assert run is not None and run.state is RunState.ACTIVE
+    assert len(run.signs) <= len(RULES) and "made_up" not in {sign.name for sign in run.signs}
+    assert [each.partition(":")[0] for each in run.troubles] == ["env x", "no signal", "no gradient"]
+    assert run.trouble == run.troubles[0] and run.why == f"{run.trouble}; 2 more problems"
+    over = replace(run, state=RunState.FINISHED)
+    assert over.troubles == () and over.trouble is None and over.signs == run.signs
+
+
+def test_status_list_and_show_name_the_troubles(troubles: Troubles, capsys: Any) -> None:
+    place = ["--output-dir", str(troubles.output.path)]
+    assert prl(["status", *place]) == 0
+    out = capsys.readouterr().out
+    assert "problem: run_trouble: no gradient: grad_norm at most 0 for 28 updates" in out
+    assert prl(["runs", "show", "run_trouble", *place]) == 0
+    assert "no signal" in capsys.readouterr().out
+    assert prl(["runs", "list", *place, "--json"]) == 0
+    [run] = [each for each in json.loads(capsys.readouterr().out)["runs"] if each["run_id"] == "run_trouble"]
+    assert len(run["troubles"]) == 3
+    assert {"name": "no_gradient", "value": 0.0, "limit": 1e-06, "num": 28} in run["signs"]
+
+
+def test_a_status_of_an_earlier_version_has_no_signs(tmp_path: Path) -> None:
+    text = msgspec.json.encode(RunStatus(run_id="run_a"))
+    write_atomic(tmp_path / "status.json", text.replace(b',"signs":[]', b""))
+    found = read_status(tmp_path / "status.json", RunStatus)
+    assert found is not None and found.signs == []
+
+
+def test_a_daemon_that_ends_again_and_again_is_in_a_restart_loop(troubles: Troubles) -> None:
+    now = 1000.0
+    crashes = [Crash(at=now - 100 * number, kind="crash", reason="exit code 1") for number in range(LOOP_CRASHES)]
+    status = DaemonStatus(name="run_trouble", state="running", crashes=crashes[::-1])
+    assert daemon_view(status, now).crash_loop == (
+        "restart loop: run_trouble ended 3 times within 10 minutes: exit code 1; see prl logs run_trouble"
+    )
+    assert daemon_view(status, now + LOOP_S).crash_loop is None
+    status.state = "failed"
+    assert daemon_view(status, now).crash_loop is None, "that has its own reason"

@@ -1,0 +1,195 @@
+"""Runs ranked at equal steps, by group and by environment: what counts, what is told, and what `prl` prints of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daemons.cli import run as prl
+from daemons.commands.runs import SortBy, sorted_runs
+from daemons.ranking import NO_TAG, TAG, RunValues, environment_of, notes, rank, standard_error, winners
+from daemons.workspace_reader import read_workspace
+from prime_rl.contract.layout import OutputDir
+
+REWARD = "reward/mean"
+
+
+def values(run_id: str, found: list[float], *, tags: tuple[str, ...] = (), **config: str) -> RunValues:
+    keys = {key.replace("__", "."): value for key, value in config.items()}
+    return RunValues(run_id, tags, keys, tuple(map(float, range(1, len(found) + 1))), tuple(found))
+
+
+def test_a_run_that_is_further_has_no_advantage() -> None:
+    """Both have the same curve, and one of them has had more time."""
+    curve = [step / 100 for step in range(1, 101)]
+    long, short = values("run_long", curve), values("run_short", curve[:30])
+    found = rank([long, short], REWARD)
+    assert [each.value for each in found] == [pytest.approx(0.255)] * 2 and {each.step for each in found} == {30}
+    [note] = notes(found, REWARD)
+    assert "compared at step 30, the newest of run_short" in note and "step 100" in note
+
+
+def test_at_a_given_step_runs_that_are_not_there_are_named_and_not_ranked() -> None:
+    runs = [values("run_a", [0.1] * 30), values("run_b", [0.9] * 10), values("run_c", [])]
+    found = rank(runs, REWARD, step=30)
+    assert [(each.name, each.place, each.value) for each in found] == [
+        ("run_a", 1, pytest.approx(0.1)),
+        ("run_b", None, None),
+        ("run_c", None, None),
+    ]
+    assert notes(found, REWARD) == ("not ranked: run_b, run_c, no reward/mean at step 30 yet",)
+    assert notes(rank(runs[:1], REWARD), REWARD) == ()
+
+
+def test_seeds_are_one_group_with_mean_standard_error_and_number() -> None:
+    rewards = {"1": [0.2, 0.4, 0.6], "2": [0.5, 0.5, 0.8]}
+    runs = [
+        values(f"run_{lr}_{seed}", [reward] * 20, optim__lr=lr)
+        for lr, found in rewards.items()
+        for seed, reward in enumerate(found)
+    ]
+    best, other = rank([*runs, values("run_new", [], optim__lr="1")], REWARD, by="optim.lr")
+    assert (best.name, best.place, best.num) == ("2", 1, 3) and best.value == pytest.approx(0.6)
+    assert best.se == pytest.approx(statistics.stdev(rewards["2"]) / 3**0.5)
+    assert [run.run_id for run in best.runs] == ["run_2_2", "run_2_0", "run_2_1"]
+    assert (other.name, other.place, other.num) == ("1", 2, 3)
+    assert other.results[-1] is None and other.runs[-1].run_id == "run_new"
+
+
+def test_runs_of_different_environments_are_never_in_one_ranking() -> None:
+    runs = [
+        values("run_easy", [0.9], tags=("x",), env__0__id='"sort"', env__0__args__max_len="3"),
+        values("run_hard", [0.2], tags=("x",), env__0__id='"sort"', env__0__args__max_len="9"),
+        values("run_none", [0.5]),
+    ]
+    found = rank(runs, REWARD, by=TAG)
+    assert [(each.environment, each.name, each.place) for each in found] == [
+        ("sort max_len=3", "x", 1),
+        ("sort max_len=9", "x", 1),
+        ("unknown environment", NO_TAG, 1),
+    ]
+    assert len(winners(found)) == 3
+    assert notes(found, REWARD)[0].startswith("3 environments, each ranked by itself")
+
+
+def test_an_environment_is_what_decides_its_rewards_and_hides_keys() -> None:
+    config = {
+        "env.0.id": "a",
+        "env.0.args.api_key": "secret",
+        "env.0.prompt.template": "x",
+        "env.0.timeout_s": "3",
+        "env.0.weight": "1.0",
+        "env.0.reward_range": "[0.0, 1.0]",
+        "env.1.id": "b",
+        "env.1.reward_range": "[-1.0, 1.0]",
+    }
+    assert environment_of(config) == "a api_key=(hidden) + b reward_range=[-1.0, 1.0]"
+
+
+@pytest.mark.parametrize(("metric", "first"), [("loss", "run_low"), (REWARD, "run_high")])
+def test_of_some_metrics_less_is_better(metric: str, first: str) -> None:
+    assert rank([values("run_low", [0.1]), values("run_high", [0.9])], metric)[0].name == first
+
+
+def test_of_an_evaluation_the_newest_value_counts() -> None:
+    run = values("run_a", [0.1, 0.5])
+    assert rank([run], "eval/pass@1")[0].value == 0.5 and rank([run], REWARD)[0].value == pytest.approx(0.3)
+    assert rank([run], REWARD, last=1)[0].value == 0.5
+
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(st.lists(st.lists(NUMBERS, max_size=15), max_size=6), st.none() | st.integers(1, 20))
+def test_a_ranking_has_every_run_once_the_best_first_and_never_raises(curves: list[list[float]], step: Any) -> None:
+    runs = [values(f"run_{number}", curve) for number, curve in enumerate(curves)]
+    found = rank(runs, REWARD, step=step)
+    assert {each.name for each in found} == {run.run_id for run in runs} and len(found) == len(runs)
+    assert [each.place for each in found if each.place] == list(
+        range(1, sum(each.place is not None for each in found) + 1)
+    )
+    notes(found, REWARD)
+    standard_error([value for curve in curves for value in curve])
+
+
+TOML = 'batch_size = 8\nrollouts_per_example = 4\nseed = {seed}\ntags = ["{tag}"]\nmodel = {{ name = "m" }}\n'
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> OutputDir:
+    output = OutputDir(tmp_path)
+    for run_id, env, rewards in (
+        ("run_a", "sort-letters", [0.5, 0.7]),
+        ("run_b", "sort-letters", [0.2]),
+        ("run_c", "arithmetic", [0.9]),
+    ):
+        run = output.run(run_id)
+        run.control.mkdir(parents=True)
+        run.metrics.mkdir()
+        text = TOML.format(seed=len(rewards), tag=env) + f'env = [{{ id = "{env}" }}]\n'
+        run.orch_toml.write_text(text)
+        lines = [{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards, start=1)]
+        run.orchestrator_metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        run.trainer_metrics.write_text('{"step": 1, "loss": 0.25}\n')
+    return output
+
+
+def best(workspace: OutputDir, capsys: Any, *words: str) -> tuple[str, str]:
+    assert prl(["runs", "best", "--output-dir", str(workspace.path), *words]) == 0
+    shown = capsys.readouterr()
+    return shown.out, shown.err
+
+
+def test_best_prints_each_environment_and_what_to_know_of_it(workspace: OutputDir, capsys: Any) -> None:
+    out, err = best(workspace, capsys)
+    assert "arithmetic, at step 1:" in out and out.count("★") == 2
+    assert "2 environments" in err and "run_b" in err
+    out, err = best(workspace, capsys, "--tag", "sort-letters", "--step", "2")
+    assert "★  run_a" in out and "not ranked: run_b" in err and "environments" not in err
+
+
+def test_best_is_stable_json_and_csv(workspace: OutputDir, capsys: Any) -> None:
+    words = ["--tag", "sort-letters", "--by", "seed"]
+    found = json.loads(best(workspace, capsys, *words, "--json")[0])
+    assert found["standings"][0] == {
+        "environment": "sort-letters",
+        "step": 1,
+        "place": 1,
+        "name": "2",
+        "value": 0.5,
+        "standard_error": None,
+        "num_runs": 1,
+        "runs": [{"run_id": "run_a", "step": 2, "value": 0.5}],
+    }
+    rows = list(csv.DictReader(io.StringIO(best(workspace, capsys, *words, "--csv")[0])))
+    assert [(row["place"], row["seed"], row["reward/mean"], row["runs"]) for row in rows] == [
+        ("1", "2", "0.5", "run_a"),
+        ("2", "1", "0.2", "run_b"),
+    ]
+    loss = json.loads(best(workspace, capsys, "--metric", "loss", "--json")[0])
+    assert {each["value"] for each in loss["standings"]} == {0.25}, "a metric of the trainer"
+
+
+def test_best_refuses_a_key_that_no_run_has(workspace: OutputDir, capsys: Any) -> None:
+    assert prl(["runs", "best", "--output-dir", str(workspace.path), "--by", "optim.lx"]) == 2
+    assert "--by optim.lx" in capsys.readouterr().err
+
+
+def test_runs_are_listed_by_a_column(workspace: OutputDir, capsys: Any) -> None:
+    runs = [
+        replace(run, reward=reward)
+        for run, reward in zip(read_workspace(workspace.path).runs, (0.1, None, 0.7), strict=True)
+    ]
+    assert [run.reward for run in sorted_runs(runs, SortBy.REWARD)] == [0.7, 0.1, None]
+    assert sorted_runs(runs, SortBy.SLOT) == runs
+    assert prl(["runs", "list", "--output-dir", str(workspace.path), "--sort", "step", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 3
