@@ -20,12 +20,13 @@ from typing import Any
 
 import msgspec
 
-from daemons.details import REWARD, hide_secrets, metrics_lines
+from daemons.details import hide_secrets, metrics_lines
 from daemons.errors import ActionError
 from daemons.workspace import RunView
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.base import load_toml
 from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.learning import REWARD
 from prime_rl.contract.samples import Sample, clean_sample, read_samples
 from prime_rl.utils.text import clean_strings, one_line
 

@@ -181,8 +181,9 @@ class StatusReporter:
 
     def close(self) -> None:
         """Write the status a last time, with state stopped, and end its heartbeat."""
-        fields = {"state": "stopped", "waiting_on": None, "time_s": {}, "tokens_per_s": 0.0}
-        self._writer.close(**fields, runs=self._runs(), total_s=self._total_s)
+        self._writer.close(
+            state="stopped", waiting_on=None, runs=self._runs(), time_s={}, total_s=self._total_s, tokens_per_s=0.0
+        )
 
     def _update(self, state: str, waiting_on: str | None, tokens_per_s: float | None = None) -> None:
         self._writer.turn()  # the main loop comes by here at every pass and at every look for one

@@ -60,7 +60,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def rows_of(path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 def test_several_targets_are_evaluated_on_the_same_examples(

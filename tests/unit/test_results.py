@@ -228,6 +228,8 @@ def test_the_page_about_results_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for block in blocks:
         exec(compile(block, "docs/results.md", "exec"), names)
     assert len(blocks) >= 3 and names["best"].run_id == "run_b"
+
+
 def test_figures_of_a_difference_are_as_long_as_people_read_them() -> None:
     assert [_shown(value, 3) for value in (0.00937205, 1234567.0, 0.8125, None, "x")] == [
         *("0.00937", "1234567", "0.812", "-", "x")
