@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -92,6 +93,11 @@ def _tried(output: OutputDir, file: Path, num: int, model: str) -> dict[str, Any
         raise ConfigError(str(file), problems)
     argv = python_module(_MODULE, str(file), str(num))
     with contextlib.ExitStack() as stack:
+        for name in (
+            signal.SIGTERM,
+            signal.SIGHUP,
+        ):  # end as with Ctrl-C, which ends the server and unloads the version
+            stack.callback(signal.signal, name, signal.signal(name, signal.default_int_handler))
         if model != ECHO:
             limits = trainer_limits(output.path)
             seq_len = config.seq_len or (limits.max_seq_len if limits else DEFAULT_SEQ_LEN)

@@ -9,6 +9,7 @@ example's own, where that is known, else the last message.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -159,8 +160,9 @@ async def run(file: Path, num: int, server: Sequence[str]) -> Mapping[str, Any]:
 
 def main(argv: Sequence[str]) -> None:
     """`argv`: the file, the number of examples, and a server's address, model and longest sequence."""
-    answer = asyncio.run(run(Path(argv[0]), int(argv[1]), argv[2:]))
-    sys.stdout.buffer.write(msgspec.json.encode(answer))
+    with contextlib.suppress(KeyboardInterrupt):  # which `prl env try` gets too, and reports
+        answer = asyncio.run(run(Path(argv[0]), int(argv[1]), argv[2:]))
+        sys.stdout.buffer.write(msgspec.json.encode(answer))
 
 
 if __name__ == "__main__":
