@@ -187,7 +187,12 @@ def check(value: Any, kind: Any, place: str) -> None:
 
 
 # Lists of a workspace as small as this one, and an object without one of its two keys.
-EMPTY = {"prl alerts --test sent", "prl multinode status waited_for"}
+EMPTY = {
+    "prl alerts --test sent",
+    "prl multinode status waited_for",
+    "prl runs validate FILE warnings",
+    "prl status clocks",
+}
 PARTLY = {"prl runs show ID metrics"}
 
 
