@@ -144,7 +144,8 @@ class Workspace:
 
     `trainer` and `inference` are None when they do not live; `max_runs` is 0 when unknown. `num_unread` runs are left
     out of a first look. `replicas` are the inference servers that live, by number, and `inference` all of them in one.
-    `disk`: the trouble of its file system that holds everything up, None without any.
+    `disk`: the trouble of its file system that holds everything up, None without any. `clocks`: which machines have
+    another time, in words.
     """
 
     output_dir: Path
@@ -161,6 +162,7 @@ class Workspace:
     num_unread: int = 0
     replicas: tuple[tuple[int, InferenceStatus], ...] = ()
     disk: CleanText | None = None
+    clocks: tuple[CleanText, ...] = ()
 
     def run(self, run_id: str) -> RunView | None:
         """The view of a run; None for one that this look does not have."""

@@ -36,6 +36,7 @@ from prime_rl.contract.files import FileRefused, file_problem, find_trouble, rea
 from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, list_steps, scan_runs, stable_marker
 from prime_rl.contract.learning import RULES
 from prime_rl.contract.status import (
+    LOST_AFTER_S,
     STALLED,
     DaemonStatus,
     InferenceStatus,
@@ -45,6 +46,7 @@ from prime_rl.contract.status import (
     Status,
     TrainerRunStatus,
     TrainerStatus,
+    clock_ahead_s,
     is_alive,
     is_there,
     read_status,
@@ -121,6 +123,21 @@ class StatusFiles:
         if known is None or known[0] != stamp:
             known = self._known[path] = (stamp, read_status_file(path, stamp, kind))
         return known[1] if isinstance(known[1], kind) else None
+
+    def clocks(self, now: float) -> tuple[CleanText, ...]:
+        """In words which machines that have just written one of them have another time than the file system."""
+        ahead_s: dict[str, float] = {}
+        for stamp, status in self._known.values():
+            found = clock_ahead_s(status, stamp.mtime_ns / 1e9, now) if status is not None else None
+            if status is not None and found is not None:
+                ahead_s[status.host] = found
+        return tuple(
+            one_line(
+                f"the clock of {host} is {abs(by_s):.0f} s {'ahead of' if by_s > 0 else 'behind'} that of the files: "
+                f"beyond {LOST_AFTER_S:.0f} s its daemons look lost; set all clocks by NTP (chronyc tracking)"
+            )
+            for host, by_s in sorted(ahead_s.items())
+        )
 
     def tidy(self) -> None:
         """Drop what is kept of files that were gone, or could not be read, at their last look."""
@@ -361,6 +378,7 @@ class WorkspaceReader:
             read_at=now,
             num_unread=len(found) - len(wanted),
             disk=shown(disk),
+            clocks=self._statuses.clocks(now),
         )
 
     def _scan(self, again: bool) -> dict[str, RunFiles]:

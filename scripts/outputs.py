@@ -98,6 +98,7 @@ OUTPUTS: dict[str, Keys] = {
         "refused": [RefusedView],
         "disk": And(DiskView, {"house_bytes": int, "house_complete": bool}),
         "bottleneck": str | None,
+        "clocks": list[str],
         "inference": [REPLICA],
     },
     "prl runs list": {"runs": [RUN_VIEW]},

@@ -189,7 +189,10 @@ def check(value: Any, kind: Any, place: str) -> None:
 
 
 # Lists of a workspace as small as this one, and an object without one of its two keys.
-EMPTY = {"prl alerts --test sent", "prl multinode status waited_for", "prl serve served", "prl serve urls"}
+EMPTY = {
+    *("prl alerts --test sent", "prl multinode status waited_for", "prl serve served", "prl serve urls"),
+    *("prl runs validate FILE warnings", "prl status clocks"),
+}
 PARTLY = {"prl runs show ID metrics"}
 
 

@@ -162,6 +162,7 @@ def workspace_json(workspace: Workspace, disk: DiskView | None) -> dict[str, Any
         "refused": [asdict(each) for each in workspace.refused],
         "disk": disk_json(disk) if disk else None,
         "bottleneck": workspace.bottleneck,
+        "clocks": list(workspace.clocks),
         "inference": [replica_json(number, status) for number, status in workspace.replicas],
     }
 
@@ -262,6 +263,7 @@ def workspace_view(workspace: Workspace, disk: DiskView | None, holder: Supervis
     parts += [cell(f"{workspace.output_dir}: {used}", 1_000), runs_table(workspace.runs)]
     told = [(run.run_id, trouble) for run in workspace.runs for trouble in run.troubles]
     told += [(each.name, each.crash_loop) for each in workspace.daemons if each.crash_loop]
+    parts += [Text(f"problem: {clock}") for clock in workspace.clocks]
     parts += [Text(f"problem: {name}: {trouble}") for name, trouble in dict.fromkeys(told)]
     parts += [Text(f"refused: {each.name}: ").append_text(cell(each.reason, 300)) for each in workspace.refused]
     if disk is not None:

@@ -81,6 +81,8 @@ MAX_STATUS_BYTES = 4_000_000
 HEARTBEAT_S = 5.0
 LOST_AFTER_S = 3 * HEARTBEAT_S
 MIN_WRITE_INTERVAL_S = 0.5
+# A third of what makes a status look lost: well beyond what NTP leaves, and before anything goes wrong for it.
+CLOCK_LIMIT_S = LOST_AFTER_S / 3
 # How long one turn of a main loop may take. An event loop turns several times a second; a turn of the trainer may be a
 # pass over long samples; the daemons' files, which the supervisor's loop writes, look lost after LOST_AFTER_S.
 EVENT_LOOP_LIMIT_S = 60.0
@@ -391,6 +393,17 @@ def is_there(status: Status) -> bool:
 def is_elsewhere(status: Status) -> bool:
     """True when another machine or container wrote `status`: its pid means nothing here. False for its earlier life."""
     return status.host not in ("", socket.gethostname()) and status.writer.is_of_another_boot()
+
+
+def clock_ahead_s(status: Status, modified_at: float, now: float) -> float | None:
+    """How far the clock of another machine, which has just written `status`, is ahead; None where it is right.
+
+    `modified_at` is the time of the file, by the file system that both share, and `now` is ours. What was not written
+    within LOST_AFTER_S tells nothing.
+    """
+    ahead_s = status.updated_at - modified_at
+    is_new = abs(now - modified_at) <= LOST_AFTER_S
+    return ahead_s if is_new and abs(ahead_s) > CLOCK_LIMIT_S and is_elsewhere(status) else None
 
 
 class StatusWriter:

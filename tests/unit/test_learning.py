@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from daemons.workspace_reader import WorkspaceReader
 from prime_rl.contract.files import append_line, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.learning import REWARD, RULES, Learning, Sign, sign_texts
-from prime_rl.contract.status import Crash, DaemonStatus, RunState, RunStatus, read_status
+from prime_rl.contract.status import Crash, DaemonStatus, RunState, RunStatus, TrainerStatus, read_status
 from prime_rl.orchestrator.report import LearningWatch
 from tests.alerts_support import Troubles
+from tui.model.snapshot import make_snapshot
 
 ROOT = Path(__file__).parents[2]
 
@@ -174,3 +177,27 @@ def test_a_daemon_that_ends_again_and_again_is_in_a_restart_loop(troubles: Troub
     assert daemon_view(status, now + LOOP_S).crash_loop is None
     status.state = "failed"
     assert daemon_view(status, now).crash_loop is None, "that has its own reason"
+
+
+@pytest.mark.parametrize(("ahead_s", "words"), [(41.0, "41 s ahead of"), (-12.0, "12 s behind"), (3.0, None)])
+def test_a_machine_with_another_time_is_named(tmp_path: Path, ahead_s: float, words: str | None) -> None:
+    output, now = OutputDir(tmp_path), time.time()
+    status = TrainerStatus(state="training", host="gpu7", updated_at=now + ahead_s, pid=1, pid_create_time=1.0)
+    status.pid_start = "another-boot/1"
+    output.trainer_status.parent.mkdir()
+    write_atomic(output.trainer_status, msgspec.json.encode(status))
+    found = WorkspaceReader(output.path).read(now=now).clocks
+    assert [words in each and "gpu7" in each for each in found if words] == [True] * (words is not None)
+    assert WorkspaceReader(output.path).read(now=now + 60).clocks == (), "written long ago"
+    if words is not None:
+        assert any(
+            words in each.text for each in make_snapshot(WorkspaceReader(output.path).read(now=now), {}, now).problems
+        )
+
+
+def test_this_machine_has_one_clock(tmp_path: Path) -> None:
+    output, now = OutputDir(tmp_path), time.time()
+    status = TrainerStatus(state="training", host=socket.gethostname(), updated_at=now + 100, pid=1)
+    output.trainer_status.parent.mkdir()
+    write_atomic(output.trainer_status, msgspec.json.encode(status))
+    assert WorkspaceReader(output.path).read(now=now).clocks == ()

@@ -365,6 +365,8 @@ def find_problems(
         room = f"{size_text(disk.free_bytes)} of {size_text(disk.total_bytes)} free"
         text = one_line(f"{room}: remove deleted runs for good with prl runs purge")
         found.append(Problem(one_line("disk"), text, "workspace"))
+    if workspace.clocks:
+        found.append(Problem(one_line("clocks"), one_line("; ".join(workspace.clocks), 1000), "workspace", Level.WARN))
     found += others
     return tuple(sorted(with_alerts(found, alerts), key=lambda problem: -(problem.since or 0.0)))
 
