@@ -76,7 +76,7 @@ prints is in [json.md](json.md), what the TOML files may have in [config.md](con
 | 2 | wrong usage: a flag, a config, a run id |
 | 75 | `prl multinode`: a node was lost; start the same commands again |
 | 129 | `prl-tui`: its terminal was closed |
-| 130 | interrupted by Ctrl-C; also by SIGTERM: `prl up`, `prl demo`, `prl chat`, `prl make-base` and `prl multinode` |
+| 130 | interrupted by Ctrl-C, or by SIGTERM: `prl up`, `demo`, `chat`, `env try`, `make-base` and `multinode` |
 | 143 | ended by SIGTERM: `prl-tui`, and each command that has nothing to finish |
 
 ## Environment variables

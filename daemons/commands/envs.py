@@ -96,7 +96,7 @@ def _tried(output: OutputDir, file: Path, num: int, model: str) -> dict[str, Any
         for name in (
             signal.SIGTERM,
             signal.SIGHUP,
-        ):  # end as with Ctrl-C, which ends the server and unloads the version
+        ):  # as Ctrl-C: the server ends, the version is unloaded
             stack.callback(signal.signal, name, signal.signal(name, signal.default_int_handler))
         if model != ECHO:
             limits = trainer_limits(output.path)

@@ -189,8 +189,9 @@ def last_number(text: str) -> float | None:
 
 def place_of(source: Path) -> Place:
     """Beside the config file `source`; for the config of a run, the run's own copies."""
-    if is_of_a_run(source):
-        return RunDir(source.parent.parent).data_file
+    run = RunDir(source.absolute().parent.parent)
+    if source.absolute() == run.orch_toml and is_of_a_run(run.orch_toml):
+        return run.data_file
     return lambda named: source.parent / Path(named).expanduser()
 
 

@@ -300,6 +300,12 @@ def test_data_and_reward_are_copied_into_the_run(tmp_path: Path, source: Path) -
     assert run.data_file("reward.py").read_text(encoding="utf-8") == REWARD
 
 
+def test_a_folder_named_like_a_run_has_its_files_beside_the_config(tmp_path: Path, source: Path) -> None:
+    folder = tmp_path / "run_own" / "configs"
+    source.parent.rename((folder.parent.mkdir(), folder)[1])
+    assert actions.check_file(tmp_path / "workspace", folder / "own.toml") == []
+
+
 def test_each_run_of_a_sweep_has_its_own_files(tmp_path: Path, source: Path) -> None:
     workspace = tmp_path / "workspace"
     for num_added in (2, 0):
