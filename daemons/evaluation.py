@@ -144,10 +144,13 @@ def evaluate(
 def _target(output: OutputDir, text: str, folder: Path, copies: list[Path]) -> tuple[str, str | None]:
     """The name of what `text` names, and its adapter, copied to `folder`, which is added to `copies`."""
     parsed = parse_version(text)
-    untouched = parsed and parsed[1] == 0 and not os.path.lexists(output.run(parsed[0]).broadcast_dir(0))
+    untouched = parsed and parsed[1] == 0 and not os.path.lexists(existing_run(output, parsed[0]).broadcast_dir(0))
     if text == BASE or untouched:
         return text, None
-    start = find_start(output, text)
+    try:
+        start = find_start(output, text)
+    except ActionError as error:
+        raise ActionError(str(error).removeprefix("init.from: ")) from error
     assert start is not None  # downloads are allowed
     copies.append(folder)
     copy_start(start, folder)

@@ -115,6 +115,8 @@ def test_wrong_use_is_one_line(server: RunningServer, place: list[str], env: str
     for args, code, words in (
         (["base"], 2, "no environment: name a TOML file"),
         (["run_x", "--env", env], 1, "run 'run_x' not found"),
+        (["run_x@v0", "--env", env], 1, "run 'run_x' not found"),
+        (["nothing", "--env", env], 1, "prl: 'nothing' not found: must be a run"),
         (["run_a@v9", "--env", env], 1, "run_a does not have a version of step 9"),
         (["base", "--env", str(tmp_path / "none.toml")], 2, "none.toml"),
         (["base", "--env", env, "--data", env], 2, "only one of them"),
