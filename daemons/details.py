@@ -144,7 +144,7 @@ def _checkpoint(paths: RunDir, step: int) -> CheckpointView:
         saved_at = stable_marker(folder).stat().st_mtime
     except OSError:
         saved_at = None
-    return CheckpointView(step, disk_use(folder).num_bytes, saved_at is not None, saved_at)
+    return CheckpointView(step, disk_use(folder, as_stored=False).num_bytes, saved_at is not None, saved_at)
 
 
 def _folders(run: Path) -> dict[str, Use]:

@@ -211,10 +211,12 @@ def disk_use(
     limit_s: float = WALK_LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
     is_workspace: bool = False,
+    as_stored: bool = True,
 ) -> Use:
     """The size of everything below `folder`. A folder that vanishes or cannot be read counts as 0.
 
-    Of a workspace, other workspaces below it are left out: folders with daemons of their own, outside of its runs.
+    Without `as_stored` it is the size of the files, holes included. Of a workspace, other workspaces below it are left
+    out: folders with daemons of their own, outside of its runs.
     """
     deadline = clock() + limit_s
     total, todo = 0, [str(folder)]
@@ -236,13 +238,14 @@ def disk_use(
                 info = entry.stat(follow_symlinks=False)
             except OSError:
                 continue
-            if entry.is_dir(follow_symlinks=False):
+            is_dir = entry.is_dir(follow_symlinks=False)
+            if is_dir:
                 todo.append(entry.path)
             elif info.st_nlink > 1:  # a hard link is stored once
                 if (info.st_dev, info.st_ino) in seen:
                     continue
                 seen.add((info.st_dev, info.st_ino))
-            total += info.st_blocks * 512
+            total += info.st_blocks * 512 if as_stored else info.st_size * (not is_dir)
     return Use(total)
 
 

@@ -42,7 +42,7 @@ from daemons.specs import (
     without_nulls,
 )
 from daemons.submit import end_job, has_job, is_for_a_job, start_job
-from daemons.supervisor_process import LOOK_EVERY_S, Look, Say, check_model
+from daemons.supervisor_process import LOOK_EVERY_S, Look, Say, check_model, means_folder
 from daemons.supervisor_process import waits as waits
 from daemons.workspace import SUPERVISOR, Workspace
 from daemons.workspace_reader import WorkspaceReader, read_workspace
@@ -95,10 +95,12 @@ def choose_system(
         chosen = chosen or data.get("output_dir") or default()
         base, source, small = _without_a_file(Path(str(chosen)), data, say)
         data = merge(base, data)
-        folder = (not small and saved_folder(OutputDir(Path(str(chosen))))) or folder
+        saved = None if small else saved_folder(OutputDir(Path(str(chosen))))
         model = data.get("model")
-        if folder != Path.cwd() and isinstance(model, dict) and (folder / str(model.get("name"))).is_dir():
-            data = merge(data, {"model": {"name": str(folder / str(model["name"]))}})
+        name = str(model.get("name")) if isinstance(model, dict) else ""
+        if saved is not None and saved != folder and (not means_folder(name) or (saved / name).is_dir()):
+            folder = saved
+            data = merge(data, {"model": {"name": str(saved / name)}}) if means_folder(name) else data
     if chosen:
         place = {"output_dir": str(chosen)}
         data = merge(data, {**place, "trainer": place, "inference": place})

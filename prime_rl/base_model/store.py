@@ -198,6 +198,9 @@ def fetch(place: Path, stop: Callable[[], bool]) -> Path:
 
 def convert(weights: Path, folder: Path) -> None:
     """Write the model in `weights` as a folder that transformers and vLLM load."""
+    import accelerate  # noqa: F401 (transformers reads the file with both)
+    import gguf  # noqa: F401
+
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; this takes seconds
     with heavy_imports():
         import torch

@@ -34,3 +34,13 @@ async def test_nor_under_a_dialog(tmp_path: Path) -> None:
         await until(pilot, lambda: isinstance(app.screen, ModalScreen), "the dialog")
         await settled(pilot)
         assert foot(app).endswith("q Quit")
+
+
+async def test_a_key_that_means_the_same_twice_stands_there_once(tmp_path: Path) -> None:
+    """In Chat, outside of the line: `esc` of the view, and `q` of the screen that is called so too."""
+    async with opened_run(build_workspace(tmp_path).path, size=(200, 50)) as o:
+        await o.press("7")
+        await o.until(lambda: "New chat" in foot(o.app), "the keys of the chat")
+        await o.press("escape")
+        await o.until(lambda: "? Help" in foot(o.app), "the keys outside of its line")
+        assert foot(o.app).count("esc Back") == 1

@@ -14,6 +14,7 @@ from daemons.machine import MIN_FORECAST_S, DiskReader, disk_use
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.layout import RunDir
 from tests.daemons_support import RUN_TOML
+from tui.readers.run_config import measure
 
 
 def details_of(workspace: Path, run_id: str = "run_a") -> RunDetails:
@@ -90,6 +91,13 @@ def test_disk_use_counts_what_is_there_once_and_follows_no_link(tmp_path: Path) 
     cut = disk_use(workspace, limit_s=1.5, clock=lambda: float(next(ticks)))
     assert not cut.complete
     assert disk_use(tmp_path / "none").num_bytes == 0
+
+
+def test_the_size_of_files_is_that_of_the_console(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    with (tmp_path / "parts" / "sparse").open("wb") as file:
+        file.truncate(1_000_000)
+    assert disk_use(tmp_path, as_stored=False).num_bytes == measure(tmp_path)[0] == 1_000_000
 
 
 def test_a_workspace_does_not_count_others_below_it(tmp_path: Path) -> None:

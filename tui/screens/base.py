@@ -207,7 +207,14 @@ class WorkspaceScreen(Screen[None]):
             order = self.key_order
             return order.index(action) if action in order else len(order)
 
-        return dict(sorted(super().active_bindings.items(), key=place))
+        found = dict(sorted(super().active_bindings.items(), key=place))
+        shown: set[tuple[str | None, str]] = set()
+        for key, active in found.items():  # a widget's key may look like one of the screen: it stands there once
+            mark = active.binding.key_display, active.binding.description
+            if active.binding.show and mark[0] and mark in shown:
+                found[key] = active._replace(binding=replace(active.binding, show=False))
+            shown |= {mark} if active.binding.show else set()
+        return found
 
     def show_keys(self) -> None:
         """Let the footer grey out and bring back keys; costly, so only when the run in question can do other things."""

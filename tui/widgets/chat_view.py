@@ -63,7 +63,9 @@ class ChatView(Vertical, can_focus=False):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+t", "version", "Version", tooltip="the version that answers"),
         Binding("ctrl+r", "reset", "New chat", tooltip="forget the conversation"),
-        Binding("escape", "leave", "Back", show=False, tooltip="stop the answer; then leave the line; then back"),
+        Binding(
+            "escape", "leave", "Back", key_display="esc", tooltip="stop the answer; then leave the line; then back"
+        ),
         Binding("enter,i", "write", "Write", show=False, tooltip="ask; in the line"),
         Binding("up,k", "read(-1)", "Up", show=False),
         Binding("down,j", "read(1)", "Down", show=False),
