@@ -45,6 +45,8 @@ class Rule:
         return f"{said}: {self.why}; {self.advice}"
 
 
+_AGAIN = "start again from before it: prl runs fork ID --step N --set optim.lr=LOWER"
+
 # In the order of importance. Each name is that of a sign.
 RULES: Mapping[str, Rule] = {
     "reward_collapsed": Rule(
@@ -53,7 +55,7 @@ RULES: Mapping[str, Rule] = {
         0.5,
         "reward collapsed: mean {value:.3g} over 10 batches, was {limit:.3g} at best",
         "updates have destroyed what was learned",
-        "roll back with prl runs rollback and lower optim.lr",
+        _AGAIN,
     ),
     "no_signal": Rule(
         "signal",
@@ -69,7 +71,7 @@ RULES: Mapping[str, Rule] = {
         1e-6,
         "no gradient: grad_norm at most {value:.2g} for {num} updates",
         "the weights no longer change, as after a learning rate that was far too high, or without signal",
-        "roll back with prl runs rollback and lower optim.lr",
+        _AGAIN,
     ),
     "mismatch": Rule(
         "mismatch_kl",
@@ -85,7 +87,7 @@ RULES: Mapping[str, Rule] = {
         3.0,
         "entropy exploded: mean {value:.3g} nats over 10 updates, {limit:.3g} is three times that of the first 10",
         "answers turn into noise",
-        "roll back with prl runs rollback and lower optim.lr or sampling.temperature",
+        f"{_AGAIN}, or with a lower sampling.temperature",
     ),
     "entropy_gone": Rule(
         "entropy",
@@ -93,7 +95,7 @@ RULES: Mapping[str, Rule] = {
         0.01,
         "entropy is gone: mean {value:.2g} nats over 10 updates, limit {limit:g}",
         "the policy gives one answer to each prompt, so nothing new is tried",
-        "end the run if its reward is good enough; else roll back with prl runs rollback and lower optim.lr",
+        f"end the run if its reward is good enough; else {_AGAIN}",
     ),
 }
 

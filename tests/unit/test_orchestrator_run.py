@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from prime_rl.contract.layout import RunDir, list_rollout_steps
+from prime_rl.contract.learning import Sign
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.orchestrator import run_to_the_end
@@ -109,7 +110,7 @@ async def test_a_run_from_its_first_batch_to_its_last_update(workspace: Workspac
         assert all(sample.example_id.startswith("reverse-text/train-") for sample in batch.samples)
     assert [line["step"] for line in lines(workspace.run)] == [1, 2, 3, 4]
     wanted = {"time", "reward/mean", "reward/std", "reward/reverse-text", "env/reverse-text/exact_match"}
-    wanted |= {"tokens_per_s", "async_level/max", "groups_dropped", "time/generate", "time/wait_for_policy"}
+    wanted |= {"signal", "tokens_per_s", "async_level/max", "groups_dropped", "time/generate", "time/wait_for_policy"}
     assert wanted <= set(lines(workspace.run)[0])
     states = sorted(workspace.run.checkpoints.glob("step_*/orchestrator/state.json"))
     assert [json.loads(path.read_text())["sampler_state"] for path in states] == [
@@ -257,6 +258,15 @@ async def test_groups_without_signal_are_replaced_and_a_run_that_has_no_others_g
     assert "too many groups have advantages of zero" in caplog.text
     ids = example_ids(workspace.run, range(1, 4))
     assert len(set(ids)) == 6 and max(int(i.rpartition("-")[2]) for i in ids) < 60
+
+
+async def test_a_run_without_signal_tells_so_also_when_it_goes_on(workspace: Workspace) -> None:
+    workspace.fake.letter = 65  # all answers are the same
+    assert await workspace.run_to_the_end(max_steps=6, max_async_level=1) == 0
+    assert [line["signal"] for line in lines(workspace.run)] == [0.0] * 6
+    assert workspace.status.signs == [Sign("no_signal", 0.0, 0.0, 6)]
+    assert await workspace.run_to_the_end(max_steps=7, max_async_level=1) == 0
+    assert workspace.status.signs == [Sign("no_signal", 0.0, 0.0, 7)]
 
 
 async def test_the_trainer_that_starts_again_finds_each_batch_once(workspace: Workspace) -> None:
