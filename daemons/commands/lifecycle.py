@@ -225,7 +225,7 @@ def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watc
     Example: prl status --watch
     """
     path = check_readable(choose_output(output_dir).path)
-    if not watching and (none := no_workspace(path)):
+    if not watching and not as_json and (none := no_workspace(path)):  # a script may ask before `prl up` has made it
         raise WrongUseError(none)
     reader, disk = WorkspaceReader(path), DiskReader(path)
 

@@ -62,7 +62,7 @@ def test_what_python_cannot_read_from_the_terminal_is_read_as_utf_8(prl: Prl) ->
     assert view is not None and view.reason == "zu früh"
 
 
-@pytest.mark.parametrize("words", [("status",), ("status", "--json"), ("down",)])
+@pytest.mark.parametrize("words", [("status",), ("down",)])
 def test_a_workspace_that_is_not_there_is_wrong_use(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
