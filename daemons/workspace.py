@@ -39,9 +39,9 @@ _FINAL = ("failed", "stopped", "done")
 class RunView:
     """One run as people see it. `step` counts updates done; `run_idx` is its slot, `queue_position` counts from 1.
 
-    `updated_at`, `added_at` (when its config landed) and `stalled_since` (of its orchestrator) are Unix seconds;
-    `async_level` is the lag of its last batch. `max_tokens` and `max_hours` are its budget. `problem` is what goes
-    wrong in its environments while it goes on.
+    `updated_at`, `added_at` and `stalled_since` (of its orchestrator) are Unix seconds; `async_level` is the lag of its
+    last batch. `max_tokens` and `max_hours` are its budget. `problem` is what goes wrong in its environments while it
+    goes on. `edited`: how its config file differs from the config in effect, and what to do.
     """
 
     run_id: str
@@ -71,12 +71,14 @@ class RunView:
     max_hours: float | None = None
     problem: CleanText | None = None
     examples_unusable: int = 0
+    edited: CleanText | None = None
 
     @property
     def why(self) -> str:
-        """In words why it is as it is: the reason of its state, or what it waits for and what goes wrong in it."""
+        """In words why it is as it is: the reason of its state, or what it waits for and what goes wrong; its edit."""
         waits = f"waits for {self.waiting_on}" if self.waiting_on else None
-        return self.reason or "; ".join(filter(None, (waits, self.problem)))
+        found = [self.reason] if self.reason else [waits, self.problem]
+        return "; ".join(filter(None, (*found, self.edited)))
 
 
 @dataclass(frozen=True)

@@ -262,7 +262,8 @@ def _note(run: RunView, state: str, now: float, tail: RunTail, alive_at: float |
             silent = f"no step for {fmt.age(stalled_s(run, tail))}"
         return f"{silent}; waits for {run.waiting_on}" if run.waiting_on else silent
     if run.reason:
-        return _CONFIG_FILE.sub("", fmt.first_line(run.reason), count=1)
+        words = _CONFIG_FILE.sub("", fmt.first_line(run.reason), count=1)
+        return f"{words}; {run.edited}" if run.edited else words
     if run.why:
         return run.why
     if state == RunState.PAUSED:
@@ -339,9 +340,9 @@ def find_problems(
     rows = tuple(rows)
     found = [_run_problem(row, since.get(row.run_id)) for row in rows if row.is_problem]
     found += [
-        Problem(one_line(row.run_id), one_line(row.view.problem), "run", Level.WARN)
+        Problem(one_line(row.run_id), one_line("; ".join(words)), "run", Level.WARN)
         for row in rows
-        if row.view.problem and not row.is_problem
+        if (words := [each for each in (row.view.problem, row.view.edited) if each]) and not row.is_problem
     ]
     named = {problem.name for problem in found}
     found += [
