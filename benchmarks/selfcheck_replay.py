@@ -18,10 +18,10 @@ from pathlib import Path
 import tomli_w
 from torch import Tensor
 
-from prime_rl.configs.base import ConfigError, load_config, load_toml, merge
+from prime_rl.configs.admitted import config_in_effect, read_effect
+from prime_rl.configs.base import ConfigError, load_config, merge
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import WaitTimeout, read_file, read_text, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps, list_steps
 from prime_rl.contract.notes import done_request
@@ -65,7 +65,7 @@ class Setting:
 def find_recording(run: RunDir) -> Recording:
     """The longest recording that a run still has. Raises ReplayError."""
     try:
-        config = load_run_config(run.orch_toml)
+        config = config_in_effect(run)
     except ConfigError as error:
         raise ReplayError(f"{run.run_id}: its config cannot be read: {error}") from error
     steps = set(list_rollout_steps(run))
@@ -166,7 +166,7 @@ def _copy(recording: Recording, workspace: Path, place: int) -> RunDir:
     source, copy = recording.run, RunDir(workspace / recording.run.run_id)
     copy.control.mkdir(parents=True)
     ckpt = {"resume_step": -1, "interval": recording.config.max_steps, "keep_rollouts": True}
-    write_atomic(copy.orch_toml, tomli_w.dumps(merge(load_toml(source.orch_toml), {"ckpt": ckpt})))
+    write_atomic(copy.orch_toml, tomli_w.dumps(merge(read_effect(source).data, {"ckpt": ckpt})))
     # Slots are given in the order in which configs landed.
     os.utime(copy.orch_toml, (place + 1, place + 1))
     for step in range(recording.start + 1, recording.last + 1):

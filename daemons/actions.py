@@ -1,4 +1,6 @@
-"""Actions on runs, for `prl` and the TUI: evict, readmit, pause, continue, roll back, set keys. Others are in `trash`.
+"""Actions on runs, for `prl` and the TUI: evict, readmit, pause, continue, roll back, set keys, apply, restore.
+
+Others are in `trash`.
 
 Every action works on files alone, so it works with the daemons down; doing it twice does no more than doing it once;
 each is appended to `logs/audit.jsonl`. A run is checked with the trainer's own rules (`configs.validate`). Failure is
@@ -7,6 +9,7 @@ an `ActionError` of one line. Actions start and end no process: the supervisor d
 A rollback sets `ckpt.resume_step` in the run's `orch.toml`; the trainer does the rest (docs/durability.md). A run in
 use is evicted first and readmitted afterwards. While a run has a slot only `LIVE_KEYS` can be set, which trainer and
 orchestrator read again; otherwise any key. The file is replaced in one step and keeps its comments where possible.
+What a person edits in it by hand is not in effect before it is applied (`configs.admitted`).
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 import tomli_w
 
 from daemons.adding import add_run, check_doubts, check_file, trainer_limits, validate_file
+from daemons.details import hidden
 from daemons.errors import ActionError, WrongUseError, in_one_line, printable, record_act
 from daemons.trash import (
     DELETED_NOTE,
@@ -39,10 +43,19 @@ from daemons.trash import (
     wait_until_released,
 )
 from daemons.workspace import RunView
-from daemons.workspace_reader import WorkspaceReader
+from daemons.workspace_reader import WorkspaceReader, edit_text
+from prime_rl.configs.admitted import (
+    Edit,
+    apply,
+    config_in_effect,
+    in_words,
+    read_effect,
+    request,
+    restore,
+)
 from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError, load_toml, merge, parse_set, parse_toml
 from prime_rl.configs.orchestrator import LIVE_KEYS, OrchestratorConfig
-from prime_rl.configs.validate import find_problems, load_run_config
+from prime_rl.configs.validate import find_problems
 from prime_rl.contract.files import read_end, read_text, remove, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker, step_name
 from prime_rl.contract.metrics import EarlyStop, series
@@ -55,6 +68,7 @@ __all__ = [
     "ActionError",
     "WrongUseError",
     "add_run",
+    "apply_edit",
     "check_doubts",
     "check_file",
     "continue_run",
@@ -64,6 +78,7 @@ __all__ = [
     "pause_run",
     "purge_trash",
     "readmit_run",
+    "restore_config",
     "trainer_limits",
     "undelete_run",
     "users_of_run",
@@ -81,6 +96,8 @@ NO_PAUSE = {
 
 # The end of the metrics file that the stop rule is judged by; an orchestrator reads as much.
 MAX_HISTORY_BYTES = 64_000_000
+# Tables that the weights of a run depend on: they cannot change once it has made a step.
+_FIXED = ("model", "init")
 
 _TABLE = re.compile(r"^[ \t]*\[.*$", re.MULTILINE)
 _NULL = "null"
@@ -159,24 +176,34 @@ def continue_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
 
 @dataclass(frozen=True)
 class Act:
-    """An act on one run, and what is said of it: it was done, or nothing was; `{state}` is the run's state then."""
+    """An act on one run, and what is said of it: it was done, or nothing was; `{state}` is the run's state then.
+
+    `starts`: the run goes on after it, so an edit that is not in effect is named too.
+    """
 
     do: Callable[..., bool]
     done: str
     idle: str
+    starts: bool = False
 
     def __call__(self, output_dir: Path, run_id: str, **options: str) -> str:
         """Act on the run; returns the sentence. Raises ActionError."""
         if self.do(output_dir, run_id, **options):
-            return f"{run_id}: {self.done}"
-        state = view_of_run(OutputDir(output_dir), run_id).state if "{state}" in self.idle else ""
-        return f"{run_id}: {self.idle.format(state=state)}"
+            words = f"{run_id}: {self.done}"
+        else:
+            state = view_of_run(OutputDir(output_dir), run_id).state if "{state}" in self.idle else ""
+            words = f"{run_id}: {self.idle.format(state=state)}"
+        with suppress(ConfigError):
+            if self.starts and (edited := _edit_text(OutputDir(Path(output_dir)).run(run_id))):
+                words += f"; {edited}"
+        return words
 
 
+IDLE_READMIT = "is {state}: only a run that is evicted, failed or ended early is readmitted"
 EVICT = Act(evict_run, "evicted", "already {state}, so nothing was changed")
-READMIT = Act(readmit_run, "readmitted", "is {state}: only a run that is evicted, failed or ended early is readmitted")
+READMIT = Act(readmit_run, "readmitted", IDLE_READMIT, starts=True)
 PAUSE = Act(pause_run, "paused", "already paused; its first reason stays")
-CONTINUE = Act(continue_run, "continues", "not paused, nothing to do")
+CONTINUE = Act(continue_run, "continues", "not paused, nothing to do", starts=True)
 UNDELETE = Act(undelete_run, "restored", "not deleted, nothing to do")
 
 
@@ -207,11 +234,11 @@ def is_ended(run: RunDir) -> bool:
 def ends_again(output: OutputDir, run: RunDir) -> str | None:
     """Why a run would end at once if it went on: its budget is used up, or its stop rule holds. Raises OSError."""
     try:
-        config = load_run_config(run.orch_toml)
+        config = config_in_effect(run)
     except ConfigError:  # the trainer reports that
         return None
     if stopped := _stopped(run, config):
-        return f"{stopped}: change or remove [stop] in its orch.toml first"
+        return f"{stopped}: change or remove [stop] in its orch.toml, then prl runs apply {run.run_id}"
     life = read_text(run.life) or ""
     tokens, hours = used_in_life(output.run_usage(run.run_id), life)
     budget = config.budget
@@ -245,6 +272,7 @@ def rollback_run(
     ActionError is raised.
     """
     with acting_on(output_dir, run_id, "rolling back") as (output, run):
+        _check_unedited(run)
         _check_step(run, step)
         text = _checked_text(output, run, step)
         if users(output, run):
@@ -252,8 +280,7 @@ def rollback_run(
                 if not run.evicted.exists():
                     write_atomic(run.evicted, f"rolls back to step {step}")
                 wait_until_released(output, run, "was not rolled back", wait_s, on_progress)
-        path = run.orch_toml
-        write_atomic(path, text, mode=stat.S_IMODE(path.stat().st_mode))
+        request(run, text)
         record_act(output, "rollback", run_id, reason=reason, detail=f"to step {step}")
         if not readmit_run(output.path, run_id, reason=f"rolled back to step {step}") and output.daemons.exists():
             write_atomic(output.start_request(run_id), "rollback")
@@ -341,20 +368,98 @@ def set_run_keys(output_dir: Path, run_id: str, changes: Mapping[str, Any], *, r
     """
     with acting_on(output_dir, run_id, "setting keys of") as (output, run):
         _check_live(output, run, changes)
+        is_live = all(name in LIVE_KEYS for name in changes)
+        if not is_live:
+            _check_unedited(run)
         text, before = _read_config(run)
         wanted = _without_nulls(merge(before, changes))
         if wanted == _without_nulls(before):
             return False
         if problems := find_problems(wanted, str(run.orch_toml), trainer_limits(output.path)):
             raise ConfigError(str(run.orch_toml), problems)
-        if _is_rolled_back(run, wanted):  # the trainer carries out each text once, and this is another one
+        if not (is_live and run.admitted.exists()) and _is_rolled_back(run, wanted):
+            # The trainer carries out each text once, and this is another one.
             changes = merge(changes, {"ckpt": {"resume_step": None}})
         info = run.orch_toml.stat()
-        write_atomic(
-            run.orch_toml, edited(text, changes), mode=stat.S_IMODE(info.st_mode), modified_ns=info.st_mtime_ns
-        )
+        text = edited(text, changes)
+        write_atomic(run.orch_toml, text, mode=stat.S_IMODE(info.st_mode), modified_ns=info.st_mtime_ns)
+        if not is_live:
+            _apply(output, run, text)
         record_act(output, "set", run_id, reason=reason, detail=" ".join(_pairs(changes)))
         return True
+
+
+def apply_edit(output_dir: Path, run_id: str, *, reason: str = "") -> str:
+    """Put the edit of a run's `orch.toml` into effect; returns what was applied, in words.
+
+    Raises ActionError for an invalid file, and for keys that cannot change now, when the others were applied.
+    """
+    with acting_on(output_dir, run_id, "applying the edit of") as (output, run):
+        if (edit := read_effect(run).edit) is None:
+            return f"{run_id}: nothing to apply, its orch.toml is in effect"
+        if edit.problem is not None:
+            raise ActionError(in_one_line(f"{run_id}: orch.toml is invalid ({edit.problem}): correct it first"))
+        refused = _refused(output, run, edit)
+        text, data = _read_config(run)
+        if refused:
+            before = read_effect(run).data
+            kept = {key.partition(".")[0] for key in refused}
+            data = {key: value for key, value in data.items() if key not in kept}
+            data |= {key: before[key] for key in kept if key in before}
+            text = tomli_w.dumps(data)
+        taken = [each for each in edit.keys if each[0].partition(".")[0] not in {k.partition(".")[0] for k in refused}]
+        done = f"applied {in_words(hidden(taken))}" if taken else ""
+        if taken:
+            if problems := find_problems(data, str(run.orch_toml), trainer_limits(output.path)):
+                raise ConfigError(str(run.orch_toml), problems)
+            _apply(output, run, text)
+            record_act(output, "apply", run_id, reason=reason, detail=in_words(hidden(taken)))
+        if refused:
+            words = "; ".join(f"{key}: {why}" for key, why in refused.items())
+            raise ActionError(in_one_line(f"{run_id}: {f'{done}; ' if done else ''}not applied: {words}"))
+        return f"{run_id}: {done}"
+
+
+def _refused(output: OutputDir, run: RunDir, edit: Edit) -> dict[str, str]:
+    """The keys of an edit that cannot change now, with why."""
+    view, run_id = view_of_run(output, run.run_id), run.run_id
+    in_use = view.state is RunState.ACTIVE or bool(users(output, run))
+    has_begun = view.step > 0
+    refused = {}
+    for key, _, _ in edit.keys:
+        if has_begun and key.partition(".")[0] in _FIXED:
+            refused[key] = f"fixed since its first step; prl runs fork {run_id} --set {key}=..."
+        elif in_use:
+            refused[key] = f"not while it is in its slot; prl runs pause {run_id}, apply, prl runs continue {run_id}"
+    return refused
+
+
+def restore_config(output_dir: Path, run_id: str, *, reason: str = "") -> str:
+    """Write the config in effect back into a run's `orch.toml`; returns what was done. Raises ActionError."""
+    with acting_on(output_dir, run_id, "restoring the config of") as (output, run):
+        if (edit := read_effect(run).edit) is None:
+            return f"{run_id}: nothing to restore, its orch.toml is in effect"
+        what = edit.problem or in_words(hidden([(key, after, before) for key, before, after in edit.keys]))
+        restore(run)
+        record_act(output, "restore", run_id, reason=reason, detail=what)
+        return f"{run_id}: orch.toml restored to what is in effect"
+
+
+def _check_unedited(run: RunDir) -> None:
+    if words := _edit_text(run):
+        raise ActionError(in_one_line(f"{run.run_id}: {words} first"))
+
+
+def _edit_text(run: RunDir) -> str | None:
+    return edit_text(run, read_effect(run).edit)
+
+
+def _apply(output: OutputDir, run: RunDir, text: str) -> None:
+    """`apply` for a run that has no slot. Raises ActionError when it got one meanwhile, with its config as it was."""
+    apply(run, text)
+    if users(output, run) and os.path.lexists(run.applied):
+        remove(run.applied)
+        raise ActionError(f"{run.run_id} took a slot meanwhile: pause it first (prl runs pause {run.run_id})")
 
 
 def _check_live(output: OutputDir, run: RunDir, changes: Mapping[str, Any]) -> None:

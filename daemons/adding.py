@@ -27,6 +27,7 @@ from daemons.data_files import copy_data, data_problems, has_data, plugin_proble
 from daemons.details import Version, find_version, parse_version
 from daemons.errors import ActionError, expand_home, in_one_line, need, one_line_errors, record_act
 from daemons.trash import acting_on, existing_run
+from prime_rl.configs.admitted import read_effect
 from prime_rl.configs.base import (
     MAX_TOML_BYTES,
     ConfigError,
@@ -43,6 +44,7 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits, doubts, find_problems, load_run_config
 from prime_rl.contract.files import open_file, read_file, read_text, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, stable_marker
+from prime_rl.contract.notes import note_added
 from prime_rl.contract.peft import (
     ADAPTER_FILE,
     CONFIG_FILE,
@@ -423,9 +425,10 @@ def staged(output: OutputDir, new: NewRun) -> Iterator[Path]:
 
 def put(output: OutputDir, folder: Path, names: Iterable[str]) -> RunDir:
     """Rename a complete folder to the first of `names` that is free. Raises ActionError."""
-    name = ""
+    name, added_ns = "", RunDir(folder).orch_toml.stat().st_mtime_ns
     for name in names:
         run = output.run(name)
+        note_added(RunDir(folder), name, added_ns)
         try:
             os.rename(folder, run.path)
             return run
@@ -507,7 +510,7 @@ def _fork_config(
     if "init" in overrides:
         raise ActionError("init.from of a fork is the version that it starts from: choose it with --step")
     try:
-        data = load_toml(run.orch_toml)
+        data = read_effect(run).data
         if isinstance(ckpt := data.get("ckpt"), dict):
             ckpt.pop("resume_step", None)
         data = {**merge(data, overrides), "init": {"from": source}}
@@ -522,7 +525,7 @@ def _check_moments(output: OutputDir, run: RunDir, config: OrchestratorConfig, r
     limits, lora = trainer_limits(output.path), config.model.lora
     own = (lora.rank or (limits and limits.max_rank) or rank, lora.alpha or (limits and limits.alpha) or alpha)
     try:
-        before = build(OrchestratorConfig, load_toml(run.orch_toml), run.orch_toml.name).optim.type
+        before = build(OrchestratorConfig, read_effect(run).data, run.orch_toml.name).optim.type
     except ConfigError as error:
         raise ActionError(in_one_line(f"--with-optimizer: {error}")) from error
     if own != (rank, alpha):

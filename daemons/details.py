@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from daemons.errors import ActionError, one_line_errors
 from daemons.machine import Use, disk_use
 from daemons.trash import existing_run
 from daemons.workspace import DaemonView, RunView
-from prime_rl.configs.base import ConfigError, load_toml
-from prime_rl.configs.explain import differing
+from prime_rl.configs.admitted import differing, read_effect
+from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker
 from prime_rl.contract.learning import REWARD
 from prime_rl.contract.metrics import parse_metrics
@@ -79,7 +79,7 @@ def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunD
     uses = _folders(paths.path)
     return RunDetails(
         run=run,
-        config=_config(paths.orch_toml),
+        config=_config(paths),
         metrics={
             name: figures
             for name, path in (("trainer", paths.trainer_metrics), ("orchestrator", paths.orchestrator_metrics))
@@ -105,6 +105,11 @@ def hide_secret(key: str, value: Any) -> Any:
     return HIDDEN if value and any(map(_SECRET.search, key.split("."))) else hide_secrets(value)
 
 
+def hidden(keys: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
+    """Differences of two configs, (key, value, other value), with their secrets hidden."""
+    return [(key, hide_secret(key, one), hide_secret(key, other)) for key, one, other in keys]
+
+
 def last_figures(path: Path) -> dict[str, float]:
     """All figures of the last step of a metrics file, with `step`; {} without one."""
     found: dict[str, float] = {}
@@ -123,9 +128,9 @@ def last_errors(log: Path) -> list[CleanText]:
     return [text for text in texts if _ERROR.search(text)][-NUM_ERRORS:]
 
 
-def _config(path: Path) -> Mapping[str, Any] | None:
+def _config(run: RunDir) -> Mapping[str, Any] | None:
     try:
-        hidden: Mapping[str, Any] = hide_secrets(load_toml(path))
+        hidden: Mapping[str, Any] = hide_secrets(read_effect(run).data)
         return hidden
     except ConfigError:
         return None
@@ -264,7 +269,7 @@ def diff_runs(output_dir: Path, one: str, other: str) -> RunDifference:
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"comparing {one} and {other}"):
         runs = [existing_run(output, run_id) for run_id in (one, other)]
-        configs = [load_toml(run.orch_toml) for run in runs]
+        configs = [read_effect(run).data for run in runs]
         results = [figures_of(read_result(run)) for run in runs]
     names = dict.fromkeys(name for result in results for name in result)
     figures = tuple(Difference(name, (results[0].get(name), results[1].get(name))) for name in names)
@@ -272,7 +277,7 @@ def diff_runs(output_dir: Path, one: str, other: str) -> RunDifference:
 
 
 def config_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Difference, ...]:
-    """Of two configs as their files have them; values that look like keys are hidden."""
+    """Of two configs; values that look like keys are hidden."""
     return tuple(
         Difference(one_line(key), (clean_strings(mine, one_line), clean_strings(theirs, one_line)))
         for key, mine, theirs in differing(hide_secrets(one), hide_secrets(other))

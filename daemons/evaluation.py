@@ -26,6 +26,7 @@ from daemons.details import parse_version
 from daemons.errors import ActionError, WrongUseError, need_cpu, one_line_errors
 from daemons.process import python_module
 from daemons.trash import existing_run
+from prime_rl.configs.admitted import read_effect
 from prime_rl.configs.base import build, load_toml, merge
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.evaluation import JOB_FILE, SAMPLES_FILE, EvalJob, EvalProgress, EvalResult
@@ -72,8 +73,8 @@ def load_source(
         source = Source(load_toml(Path(env)), file)
     elif runs:
         with one_line_errors(f"reading {runs[0]}"):
-            file = existing_run(OutputDir(output_dir), runs[0]).orch_toml.absolute()
-            source = Source(load_toml(file), file)
+            run = existing_run(OutputDir(output_dir), runs[0])
+            source = Source(read_effect(run).data, run.orch_toml.absolute())
     elif data is not None:
         source = Source({}, data.absolute())
     else:

@@ -28,7 +28,7 @@ from daemons.process import python_module, run_child
 from daemons.specs import MERGE_MODULE
 from daemons.trash import Progress, acting_on
 from prime_rl import __version__
-from prime_rl.configs.base import load_toml
+from prime_rl.configs.admitted import read_effect
 from prime_rl.contract.files import open_file
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.peft import ADAPTER_FILE, CONFIG_FILE, read_adapter_config
@@ -148,7 +148,7 @@ def _plan(run: RunDir, version: Version, out: Path, merge: bool) -> tuple[Path, 
 
 
 def _base_model(run: RunDir) -> str:
-    model = load_toml(run.orch_toml).get("model")
+    model = read_effect(run).data.get("model")
     return str(model.get("name", "")) if isinstance(model, dict) else ""
 
 
@@ -235,7 +235,7 @@ def _last_line(log: IO[bytes]) -> str:
 
 
 def _card(run: RunDir, planned: Export) -> str:
-    config = clean_strings(hide_secrets(load_toml(run.orch_toml)))
+    config = clean_strings(hide_secrets(read_effect(run).data))
     result = read_result(run, until=planned.step)
     base = one_line(planned.base_model, 1000)
     return model_card(CardFacts(run.run_id, planned.step, base, planned.kind == ADAPTER, config, result))

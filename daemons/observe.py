@@ -16,8 +16,8 @@ from daemons.decide import Daemon, Seen
 from daemons.launchers.base import Alive, Ended
 from daemons.specs import INFERENCE, OPTIONAL, TRAINER, DaemonSpec, RunNow, has_all_steps
 from daemons.workspace_reader import Stamp, StatusFiles, stamp_of
-from prime_rl.configs.base import ConfigError, load_toml
-from prime_rl.configs.validate import load_run_config
+from prime_rl.configs.admitted import config_in_effect, read_effect
+from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.notes import Work, read_work
 from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerStatus, is_there, stalled_since
@@ -58,7 +58,7 @@ class Observer:
         self._complain = complain
         self._statuses = StatusFiles()
         self._runs: dict[str, _Folder] = {}
-        self._monitored: dict[str, tuple[Stamp, bool]] = {}
+        self._monitored: dict[str, tuple[tuple[Stamp, Stamp], bool]] = {}
         self._unchanged: dict[tuple[str, str], tuple[object, float]] = {}
         self._refused: dict[str, str] = {}
         self._held: frozenset[str] = frozenset()
@@ -198,10 +198,9 @@ class Observer:
         return RunNow(run_id, in_slot, evicted, False, status, max_steps, has_monitors, ended, paused)
 
     def _has_monitors(self, run: RunDir) -> bool:
-        path = run.orch_toml
-        now, known = stamp_of(path), self._monitored.get(run.run_id)
+        now, known = (stamp_of(run.orch_toml), stamp_of(run.admitted)), self._monitored.get(run.run_id)
         if known is None or known[0] != now:
-            known = self._monitored[run.run_id] = now, _asks_for_monitors(path)
+            known = self._monitored[run.run_id] = now, _asks_for_monitors(run)
         return known[1]
 
     def _checked(self, run_id: str) -> _Folder | None:
@@ -259,10 +258,10 @@ def _wrote(process: ProcessId, status: Status) -> bool:
         return False
 
 
-def _asks_for_monitors(path: Path) -> bool:
+def _asks_for_monitors(run: RunDir) -> bool:
     """True when a run's config has a table below [monitor]. One that is invalid otherwise is not used by any daemon."""
     try:
-        table = load_toml(path).get("monitor")
+        table = read_effect(run).data.get("monitor")
     except ConfigError:
         return False
     return isinstance(table, dict) and any(isinstance(each, dict) for each in table.values())
@@ -270,6 +269,6 @@ def _asks_for_monitors(path: Path) -> bool:
 
 def _max_steps(run: RunDir) -> int | None:
     try:
-        return load_run_config(run.orch_toml).max_steps
+        return config_in_effect(run).max_steps
     except ConfigError:
         return None

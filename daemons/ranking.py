@@ -22,8 +22,8 @@ from typing import Generic, Protocol, TypeVar
 
 from daemons.details import hide_secret
 from daemons.workspace import RunView
-from prime_rl.configs.base import ConfigError, load_toml
-from prime_rl.configs.explain import flatten, resolved
+from prime_rl.configs.admitted import flatten, read_effect, resolved
+from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.metrics import series
 from prime_rl.utils.tail import FileTail
@@ -173,7 +173,7 @@ def read_contestants(output_dir: Path, runs: Sequence[RunView], metric: str) -> 
     for view in runs:
         run = OutputDir(output_dir).run(view.run_id)
         try:
-            values = flatten(resolved(load_toml(run.orch_toml)))
+            values = flatten(resolved(read_effect(run).data))
             config: dict[str, str] = {one_line(key): _text(value) for key, value in values}
         except ConfigError:
             config = {}

@@ -22,6 +22,7 @@ import tomli_w
 from daemons.process import python_module
 from daemons.workspace import replica_name
 from daemons.workspace_reader import Stamp, stamp_of
+from prime_rl.configs.admitted import read_effect
 from prime_rl.configs.base import ConfigError, load_config, load_toml, parse_toml
 from prime_rl.configs.reports import AlertsConfig
 from prime_rl.configs.system import DaemonKind, SystemConfig
@@ -355,7 +356,7 @@ def keys_of(spec: DaemonSpec, output: OutputDir) -> list[str]:
     Monitors are handed that of W&B, also before a run asks for it: a daemon is handed keys only when it starts.
     """
     if spec.run_id:
-        return [_variable(RunDir(output.path / spec.run_id).orch_toml, "client")]
+        return [_run_variable(RunDir(output.path / spec.run_id))]
     if spec.name == ALERTS:
         return _alerts_variables(output)
     if spec.name == MONITORS:
@@ -366,7 +367,7 @@ def keys_of(spec: DaemonSpec, output: OutputDir) -> list[str]:
 def all_keys(output: OutputDir) -> list[str]:
     """The keys that the supervisor is handed, to hand them on."""
     runs, _ = scan_runs(output.path)
-    variables = [_variable(run.orch_toml, "client") for run in runs]
+    variables = [_run_variable(run) for run in runs]
     return sorted({inference_variable(output), *variables, *_alerts_variables(output), WANDB_VARIABLE})
 
 
@@ -382,11 +383,21 @@ def _alerts_variables(output: OutputDir) -> list[str]:
         return []
 
 
-def _variable(path: Path, *tables: str) -> str:
+def _run_variable(run: RunDir) -> str:
     try:
-        value: Any = parse_toml(read_text(path) or "", str(path))
+        return _name_in(read_effect(run).data, "client")
     except ConfigError:  # reported to the run's owner elsewhere
         return DEFAULT_VARIABLE
+
+
+def _variable(path: Path) -> str:
+    try:
+        return _name_in(parse_toml(read_text(path) or "", str(path)))
+    except ConfigError:
+        return DEFAULT_VARIABLE
+
+
+def _name_in(value: Any, *tables: str) -> str:
     for name in (*tables, "api_key_var"):
         value = value.get(name) if isinstance(value, dict) else None
     return value if isinstance(value, str) and value else DEFAULT_VARIABLE

@@ -42,11 +42,11 @@ _FINAL = ("failed", "stopped", "done")
 class RunView:
     """One run as people see it. `step` counts updates done; `run_idx` is its slot, `queue_position` counts from 1.
 
-    `updated_at`, `added_at` (when its config landed) and `stalled_since` (of its orchestrator) are Unix seconds.
-    `policy_version` is the one that generates its rollouts, `async_level` the lag of its last batch; of a run that
-    makes none it is the newest one, and null. `max_tokens` and `max_hours` are its budget. `problem` is what goes
-    wrong in its environments while it goes on, `signs` are those that it does not learn (docs/learning.md), and
-    `crash_loop` tells of an orchestrator that ends again and again.
+    `updated_at`, `added_at` and `stalled_since` (of its orchestrator) are Unix seconds. `policy_version` is the one
+    that generates its rollouts, `async_level` the lag of its last batch; of a run that makes none it is the newest one,
+    and null. `max_tokens` and `max_hours` are its budget. `problem` is what goes wrong in its environments while it
+    goes on, `signs` are those that it does not learn (docs/learning.md), and `crash_loop` tells of an orchestrator that
+    ends again and again. `edited`: how its config file differs from the config in effect, and what to do.
     """
 
     run_id: str
@@ -78,13 +78,14 @@ class RunView:
     examples_unusable: int = 0
     signs: tuple[Sign, ...] = ()
     crash_loop: CleanText | None = None
+    edited: CleanText | None = None
 
     @property
     def troubles(self) -> tuple[CleanText, ...]:
         """All that a person should know of it while it goes on, the most important first; one line each."""
-        if self.state is not RunState.ACTIVE:
-            return ()
-        found = (self.crash_loop, self.problem, *map(_line, sign_texts(self.signs)))
+        found: tuple[CleanText | None, ...] = (self.edited,)
+        if self.state is RunState.ACTIVE:
+            found = (self.crash_loop, self.problem, *map(_line, sign_texts(self.signs)), *found)
         return tuple(each for each in found if each)
 
     @property
@@ -94,10 +95,11 @@ class RunView:
 
     @property
     def why(self) -> str:
-        """In words why it is as it is: the reason of its state, or what it waits for and what goes wrong in it."""
+        """In words why it is as it is: the reason of its state, or what it waits for and what goes wrong; its edit."""
         waits = f"waits for {self.waiting_on}" if self.waiting_on else None
-        more = f"{len(self.troubles) - 1} more problems" if len(self.troubles) > 1 else None
-        return self.reason or "; ".join(filter(None, (waits, self.trouble, more)))
+        num_more = len(self.troubles) - 1
+        more = f"{num_more} more problem{'s' * (num_more > 1)}" if num_more > 0 else None
+        return "; ".join(filter(None, (self.reason, self.edited) if self.reason else (waits, self.trouble, more)))
 
 
 @dataclass(frozen=True)

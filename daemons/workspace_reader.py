@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from daemons.pidfile import read_info
 from daemons.workspace import (
@@ -35,6 +35,7 @@ from daemons.workspace import (
 from prime_rl.contract.files import FileRefused, file_problem, find_trouble, read_text
 from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, list_steps, scan_runs, stable_marker
 from prime_rl.contract.learning import RULES
+from prime_rl.contract.notes import read_added_ns
 from prime_rl.contract.status import (
     LOST_AFTER_S,
     STALLED,
@@ -56,6 +57,9 @@ from prime_rl.contract.status import (
 )
 from prime_rl.utils.text import CleanText, clean_strings, one_line
 
+if TYPE_CHECKING:
+    from prime_rl.configs.admitted import Edit
+
 # Ten times the largest that a daemon writes with 1,024 runs; what is larger was not written by a daemon.
 MAX_FILE_BYTES = 4_000_000
 MAX_REASON_BYTES = 10_000
@@ -66,7 +70,8 @@ SETTLED_NS = 2 * 10**9
 _TOMLS = ("/control/orch.toml", "/configs/orch.toml")
 _NOTES = ("/control/status.json", "/control/evicted.txt", "/control/config_validation_error.txt")
 _MARKS = ("/control/paused.txt", "/control/finished.txt", "/control/preempted.txt")
-_NAMES = (*_TOMLS, *_NOTES, "/broadcast", *_MARKS)
+_ADMITTED = ("/control/admitted.toml", "/control/apply.toml", "/control/added.txt")
+_NAMES = (*_TOMLS, *_NOTES, "/broadcast", *_MARKS, *_ADMITTED)
 
 _sentence = functools.partial(one_line, limit=MAX_SENTENCE_CHARS)
 
@@ -164,10 +169,14 @@ class ConfigFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParsedConfig:
-    """The content of a run's config, or why it is invalid; both None while it has not been read."""
+    """A run's config in effect, or why it is invalid; both None while it has not been read.
+
+    `edited`: how its `orch.toml` differs from what is in effect, and what to do.
+    """
 
     config: ConfigFacts | None = None
     error: str | None = None
+    edited: str | None = None
 
 
 NOT_PARSED = ParsedConfig()
@@ -177,12 +186,13 @@ NOT_PARSED = ParsedConfig()
 class RunRecord:
     """All facts from a run's own files. `published` is its newest STABLE broadcast, 0 without one.
 
-    `added_at` is when its config landed (Unix seconds), None when it has none. `paused`, `ended` and `preempted` are
-    the texts of `paused.txt`, `finished.txt` and `preempted.txt`.
+    `added_at` is when it was added (Unix seconds), None when it has no config; `added_ns` what `added.txt` has of that.
+    `paused`, `ended` and `preempted` are the texts of `paused.txt`, `finished.txt` and `preempted.txt`.
     """
 
     run: RunDir
     added_at: float | None
+    added_ns: int | None
     parsed: ParsedConfig
     status: RunStatus | None
     evicted: str | None
@@ -227,13 +237,16 @@ class RunFiles:
         known, old, folder = self._record, self._stamps, self._folder
         index = next((i for i in (0, 1) if stamps[i] is not NO_FILE), 0)
         toml = stamps[index]
-        parsed = known.parsed if known and old[: index + 1] == stamps[: index + 1] else NOT_PARSED
+        same_config = old[: index + 1] == stamps[: index + 1] and old[9:11] == stamps[9:11]
+        parsed = known.parsed if known and same_config else NOT_PARSED
         if toml.is_file and with_config and parsed is NOT_PARSED:
-            parsed = _parse(Path(folder + _TOMLS[index]), toml)
+            parsed = _parse(self.run, toml)
+        added_ns = known.added_ns if known and old[11:] == stamps[11:] else read_added_ns(self.run)
         same_status = known is not None and old[2] == stamps[2]
         return RunRecord(
             run=self.run,
-            added_at=toml.mtime_ns / 1e9 if toml.is_file else None,
+            added_at=(added_ns or toml.mtime_ns) / 1e9 if toml.is_file else None,
+            added_ns=added_ns,
             parsed=parsed,
             status=known.status if known and same_status else read_status_file(self.run.status, stamps[2], RunStatus),
             evicted=_note(folder + _NOTES[1], stamps[3], empty="no reason was given"),
@@ -257,32 +270,47 @@ class RunFiles:
         return published
 
 
-def _parse(path: Path, stamp: Stamp) -> ParsedConfig:
+def _parse(run: RunDir, stamp: Stamp) -> ParsedConfig:
     # Imported late: the rules of configs take longer to import than a look at a workspace takes.
+    from prime_rl.configs.admitted import read_effect
     from prime_rl.configs.base import ConfigError
-    from prime_rl.configs.validate import explain, load_run_config
+    from prime_rl.configs.validate import explain
 
+    path = run.orch_toml
     if not stamp.readable:
         return ParsedConfig(error=f"{path}: not a file of at most {MAX_FILE_BYTES // 1_000_000} MB")
     try:
-        config = load_run_config(path)
-        return ParsedConfig(
-            ConfigFacts(
-                max_steps=config.max_steps,
-                lr=config.optim.lr,
-                model=one_line(config.model.name),
-                batch_size=config.batch_size,
-                tags=tuple(one_line(tag) for tag in config.tags),
-                weight=config.weight,
-                priority=config.priority,
-                max_tokens=config.budget.max_tokens,
-                max_hours=config.budget.max_hours,
-            )
+        effect = read_effect(run)
+        config = effect.build(run)
+        facts = ConfigFacts(
+            max_steps=config.max_steps,
+            lr=config.optim.lr,
+            model=one_line(config.model.name),
+            batch_size=config.batch_size,
+            tags=tuple(one_line(tag) for tag in config.tags),
+            weight=config.weight,
+            priority=config.priority,
+            max_tokens=config.budget.max_tokens,
+            max_hours=config.budget.max_hours,
         )
+        return ParsedConfig(facts, edited=edit_text(run, effect.edit))
     except ConfigError as error:
         return ParsedConfig(error=explain(error))
     except RecursionError:
         return ParsedConfig(error=f"{path}: nested too deeply")
+
+
+def edit_text(run: RunDir, edit: Edit | None) -> str | None:
+    """How a run's `orch.toml` differs from what is in effect, and what to do; None when it does not."""
+    if edit is None:
+        return None
+    restore = f"prl runs restore {run.run_id}"
+    if edit.problem is not None:
+        return f"edited, not in effect: orch.toml is invalid ({edit.problem}): correct it, or {restore}"
+    from daemons.details import hidden
+    from prime_rl.configs.admitted import in_words
+
+    return f"edited, not in effect: {in_words(hidden(edit.keys))}: prl runs apply {run.run_id}, or {restore}"
 
 
 def _note(path: str, stamp: Stamp, empty: str | None = None) -> str | None:
@@ -527,6 +555,7 @@ def _make_view(facts: _Facts) -> RunView:
         examples_unusable=status.examples_unusable if status else 0,
         signs=tuple(sign for sign in status.signs if sign.name in RULES)[: len(RULES)] if status else (),
         crash_loop=daemon.crash_loop if daemon else None,
+        edited=shown(record.parsed.edited),
     )
 
 

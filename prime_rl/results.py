@@ -24,7 +24,7 @@ from daemons.details import hide_secrets, metrics_lines
 from daemons.errors import ActionError
 from daemons.workspace import RunView
 from daemons.workspace_reader import read_workspace
-from prime_rl.configs.base import load_toml
+from prime_rl.configs.admitted import read_effect
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.learning import REWARD
 from prime_rl.contract.samples import Sample, clean_sample, read_samples
@@ -58,8 +58,8 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its config as the file has it. Raises ConfigError (a ValueError) for a file that is missing or not TOML."""
-        config: dict[str, Any] = clean_strings(hide_secrets(load_toml(self.paths.orch_toml)))
+        """The config in effect, without secrets. Raises ConfigError (a ValueError) when it is missing or not TOML."""
+        config: dict[str, Any] = clean_strings(hide_secrets(read_effect(self.paths).data))
         return config
 
     def metrics(self) -> list[dict[str, float]]:

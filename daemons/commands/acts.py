@@ -1,6 +1,6 @@
-"""`prl runs evict|readmit|rollback|delete|undelete|purge|pause|continue|set|fork|sweep`: commands that change runs.
+"""`prl runs evict|readmit|rollback|delete|undelete|purge|pause|continue|set|apply|restore|fork|sweep`.
 
-They work with the daemons down.
+These commands change runs. They work with the daemons down.
 """
 
 from __future__ import annotations
@@ -261,6 +261,27 @@ def set_keys(
     elif view.state in (RunState.WAITING, RunState.STOPPED):
         later = " after prl up" if view.state is RunState.STOPPED else ""
         say(f"{run_id} continues from step {view.step}{later}, as soon as a slot is free")
+
+
+def apply(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: ReasonOption = "") -> None:
+    """Put what was edited in the orch.toml of runs into effect.
+
+    A run keeps the config that it was admitted with; prl runs list names an edit that is not in effect. What cannot
+    change now is refused by its key. A run in its slot is paused first. prl runs restore takes the edit back.
+
+    Example: prl runs apply run_reverse --reason "a smaller learning rate"
+    """
+    place = choose_output_dir(output_dir)
+    each(run_ids, lambda run_id: actions.apply_edit(place, run_id, reason=reason))
+
+
+def restore(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: ReasonOption = "") -> None:
+    """Write the config that is in effect back into the orch.toml of runs.
+
+    Example: prl runs restore run_reverse
+    """
+    place = choose_output_dir(output_dir)
+    each(run_ids, lambda run_id: actions.restore_config(place, run_id, reason=reason))
 
 
 def fork(

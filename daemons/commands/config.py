@@ -28,13 +28,13 @@ from daemons.commands.common import (
 from daemons.commands.runs import SetOption, parse_overrides
 from daemons.details import hide_secret
 from prime_rl.configs import EXAMPLES
+from prime_rl.configs.admitted import flatten, read_effect
 from prime_rl.configs.base import BaseConfig, ConfigError, build, merge, parse_toml, read_text
 from prime_rl.configs.explain import (
     KINDS,
     FieldFacts,
     fields_below,
     find_fields,
-    flatten,
     json_schema,
     key_lines,
     line_of,
@@ -86,7 +86,8 @@ def show(
     place = choose_output_dir(output_dir)
     path, is_run = _file_of(file, place)
     kind = kind or ("orch" if is_run else None)
-    name, origins = read_origins(path, kind, parse_overrides(changes), trainer_limits(place))
+    text = read_effect(OutputDir(place).run(file)).text if is_run else read_text(path)
+    name, origins = read_origins(path, kind, parse_overrides(changes), trainer_limits(place), text)
     chosen = [each for each in origins if each.source != "default" or not only_set]
     if as_json:
         rows = [{**asdict(each), "value": hide_secret(each.key, each.value)} for each in chosen]
@@ -228,13 +229,19 @@ def kind_of(data: Mapping[str, Any]) -> str:
 
 
 def read_origins(
-    path: Path, kind: str | None = None, flags: Mapping[str, Any] | None = None, limits: TrainerLimits | None = None
+    path: Path,
+    kind: str | None = None,
+    flags: Mapping[str, Any] | None = None,
+    limits: TrainerLimits | None = None,
+    text: str | None = None,
 ) -> tuple[str, list[Origin]]:
-    """The kind of the file, and all its keys in the order of the schema. `limits`: those of a run's trainer.
+    """The kind of the file, and all its keys in the order of the schema.
+
+    `limits`: those of a run's trainer. `text` stands for that of the file: the config that is in effect.
 
     Raises ConfigError when the file is not a valid config.
     """
-    text, flags = read_text(path), flags or {}
+    text, flags = read_text(path) if text is None else text, flags or {}
     data = merge(parse_toml(text, str(path)), flags)
     kind = kind or kind_of(data)
     config = build(KINDS[kind][0], data, str(path))

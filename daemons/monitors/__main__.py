@@ -28,9 +28,9 @@ from typing import Any
 
 from daemons.monitors.services import Monitor, PrometheusMonitor, PrometheusPage
 from daemons.specs import MONITORS
+from prime_rl.configs.admitted import config_in_effect
 from prime_rl.configs.base import BaseConfig, ConfigError, load_config
 from prime_rl.configs.reports import MonitorsConfig, PrometheusConfig, TensorBoardConfig, TrackioConfig, WandbConfig
-from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import make_folder, read_text, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, scan_runs
 from prime_rl.contract.metrics import parse_metrics
@@ -279,7 +279,7 @@ class FollowedRun:
         self._positions = Positions(run)
         self._tables: dict[str, BaseConfig] = {}
         self._config: dict[str, Any] = {}
-        self._config_stamp: _Stamp | None = None
+        self._config_stamp: tuple[_Stamp | None, _Stamp | None] | None = None
         self._files = {writer: str(path) for writer, path in metrics_files(run).items()}
         self._stamps = self._look_at_files()
         self._changed_at = now if self._has_unread() else now - self._age_s()
@@ -340,11 +340,11 @@ class FollowedRun:
 
     def _wanted(self) -> dict[str, BaseConfig]:
         """The monitors of the run, by their tables; as they were while its config is invalid."""
-        stamp = _stamp(str(self.run.orch_toml))
+        stamp = _stamp(str(self.run.orch_toml)), _stamp(str(self.run.admitted))
         if stamp != self._config_stamp:
             self._config_stamp = stamp
             try:
-                config = load_run_config(self.run.orch_toml)
+                config = config_in_effect(self.run)
             except ConfigError:  # reported to the run's owner elsewhere
                 return self._tables
             self._config = config.model_dump(mode="json")

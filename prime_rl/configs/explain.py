@@ -6,7 +6,6 @@ come with the lines that set them; two runs are compared by them.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import types
 import typing
@@ -20,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from prime_rl.configs.base import BaseConfig, ConfigError, build, models_in, tag_of
+from prime_rl.configs.base import BaseConfig, models_in, tag_of
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.multinode import MultinodeConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -223,37 +222,6 @@ def _plain(key: str) -> str:
     """As a key stands in a file: "--env.0.reward-range" -> "env.reward_range"."""
     parts = key.lstrip("-").replace("-", "_").split(".")
     return ".".join(part for part in parts if not part.isdigit())
-
-
-def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested tables as ("model.lora.rank", 8); tables in a list get their number: ("env.0.id", ...)."""
-    for name, value in data.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{key}.")
-        elif isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
-            for number, each in enumerate(value):
-                yield from flatten(each, f"{key}.{number}.")
-        else:
-            yield key, value
-
-
-def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's config with its defaults. Raises ConfigError when it is not valid."""
-    return build(OrchestratorConfig, data, "orch.toml").model_dump(mode="json")
-
-
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, value in one, value in other) for all keys of two configs that differ; null where a key is missing.
-
-    A default equals the same value in the file, unless one of the two is not valid.
-    """
-    with contextlib.suppress(ConfigError):
-        one, other = resolved(one), resolved(other)
-    sides = dict(flatten(one)), dict(flatten(other))
-    keys = dict.fromkeys([*sides[0], *sides[1]])
-    pairs = ((key, sides[0].get(key), sides[1].get(key)) for key in keys)
-    return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def key_lines(lines: Sequence[str]) -> dict[str, int]:

@@ -6,6 +6,7 @@ below `output_dir`. It only computes and validates paths; reading and writing is
     {output_dir}/
       run_<id>/
         control/     orch.toml  config_validation_error.txt  status.json
+                     admitted.toml  apply.toml  added.txt
                      evicted.txt  paused.txt  preempted.txt  finished.txt  life.txt
         data/        files that the config names: data and rewards (only with `[[env]] id = "jsonl"`)
         init/        the adapter that the run starts from (only with [init])
@@ -215,10 +216,25 @@ class RunDir:
 
     @property
     def orch_toml(self) -> Path:
-        """The run's config; the older `orch.toml` of the folder configs when only that one exists. Never raises."""
+        """The config asked for; the older `orch.toml` of the folder configs when only that one exists. Never raises."""
         current = self.control / "orch.toml"
         older = self.path / "configs" / "orch.toml"
         return older if not os.path.exists(current) and os.path.exists(older) else current
+
+    @property
+    def admitted(self) -> Path:
+        """The config that the run trains with, since when and from which step; written by the trainer alone."""
+        return self.control / "admitted.toml"
+
+    @property
+    def applied(self) -> Path:
+        """The config to admit next, by `prl runs apply`, `set` or `rollback`; removed by the trainer that admits it."""
+        return self.control / "apply.toml"
+
+    @property
+    def added(self) -> Path:
+        """The run's id and when it was added; written once, by what adds it, else by the trainer that sees it first."""
+        return self.control / "added.txt"
 
     @property
     def config_error(self) -> Path:

@@ -8,6 +8,9 @@ harmless. So a note with a suspect in it names the one run that was in work at t
 `control/resumed.json`: an explicit `ckpt.resume_step` is asked for in `orch.toml`, carried out once by the trainer, and
 remembered here. The orchestrator waits for that: what is on disk until then is void.
 
+`control/admitted.toml`: the config that a run trains with, written by the trainer. `orch.toml` is a request: a change
+of it is in effect when it was applied (`configs.admitted`). `control/added.txt`: when the run was added.
+
 `sweeps/<name>.json`: the plan of a sweep, written once, when all of its runs are there. Never changed afterwards.
 
 `logs/audit.jsonl`: what was done to which run, by a person or by a daemon, when and why. One line per action.
@@ -28,7 +31,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from prime_rl.contract.files import FileRefused, append_line, read_file, write_atomic
+from prime_rl.contract.files import FileRefused, append_line, read_file, read_text, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.utils.process import ProcessId
 
@@ -118,8 +121,23 @@ def pending_request(run: RunDir, resume_step: int) -> ResumeRequest | None:
     """The explicit request of the config, or None without one (-1) or when it was already carried out."""
     if resume_step < 0:
         return None
-    request = ResumeRequest(resume_step, hashlib.sha256(read_file(run.orch_toml, limit=MAX_FILE_BYTES)).hexdigest())
+    request = ResumeRequest(resume_step, request_digest(run))
     return None if done_request(run) == request else request
+
+
+def request_digest(run: RunDir) -> str:
+    """The SHA-256 of the text that asked for the config in effect: applied, else admitted, else `orch.toml`'s."""
+    if (admitted := read_admitted(run)) is None:
+        return digest_of(read_file(run.orch_toml, limit=MAX_FILE_BYTES))
+    try:
+        return digest_of(read_file(run.applied, limit=MAX_FILE_BYTES))
+    except (FileNotFoundError, FileRefused):
+        return admitted.sha256
+
+
+def digest_of(text: bytes) -> str:
+    """The SHA-256 of a text, in hexadecimal digits."""
+    return hashlib.sha256(text).hexdigest()
 
 
 def done_request(run: RunDir) -> ResumeRequest | None:
@@ -130,10 +148,56 @@ def done_request(run: RunDir) -> ResumeRequest | None:
         return None
 
 
-def note_done(run: RunDir, resume_step: int) -> None:
-    """The text of the config as it stands now asks for nothing more. Raises OSError."""
-    if request := pending_request(run, resume_step):
-        write_atomic(run.resumed, msgspec.json.encode(request))
+MAX_ADMITTED_BYTES = 4 * MAX_FILE_BYTES
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A change of the admitted config: when (Unix seconds), from which step, and the keys with both values."""
+
+    at: float
+    step: int
+    what: str
+
+
+class Admission(msgspec.Struct, frozen=True):
+    """The content of `admitted.toml`.
+
+    Attributes:
+        run_id: the run that was admitted: a copy of the folder under another name is another run.
+        at, step: when this config was admitted (Unix seconds), and from which step it is trained with.
+        text: the config, in TOML.
+        sha256: of the text that asked for it.
+        history: earlier changes and the newest, oldest first.
+    """
+
+    run_id: str
+    at: float
+    step: int
+    sha256: str
+    text: str
+    history: list[Change] = []
+    version: int = 1
+
+
+def read_admitted(run: RunDir) -> Admission | None:
+    """The config that the trainer admitted; None when it never did, or when the file is damaged."""
+    try:
+        return msgspec.toml.decode(read_file(run.admitted, limit=MAX_ADMITTED_BYTES), type=Admission)
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
+        return None
+
+
+def read_added_ns(run: RunDir) -> int | None:
+    """When the run was added (Unix nanoseconds); None when that was not written, or for a run of another id."""
+    with contextlib.suppress(OSError, ValueError):
+        run_id, added_ns = (read_text(run.added, limit=200) or "").split()
+        return int(added_ns) if run_id == run.run_id else None
+    return None
+
+
+def note_added(folder: RunDir, run_id: str, added_ns: int) -> None:
+    """Write when the run was added (Unix nanoseconds); `folder` may still have another name. Raises OSError."""
+    write_atomic(folder.added, f"{run_id} {added_ns}\n", durable=False)
 
 
 SWEEP_VERSION = 1

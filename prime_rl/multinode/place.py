@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import tomli_w
 
+from prime_rl.configs.admitted import request
 from prime_rl.configs.multinode import RUN_ID, MultinodeConfig
 from prime_rl.contract.files import make_folder, read_file, read_text, write_atomic
 from prime_rl.contract.layout import IterationDir, OutputDir, list_steps
@@ -254,7 +255,7 @@ class Place:
         for folder in (run.control, run.rollouts, run.broadcast, run.checkpoints, run.metrics):
             make_folder(folder)
         if read_text(run.orch_toml) != text:
-            write_atomic(run.orch_toml, text)
+            request(run, text)
 
     # -- this node's processes ----
 

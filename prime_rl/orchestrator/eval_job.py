@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from prime_rl.configs.base import ConfigError, build
+from prime_rl.configs.jsonl import place_of
 from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
 from prime_rl.contract.evaluation import JOB_FILE, SAMPLES_FILE, EvalJob, EvalProgress, EvalResult, EvalSample
 from prime_rl.contract.files import append_line, read_file
@@ -239,7 +240,8 @@ async def evaluate_all(folder: Path, job: EvalJob, config: OrchestratorConfig) -
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # who started this had blocked it
     async with AsyncExitStack() as cleanup:
         tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
-        loaded = await unless_stopped(stopped, load_environments(config, None, cleanup, lambda what: None))
+        loading = load_environments(config, None, cleanup, lambda what: None, place_of(Path(job.source)))
+        loaded = await unless_stopped(stopped, loading)
         evaluation = Evaluation(folder, config, tokenizer, loaded[1] if loaded else {}, stopped)
         for label, adapter in job.targets.items():
             if not stopped.is_set():

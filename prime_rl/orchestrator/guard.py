@@ -20,9 +20,9 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import Any, Never, TypeVar
 
+from prime_rl.configs.admitted import config_in_effect
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.orchestrator import BudgetConfig, OrchestratorConfig
-from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import WaitStopped, WaitTimeout, read_end, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.metrics import EarlyStop, metric_value, series
@@ -257,7 +257,7 @@ class Ending:
             return
         self._stamp = stamp
         try:
-            budget: BudgetConfig = load_run_config(self._run.orch_toml).budget
+            budget: BudgetConfig = config_in_effect(self._run).budget
         except ConfigError as error:
             logger.warning("the budget stays as it is: %s", error)
             return

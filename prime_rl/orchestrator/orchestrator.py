@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
+from prime_rl.configs.admitted import read_effect
+from prime_rl.configs.base import ConfigError, ConfigProblem, build, merge, read_argv
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
@@ -302,13 +303,21 @@ def find_run(argv: Sequence[str]) -> RunDir:
     raise ConfigError("command line", [ConfigProblem("", "write @ OUTPUT_DIR/run_<id>/control/orch.toml")])
 
 
+def read_config(run: RunDir, argv: Sequence[str]) -> OrchestratorConfig:
+    """The run's config in effect, with the overrides of the command line. Raises ConfigError."""
+    rest = list(argv)
+    at = next(number for number, token in enumerate(rest) if token.startswith("@"))
+    del rest[at : at + (2 if rest[at] == "@" else 1)]
+    return build(OrchestratorConfig, merge(read_effect(run).data, read_argv(rest)[0]), str(run.orch_toml))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 finished, stopped or paused, 1 failed or evicted, 2 wrong config."""
     stop = StopFlag().install()
     argv = sys.argv[1:] if argv is None else argv
     try:
         run = find_run(argv)
-        config = parse_argv(OrchestratorConfig, argv)
+        config = read_config(run, argv)
     except (ConfigError, LayoutError) as error:
         complain("orchestrator", error)
         return 2

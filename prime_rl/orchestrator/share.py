@@ -24,8 +24,8 @@ from typing import Any
 
 import msgspec
 
+from prime_rl.configs.admitted import config_in_effect
 from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
-from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import make_folder, read_file, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.types import JoinRequest, JoinResult, MakeRequest, RankEntry, RankFileWriter, read_rank_file
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _load(path: str) -> tuple[RunDir, OrchestratorConfig]:
     run = OutputDir(Path(path).parent).run(Path(path).name)
-    config = load_run_config(run.orch_toml)
+    config = config_in_effect(run)
     setup_logger("share", config.log.level)
     return run, config
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from daemons import actions
@@ -23,7 +24,7 @@ from daemons.workspace_reader import read_workspace
 from prime_rl.configs.base import parse_toml
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.notes import note_done, pending_request
+from prime_rl.contract.notes import pending_request
 from prime_rl.contract.status import RunStatus, StatusWriter, TrainerRunStatus, TrainerStatus
 from prime_rl.utils.process import ProcessId
 from tests.daemons_support import RUN_TOML
@@ -159,7 +160,7 @@ def test_a_run_that_went_back_to_a_checkpoint_does_not_go_back_again(run: RunDir
     set_run_keys(run.path.parent, run.run_id, {"ckpt": {"resume_step": 0}})
     assert set_run_keys(run.path.parent, run.run_id, {"weight": 3}), "not carried out yet: it stays"
     assert load_run_config(run.orch_toml).ckpt.resume_step == 0
-    note_done(run, 0)
+    run.resumed.write_bytes(msgspec.json.encode(pending_request(run, 0)))
     assert set_run_keys(run.path.parent, run.run_id, {"weight": 4})
     step = load_run_config(run.orch_toml).ckpt.resume_step
     assert pending_request(run, step) is None

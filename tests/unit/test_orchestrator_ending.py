@@ -188,7 +188,7 @@ async def test_a_stop_rule_ends_the_run_and_a_restart_decides_the_same(workspace
     assert state == "finished" and (reason or "").startswith("stopped early: reward/mean did not improve in 3 values")
     steps = [step for step, _ in workspace.rewards()]
     assert steps[-1] == list_rollout_steps(workspace.run)[-1] < 50
-    assert (workspace.again or "").endswith("change or remove [stop] in its orch.toml first")
+    assert (workspace.again or "").endswith("change or remove [stop] in its orch.toml, then prl runs apply run_a")
 
     remove(workspace.run.finished)
     assert await workspace.run_to_the_end(max_steps=50, max_async_level=0, stop=stop) == 0

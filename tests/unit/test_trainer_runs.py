@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from torch import nn
 
+from prime_rl.configs.admitted import apply
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX
 from prime_rl.contract.layout import OutputDir, RunDir
@@ -198,7 +199,9 @@ def test_a_finished_run_leaves_and_does_not_come_back(tmp_path: Path) -> None:
     look(manager)
     assert manager.used_idxs == set() and manager.findings.finished == ["run_a"]
     write_config(run, BASE, max_steps=4)
-    assert look(manager).id_2_idx == {"run_a": 0}
+    assert look(manager).id_2_idx == {}, "an edit is not in effect"
+    apply(run, run.orch_toml.read_text())
+    assert look(manager).id_2_idx == {"run_a": 0} and manager.run(0).config.max_steps == 4
 
 
 def test_a_folder_that_was_replaced_is_another_run(tmp_path: Path) -> None:

@@ -184,6 +184,15 @@ def set_job(output_dir: Path, run_ids: Sequence[str], items: Sequence[str]) -> J
     return Job(one_line("; ".join(commands), 4000), each(run_ids, f"set {' '.join(items)}", act))
 
 
+def edit_job(output_dir: Path, run_ids: Sequence[str], command: str) -> Job:
+    """Put the edits of several runs into effect, or take them back. `command` is "apply" or "restore"."""
+    from daemons import actions
+
+    do, done = (actions.apply_edit, "applied") if command == "apply" else (actions.restore_config, "restored")
+    work = each(run_ids, done, lambda run_id, progress: do(output_dir, run_id))
+    return Job(prl_command(output_dir, "runs", command, *run_ids), work)
+
+
 def check_live(items: Sequence[str], field: str) -> None:
     """Check values of keys that are read while a run trains. Raises FieldError."""
     with at_field(field):

@@ -263,7 +263,8 @@ def _note(run: RunView, state: str, now: float, tail: RunTail, alive_at: float |
             silent = f"no step for {fmt.age(stalled_s(run, tail))}"
         return f"{silent}; waits for {run.waiting_on}" if run.waiting_on else silent
     if run.reason:
-        return _CONFIG_FILE.sub("", fmt.first_line(run.reason), count=1)
+        words = _CONFIG_FILE.sub("", fmt.first_line(run.reason), count=1)
+        return f"{words}; {run.edited}" if run.edited else words
     if run.why:
         return run.why
     if state == RunState.PAUSED:

@@ -19,8 +19,8 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
 from tui.readers.charts import EVAL_PREFIX, ChartData, ChartView, Curve, History, RunMetrics, thin, window
-from tui.readers.run_config import all_values
-from tui.readers.tabs import TabData, file_stamp, read_clean
+from tui.readers.run_config import all_values, config_stamp, read_config
+from tui.readers.tabs import TabData
 
 # More runs than fit on a screen; the first of the workspace's order are taken, and the screen tells how many are not.
 MAX_RUNS = 200
@@ -32,7 +32,7 @@ MAX_CURVES = 8
 
 @dataclass(frozen=True)
 class Contender:
-    """One run as it is compared. `config` is every key of its `orch.toml` with its value as text."""
+    """One run as it is compared. `config` is every key of its config in effect with its value as text."""
 
     run_id: str
     tags: tuple[str, ...]
@@ -218,13 +218,13 @@ class CompareReader:
         return RunMetrics(RunDir(self._output_dir / run_id), (self._metric,), CAPACITY)
 
     def _read_config(self, run_id: str) -> bool:
-        path = RunDir(self._output_dir / run_id).orch_toml
-        stamp = file_stamp(path)
+        run = RunDir(self._output_dir / run_id)
+        stamp = config_stamp(run)
         known = self._configs.get(run_id)
         if known is not None and known[0] == stamp:
             return False
         try:
-            values = {str(value.key): str(value.text) for value in all_values(read_clean(path) or "")}
+            values = {str(value.key): str(value.text) for value in all_values(read_config(run) or "")}
         except ConfigError:
             values = {}
         self._configs[run_id] = (stamp, values)

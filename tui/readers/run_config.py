@@ -1,7 +1,8 @@
 """The config, the checkpoints and the events of a run, as their tabs show them.
 
-Of the config: its `orch.toml`, what is wrong with it, all values, differences. Of the checkpoints: each step's folder,
-its size, whether it is complete, since when; a complete one does not change, so it is measured once.
+Of the config: what is in effect, how `orch.toml` differs from that, what is wrong with it, all values, differences. Of
+the checkpoints: each step's folder, its size, whether it is complete, since when; a complete one does not change, so it
+is measured once.
 
 Events come from all their sources. People's actions come from `logs/audit.jsonl`; admission, restarts and their reasons
 from the lines of the trainer's and the supervisor's log that name the run; evictions, config errors and the final state
@@ -11,6 +12,7 @@ from the run's own files. Changes of state that are seen while the tab is open a
 from __future__ import annotations
 
 import calendar
+import contextlib
 import json
 import os
 import re
@@ -21,7 +23,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prime_rl.configs import explain
+from daemons.workspace import shown
+from daemons.workspace_reader import edit_text
+from prime_rl.configs import admitted
+from prime_rl.configs.admitted import differing, read_effect
 from prime_rl.configs.base import ConfigError, build, parse_toml
 from prime_rl.configs.explain import key_lines
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -66,7 +71,8 @@ class ConfigRequest:
 class ConfigData(TabData):
     """One look. `values` are all keys when they were asked for, `differences` to `other_id` when there is one.
 
-    `text` is None when there is no readable file at `path`. `problem` is why values or differences are not available.
+    `text` is the config in effect, None when there is no readable file at `path`. `problem` is why values or
+    differences are not available, `edited` how the file differs from what is in effect.
     """
 
     tab = CONFIG
@@ -78,6 +84,7 @@ class ConfigData(TabData):
     other_id: str | None = None
     differences: tuple[Difference, ...] = ()
     problem: CleanText | None = None
+    edited: CleanText | None = None
 
 
 class ConfigReader:
@@ -91,27 +98,40 @@ class ConfigReader:
     def read(self, request: ConfigRequest) -> tuple[ConfigData | None, bool]:
         """(what the request asks for, or None when neither it nor a file changed; False: one look reads all)."""
         other = request.other
-        paths = [self._run.orch_toml, self._run.config_error]
-        if other is not None:
-            paths.append(RunDir(self._output_dir / other).orch_toml)
-        shown = (request, *map(file_stamp, paths))
+        runs = [self._run] if other is None else [self._run, RunDir(self._output_dir / other)]
+        shown = (request, file_stamp(self._run.config_error), *map(config_stamp, runs))
         if shown == self._shown:
             return None, False
         self._shown = shown
         return self._look(other, request.wants_all), False
 
     def _look(self, other: str | None, wants_all: bool) -> ConfigData:
-        path, found = self._run.orch_toml, read_clean(self._run.orch_toml)
+        path, found = self._run.orch_toml, read_config(self._run)
         text, error = found or NO_TEXT, read_clean(self._run.config_error)
         lines = find_error_lines(text, error or "")
         data = ConfigData(self._run.run_id, one_line(str(path), MAX_PATH_CHARS), found, error, lines)
+        with contextlib.suppress(ConfigError):
+            data = replace(data, edited=shown(edit_text(self._run, read_effect(self._run).edit)))
         try:
             if other is not None:
-                theirs = read_clean(RunDir(self._output_dir / other).orch_toml) or ""
+                theirs = read_config(RunDir(self._output_dir / other)) or ""
                 return replace(data, other_id=other, differences=find_differences(text, theirs))
             return replace(data, values=all_values(text)) if wants_all else data
         except ConfigError as problem:
             return replace(data, other_id=other, problem=clean_text(str(problem)))
+
+
+def config_stamp(run: RunDir) -> tuple[object, ...]:
+    """Changes whenever the run's config in effect may be another."""
+    return tuple(map(file_stamp, (run.orch_toml, run.admitted, run.applied)))
+
+
+def read_config(run: RunDir) -> CleanText | None:
+    """The text of a run's config in effect, fit for the screen; None when it is not there or cannot be read."""
+    if os.path.lexists(run.admitted):
+        with contextlib.suppress(ConfigError):
+            return clean_text(read_effect(run).text.expandtabs(4))
+    return read_clean(run.orch_toml)
 
 
 def all_values(text: str) -> tuple[Value, ...]:
@@ -132,7 +152,7 @@ def find_differences(mine: str, other: str) -> tuple[Difference, ...]:
     one, two = parse_toml(mine, "this orch.toml"), parse_toml(other, "the other orch.toml")
     return tuple(
         Difference(one_line(key, MAX_VALUE_CHARS), _side(ours), _side(theirs))
-        for key, ours, theirs in explain.differing(one, two)
+        for key, ours, theirs in differing(one, two)
     )
 
 
@@ -142,7 +162,7 @@ def _side(value: Any) -> CleanText:
 
 def flatten(data: Mapping[str, Any]) -> Iterator[tuple[CleanText, Any]]:
     """Dotted keys, fit for the screen, with their values."""
-    return ((one_line(key, MAX_VALUE_CHARS), value) for key, value in explain.flatten(data))
+    return ((one_line(key, MAX_VALUE_CHARS), value) for key, value in admitted.flatten(data))
 
 
 def toml_text(value: Any) -> CleanText:

@@ -132,6 +132,12 @@ class SteersRuns(Performs):
         take_words(found, "weight", "set the share of the trainer", "[NUMBER]", self._command_weight)
         keys, runs = self._live_keys, self._other_runs
         take_words(found, "set", "set keys of runs", "KEY=VALUE ...", self._command_set, keys, repeats=True)
+        for name, text in (
+            ("apply", "put edits of orch.toml into effect"),
+            ("restore", "take edits of orch.toml back"),
+        ):
+            job = functools.partial(self._change_edits, name) if self.target_rows() else None
+            found[name] = Command(name, text, job)
         take_words(found, "fork", "fork a run", "[VERSION]", self._open_fork)
         take_words(found, "sweep", "sweep over a config", "[FILE]", lambda words: self._open_sweep(words, ""))
         take_words(found, "export", "export a version", "[FOLDER]", self._open_export)
@@ -181,7 +187,7 @@ class SteersRuns(Performs):
         """
         if not self.target_rows():
             self._open_sweep("", "")
-        elif (row := self._only("a sweep")) is not None:
+        elif (row := self._only("a sweep")) is not None and self._is_unedited(row):
             file = OutputDir(self.output_dir).run(row.run_id).orch_toml
             self._open_sweep(str(file), row.run_id.removeprefix("run_")[:40])
 
@@ -257,6 +263,17 @@ class SteersRuns(Performs):
             self.perform(set_job(self.output_dir, ids_of(self._some()), items))
         except ActionError as error:
             raise CommandError(str(error)) from error
+
+    def _change_edits(self, command: str) -> None:
+        from tui.actions.jobs import edit_job
+
+        self.perform(edit_job(self.output_dir, ids_of(self._some()), command))
+
+    def _is_unedited(self, row: RunRow) -> bool:
+        """False, with a message, for a run whose file is not what it trains with."""
+        if row.view.edited:
+            self.notify(f"{row.run_id}: {row.view.edited} first", severity="warning", markup=False)
+        return not row.view.edited
 
     def _command_diff(self, words: str) -> None:
         self._some()
@@ -377,7 +394,7 @@ class ActsOnRuns(SteersRuns):
         from tui.actions.jobs import free_id
 
         row = self._only("a clone")
-        if row is None:
+        if row is None or not self._is_unedited(row):
             return
         run_id, output = row.run_id, OutputDir(self.output_dir)
 

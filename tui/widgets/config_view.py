@@ -1,4 +1,4 @@
-"""A run's `orch.toml` (its text, all its values, or its differences to another run), and what happened to the run.
+"""A run's config in effect (its text, all its values, or its differences to another run), and what happened to the run.
 
 The text is highlighted and numbered, with what is wrong on top and at its line; the values have their defaults. Events
 are plain text, newest last: what people did and why, admission, restarts, evictions.
@@ -174,7 +174,7 @@ class ConfigView(VerticalScroll):
         data = self.data
         if data is None:
             return
-        error = data.problem or data.error
+        error = data.problem or data.error or data.edited
         self.set_class(error is not None, "-invalid")
         self._error.update(Content(error or ""))
         self._text.update(self._content(data))

@@ -9,7 +9,7 @@ A config is read once for every content, when it has stopped changing (`ConfigFi
 write it again, write it twice, or touch it. So a file that was written in place is left alone for a moment after each
 change, and an invalid one is a problem only when it stays unchanged for `settle_s`. A file that was renamed into place
 is whole at once. Written are `config_validation_error.txt`, which goes when the config is valid again, and
-`evicted.txt`.
+`evicted.txt`, and `added.txt` of a run that was not added by a command, so that its place in the queue stays.
 
 What was found of a run stands until something of it changes, or it leaves its slot. With hints only the runs that they
 name are looked at. Without any, the prints of each run (inodes and times of a few paths) are compared, which takes a
@@ -30,9 +30,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from prime_rl.configs.admitted import config_in_effect
 from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.validate import PARSE_ERROR_PREFIX, explain, load_run_config
+from prime_rl.configs.validate import PARSE_ERROR_PREFIX, explain
 from prime_rl.contract.files import FileRefused, read_file, read_text, write_atomic
 from prime_rl.contract.layout import (
     RUN_FOLDERS,
@@ -44,7 +45,7 @@ from prime_rl.contract.layout import (
     list_steps,
     refusal,
 )
-from prime_rl.contract.notes import audit_run, pending_request
+from prime_rl.contract.notes import audit_run, note_added, pending_request, read_added_ns
 from prime_rl.contract.status import DaemonStatus, RunStatus, read_mark, read_status
 from prime_rl.utils.text import error_text, printable
 
@@ -87,7 +88,7 @@ def print_of(path: str | Path) -> Print | None:
 
 
 class ConfigFile:
-    """The content of a run's `orch.toml`. After a `read` that ended, either `config` or `problem` is set.
+    """The config of a run, by its `orch.toml` and what was admitted. After a `read`, `config` or `problem` is set.
 
     Attributes:
         print: the file at the last look.
@@ -103,27 +104,33 @@ class ConfigFile:
         self._since = 0.0
         self._is_judged = False
         self._digest: bytes | None = None
+        # Those of what was applied and admitted.
+        self._others: tuple[Print | None, Print | None] = (None, None)
 
-    def read(self, validate: Validate, settle_s: float, now: float) -> float | None:
+    def read(self, validate: Validate, settle_s: float, now: float, *, at_once: bool = False) -> float | None:
         """Look at it: null, or when to look again because it may still change. OSError when it cannot be read.
 
         Args:
             settle_s: how long a bad file must stay as it is; 0 judges every file at once.
             now: monotonic seconds.
+            at_once: its text matters little, so one that was just written is read too.
         """
         path = self.run.orch_toml
         found = print_of(path)
         if found is None:  # deleted meanwhile
             return now
+        if (others := (print_of(self.run.applied), print_of(self.run.admitted))) != self._others:
+            self._others = others
+            self.forget_verdict()
         if found != self.print:
             self.print, self._since, self._is_judged = found, now, False
         if not self._is_judged:
             was_renamed, quiet_until = found.ctime_ns > found.mtime_ns, self._since + min(QUIET_S, settle_s)
-            if not was_renamed and now < quiet_until:
+            if not (was_renamed or at_once) and now < quiet_until:
                 return quiet_until
             self._take_in(path)
             if self.config is None and self.problem is None:
-                self.config, self.problem = _parse(path, validate)
+                self.config, self.problem = _parse(self.run, validate)
             self._is_judged = True
         if self.problem is not None and now < self._since + settle_s:
             return self._since + settle_s
@@ -171,9 +178,10 @@ class ConfigFile:
         return is_new
 
 
-def _parse(path: Path, validate: Validate) -> tuple[OrchestratorConfig | None, str | None]:
+def _parse(run: RunDir, validate: Validate) -> tuple[OrchestratorConfig | None, str | None]:
+    path = run.orch_toml
     try:
-        config = load_run_config(path)
+        config = config_in_effect(run)
         problem = validate(config)
         text = f"{PARSE_ERROR_PREFIX}: {path}: {problem}" if problem else None
     except ConfigError as error:
@@ -223,7 +231,7 @@ class Evictions:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run that may have a slot. `landed_ns` is the time of its config file, `inode` that of its folder."""
+    """A run that may have a slot. `landed_ns` is when it was added, `inode` that of its folder."""
 
     run: RunDir
     config: OrchestratorConfig
@@ -275,6 +283,7 @@ class _Entry:
         deciding: paths that decide about it; `prints` are those of the last look at everything.
         folder: what to watch, where the next change is expected; null when the entry is refused as a run.
         refusal: why it may not be used.
+        landed_ns: when it was added, once that was looked up.
         verdict: see `_STAYS`; null while it must be judged.
         due: when to judge a config again that may still change.
     """
@@ -290,6 +299,7 @@ class _Entry:
         self.prints: list[Print | None] = []
         self.folder: Path | None = None
         self.refusal: str | None = None
+        self.landed_ns: int | None = None
         self.verdict: str | None = None
         self.due = math.inf
 
@@ -345,7 +355,8 @@ class _Entry:
             return "refused"
         if not os.path.lexists(run.orch_toml):
             return "unconfigured"
-        if (due := config.read(validate, settle_s, now)) is not None:
+        is_known = os.path.lexists(run.admitted)  # its place in the queue must not depend on an edit
+        if (due := config.read(validate, settle_s, now, at_once=is_known)) is not None:
             self.due = due
             return "settling"
         if config.config is None:
@@ -357,12 +368,23 @@ class _Entry:
         run_id, config = self.run.run_id, self.config
         if self.verdict == "candidates":
             assert config.config is not None and config.print is not None
-            found.candidates.append(Candidate(self.run, config.config, config.print.mtime_ns, self.inode))
+            if self.landed_ns is None:
+                self.landed_ns = _landed_ns(self.run, config.print.mtime_ns)
+            found.candidates.append(Candidate(self.run, config.config, self.landed_ns, self.inode))
         elif self.verdict == "refused":
             found.refused[run_id] = self.refusal or ""
         elif self.verdict:
             getattr(found, self.verdict).append(run_id)
         found.due = min(found.due, self.due)
+
+
+def _landed_ns(run: RunDir, written_ns: int) -> int:
+    """When a run was added; the time of its config file is written down as that where it is not known."""
+    if (added_ns := read_added_ns(run)) is None:
+        added_ns = written_ns
+        with contextlib.suppress(OSError):  # then this trainer knows it
+            note_added(run, run.run_id, added_ns)
+    return added_ns
 
 
 class Discovery:
@@ -451,10 +473,12 @@ class Discovery:
                 logger.debug("cannot write the config error of %s: %s", run_id, error)
                 self.suspect(run_id)
 
-    def suspect(self, run_id: str) -> None:
-        """Look at the run again: what was found about it may be outdated."""
-        if run_id in self._entries:
-            self._entries[run_id].verdict = None
+    def suspect(self, run_id: str, *, with_config: bool = False) -> None:
+        """Look at the run again, `with_config` at its config too: what was found about it may be outdated."""
+        if (entry := self._entries.get(run_id)) is not None:
+            entry.verdict = None
+            if with_config:
+                entry.config.forget_verdict()
 
     def forget_verdicts(self) -> None:
         """All configs are to be validated again."""
@@ -496,7 +520,7 @@ class Discovery:
 
 @dataclass(frozen=True)
 class Claim:
-    """A run that has a slot or may have one. `landed_ns` is the time of its config file."""
+    """A run that has a slot or may have one. `landed_ns` is when it was added (Unix nanoseconds)."""
 
     run_id: str
     priority: int

@@ -25,6 +25,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from prime_rl.configs.admitted import read_effect, write_admitted
+from prime_rl.configs.base import ConfigError
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import TrainerLimits, check_against_trainer, resolve
 from prime_rl.contract.files import disk_trouble, remove
@@ -274,6 +276,14 @@ class MultiRunManager(Slots):
         self._free(run.run_idx)
 
     def _admit(self, candidate: Candidate) -> None:
+        try:
+            effect = read_effect(candidate.run)
+            has_changed = effect.build(candidate.run) != candidate.config
+        except ConfigError:
+            has_changed = True
+        if has_changed:  # since it was judged: it is judged again at the next look
+            self._discovery.suspect(candidate.run.run_id, with_config=True)
+            return
         config = resolve(candidate.config, self._limits or self._adapters.limits_for(candidate.config))
         self._num_admissions += 1
         run = TrainerRun(min(self.unused_idxs), candidate.run, config, self._num_admissions, candidate.inode)
@@ -284,6 +294,7 @@ class MultiRunManager(Slots):
             self.life.admitted(run)
             for call in calls_of(self._hooks.discovered, run.run_idx, run.run_id, config):
                 call()
+            write_admitted(run.dir, effect, run.progress.step)
         except Exception as error:
             trouble = disk_trouble(error, self.output_dir, run.dir.path)  # then it is tried again at the next look
             if trouble is None:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 from collections.abc import Callable
@@ -17,13 +16,15 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from prime_rl.configs.admitted import read_effect, write_admitted
+from prime_rl.configs.base import ConfigError
 from prime_rl.configs.orchestrator import LIVE_KEYS, OrchestratorConfig, with_live_keys
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import RunDir
-from prime_rl.contract.notes import audit_run, note_done
+from prime_rl.contract.notes import audit_run
 from prime_rl.contract.samples import Keeping
 from prime_rl.lora.adapter_state import export_adapter, load_adapter, reset_adapter
 from prime_rl.lora.linear import MultiLoRALinear
@@ -82,7 +83,7 @@ class TrainerRun:
         published: what it did up to here is on disk and may be reported (rank 0).
         reported_step: up to which its metrics have a line (rank 0).
         gathered: of a whole model that is sharded over ranks, what was put together last.
-        landed_ns: the time of its config file as it was admitted (rank 0).
+        landed_ns: when it was added (rank 0).
         leaving: how it is to leave its slot (rank 0).
         reason: why it leaves (rank 0).
         waits_since: it leaves when the disk has taken what it made; seconds of the monotonic clock (rank 0).
@@ -172,10 +173,11 @@ class TrainerRun:
             logger.info("%s: orch.toml has changed; it keeps its admitted config while it is in its slot", self.run_id)
             return
         logger.info("%s: now has %s", self.run_id, {key: getattr(config, key) for key in LIVE_KEYS})
-        if changed.ckpt.resume_step == self.config.ckpt.resume_step:
-            with contextlib.suppress(OSError):  # then it goes back once more when it comes next
-                note_done(self.dir, changed.ckpt.resume_step)
         self.config = config
+        try:
+            write_admitted(self.dir, read_effect(self.dir), self.progress.step)
+        except (OSError, ConfigError) as error:  # it is written with its next admission
+            logger.warning("%s: cannot write %s: %s", self.run_id, self.dir.admitted, error)
 
     def state(self, scaling: float) -> SlotState:
         """The state that the other ranks are sent."""

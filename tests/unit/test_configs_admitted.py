@@ -1,0 +1,260 @@
+"""What a run trains with is what is shown: edits of `orch.toml` before and after a restart of the trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons import actions
+from daemons.actions import rollback_run, set_run_keys
+from daemons.adding import fork_run
+from daemons.details import diff_runs, read_details
+from daemons.errors import ActionError
+from daemons.observe import Observer
+from daemons.workspace import RunView
+from daemons.workspace_reader import read_workspace
+from prime_rl.configs.admitted import config_in_effect, read_effect
+from prime_rl.configs.base import load_toml
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.notes import pending_request, read_admitted
+from prime_rl.contract.status import RunState, StatusWriter, TrainerRunStatus, TrainerStatus
+from prime_rl.orchestrator.orchestrator import find_run, read_config
+from prime_rl.trainer.runs import MultiRunManager
+from tests.runs_support import BASE, add, look, manager_of
+from tests.trainer_support import write_config
+from tests.unit.test_daemons_forks import put_version
+from tui.readers.compare import CompareReader
+from tui.readers.run_config import ConfigReader, ConfigRequest
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run that a trainer has admitted with an lr of 0.0015."""
+    found = add(tmp_path, "run_a", optim={"lr": 0.0015}, max_steps=25)
+    look(manager_of(tmp_path))
+    return found
+
+
+def edit(run: RunDir, **changes: Any) -> None:
+    """A person writes the file again."""
+    write_config(run, BASE, **{"optim": {"lr": 0.0015}, "max_steps": 25, **changes})
+
+
+def view(run: RunDir) -> RunView:
+    found = read_workspace(run.path.parent).run(run.run_id)
+    assert found is not None
+    return found
+
+
+def restarted(run: RunDir) -> MultiRunManager:
+    return look(manager_of(run.path.parent))
+
+
+def test_an_edit_is_not_in_effect_before_and_after_a_restart_and_every_reader_shows_what_is(run: RunDir) -> None:
+    workspace, output = run.path.parent, OutputDir(run.path.parent)
+    add(workspace, "run_b", optim={"lr": 0.0015}, max_steps=25)
+    put_version(run, 1)
+    edit(run, optim={"lr": 0.01})
+    sentence = "edited, not in effect: optim.lr 0.0015 -> 0.01: prl runs apply run_a, or prl runs restore run_a"
+    for _ in range(2):
+        manager = restarted(run)
+        assert manager.run(0).config.optim.lr == 0.0015
+        assert read_config(find_run(argv := ["@", str(run.orch_toml)]), argv).optim.lr == 0.0015
+        assert view(run).edited == sentence and sentence in view(run).why
+        assert (view(run).lr, view(run).max_steps) == (0.0015, 25)
+        details = read_details(run, view(run), None)
+        assert details.config is not None and details.config["optim"]["lr"] == 0.0015
+        assert diff_runs(workspace, "run_a", "run_b").config == ()
+        data, _ = ConfigReader(workspace, "run_a").read(ConfigRequest())
+        assert data is not None and data.text is not None and "lr = 0.0015" in data.text and data.edited == sentence
+        values, _ = ConfigReader(workspace, "run_a").read(ConfigRequest(wants_all=True))
+        assert values is not None and values.values is not None
+        assert [each.text for each in values.values if each.key == "optim.lr"] == ["0.0015"]
+        compared = CompareReader(workspace)
+        compared._open("run_a")
+        compared._read_config("run_a")
+        assert compared._configs["run_a"][1]["optim.lr"] == "0.0015"
+        fork = fork_run(workspace, "run_a")
+        assert load_toml(output.run(fork.run_id).orch_toml)["optim"]["lr"] == 0.0015
+        actions.delete_run(workspace, fork.run_id)
+
+
+def test_what_the_trainer_admits_is_written_once_and_a_comment_is_no_edit(run: RunDir) -> None:
+    admitted = read_admitted(run)
+    assert admitted is not None and (admitted.run_id, admitted.step, admitted.history) == ("run_a", 0, [])
+    assert admitted.text == run.orch_toml.read_text()
+    run.orch_toml.write_text(f"# mine\n{run.orch_toml.read_text()}")
+    restarted(run)
+    assert read_admitted(run) == admitted and read_effect(run).edit is None and view(run).edited is None
+
+
+def test_a_run_of_an_older_version_gets_its_config_written_down(run: RunDir) -> None:
+    run.admitted.unlink()
+    edit(run, optim={"lr": 0.01})
+    assert view(run).edited is None and config_in_effect(run).optim.lr == 0.01
+    restarted(run)
+    edit(run, optim={"lr": 0.02})
+    assert config_in_effect(run).optim.lr == 0.01
+
+
+@pytest.mark.parametrize("text", ["half =", "batch_size = 'many'", ""])
+def test_an_invalid_edit_is_the_runs_problem_and_it_goes_on(run: RunDir, text: str) -> None:
+    manager = manager_of(run.path.parent)
+    look(manager)
+    run.orch_toml.write_text(text)
+    look(manager)
+    for each in (manager, restarted(run)):
+        assert each.id_2_idx == {"run_a": 0} and each.run(0).config.max_steps == 25
+    now = view(run)
+    assert now.state is not RunState.INVALID and now.max_steps == 25 and not run.config_error.exists()
+    assert (now.edited or "").startswith("edited, not in effect: orch.toml is invalid (")
+    with pytest.raises(ActionError, match="invalid"):
+        actions.apply_edit(run.path.parent, "run_a")
+    assert "restored" in actions.restore_config(run.path.parent, "run_a")
+    assert view(run).edited is None and load_toml(run.orch_toml)["max_steps"] == 25
+
+
+def test_apply_takes_the_edit_at_the_next_admission_and_keeps_a_history(run: RunDir) -> None:
+    edit(run, optim={"lr": 0.01}, max_steps=30)
+    assert actions.apply_edit(run.path.parent, "run_a", reason="faster") == (
+        "run_a: applied max_steps 25 -> 30, optim.lr 0.0015 -> 0.01"
+    )
+    assert view(run).edited is None and view(run).max_steps == 30
+    assert restarted(run).run(0).config.optim.lr == 0.01
+    admitted = read_admitted(run)
+    assert admitted is not None and not run.applied.exists()
+    assert [change.what for change in admitted.history] == ["max_steps 25 -> 30, optim.lr 0.0015 -> 0.01"]
+    lines = [json.loads(line) for line in OutputDir(run.path.parent).audit.read_text().splitlines()]
+    assert [(line["action"], line["reason"]) for line in lines] == [("apply", "faster")]
+    assert "nothing to apply" in actions.apply_edit(run.path.parent, "run_a")
+
+
+def test_apply_refuses_by_key_what_cannot_change_now(run: RunDir) -> None:
+    output = OutputDir(run.path.parent)
+    status = TrainerStatus(state="training", max_runs=1, runs={"run_a": TrainerRunStatus(run_idx=0, step=3)})
+    writer = StatusWriter(output.trainer_status, status)
+    edit(run, optim={"lr": 0.01}, weight=2.0)
+    with pytest.raises(ActionError, match=r"^run_a: not applied: optim.lr: not while it is in its slot"):
+        actions.apply_edit(output.path, "run_a")
+    assert not run.applied.exists() and config_in_effect(run).weight == 2.0, "that is in effect by itself"
+    writer.close(state="stopped", runs={})
+    put_version(run, 3)
+    edit(run, optim={"lr": 0.01}, model={"name": str(BASE), "lora": {"rank": 2}})
+    with pytest.raises(ActionError, match=r"applied optim.lr 0.0015 -> 0.01; not applied: model.lora.rank: fixed"):
+        actions.apply_edit(output.path, "run_a")
+    config = restarted(run).run(0).config
+    assert (config.optim.lr, config.model.lora.rank) != (0.01, 2) and config.optim.lr == 0.01
+    assert "model.lora.rank" in (view(run).edited or "") and "optim.lr" not in (view(run).edited or "")
+
+
+def test_restore_brings_the_text_back_as_it_was(run: RunDir) -> None:
+    run.orch_toml.chmod(0o600)
+    before = run.orch_toml.read_text()
+    edit(run, optim={"lr": 0.01})
+    run.orch_toml.chmod(0o600)
+    actions.restore_config(run.path.parent, "run_a")
+    assert run.orch_toml.read_text() == before and run.orch_toml.stat().st_mode & 0o777 == 0o600
+    assert "nothing to restore" in actions.restore_config(run.path.parent, "run_a")
+
+
+def test_secrets_of_an_edit_are_hidden(run: RunDir) -> None:
+    edit(run, env=[{"id": "reverse-text", "args": {"api_key": "abc-123"}}])
+    assert "api_key" in (view(run).edited or "") and "abc-123" not in (view(run).edited or "")
+
+
+def test_live_keys_of_an_edit_are_taken_at_once_and_written_down(run: RunDir) -> None:
+    manager = restarted(run)
+    edit(run, weight=3.0, optim={"lr": 0.01})
+    look(manager)
+    assert (manager.run(0).config.weight, manager.run(0).config.optim.lr) == (3.0, 0.0015)
+    admitted = read_admitted(run)
+    assert admitted is not None and [change.what for change in admitted.history] == ["weight 1.0 -> 3.0"]
+    assert "weight" not in (view(run).edited or "") and view(run).weight == 3.0
+
+
+def test_set_and_rollback_are_in_effect_and_refuse_what_is_edited(run: RunDir) -> None:
+    workspace = run.path.parent
+    assert set_run_keys(workspace, "run_a", {"max_steps": 40})
+    assert view(run).max_steps == 40 and view(run).edited is None
+    assert restarted(run).run(0).config.max_steps == 40
+    rollback_run(workspace, "run_a", 0)
+    assert pending_request(run, config_in_effect(run).ckpt.resume_step) is not None and view(run).edited is None
+    edit(run, optim={"lr": 0.01})
+    for act in (
+        lambda: set_run_keys(workspace, "run_a", {"max_steps": 50}),
+        lambda: rollback_run(workspace, "run_a", 0),
+    ):
+        with pytest.raises(ActionError, match=r"edited, not in effect: .*prl runs apply run_a"):
+            act()
+    assert set_run_keys(workspace, "run_a", {"weight": 2}), "that is in effect whatever else is edited"
+    run.evicted.write_text("why not")
+    assert "edited, not in effect: " in actions.READMIT(workspace, "run_a")
+
+
+def test_an_edit_carries_out_no_rollback_again(run: RunDir) -> None:
+    rollback_run(run.path.parent, "run_a", 0)
+    manager = restarted(run)
+    run.resumed.write_bytes(_done(run))
+    edit(run, weight=2.0, ckpt={"resume_step": 0})
+    look(manager)
+    assert pending_request(run, 0) is None and restarted(run).run(0).config.weight == 2.0
+    assert pending_request(run, 0) is None
+
+
+def _done(run: RunDir) -> bytes:
+    import msgspec
+
+    return msgspec.json.encode(pending_request(run, 0))
+
+
+def test_age_and_place_in_the_queue_do_not_follow_the_time_of_the_file(tmp_path: Path) -> None:
+    add(tmp_path, "run_0", landed=1)
+    first, second = add(tmp_path, "run_1", landed=100), add(tmp_path, "run_2", landed=200)
+    assert look(manager_of(tmp_path, max_runs=1)).waiting == ["run_1", "run_2"]
+    edit(first, seed=7)
+    os.utime(first.orch_toml, ns=(300 * 10**9, 300 * 10**9))
+    assert look(manager_of(tmp_path, max_runs=1)).waiting == ["run_1", "run_2"]
+    assert (view(first).added_at, view(second).added_at) == (100, 200)
+
+
+def test_a_run_whose_file_was_just_written_keeps_its_place(tmp_path: Path, run: RunDir) -> None:
+    add(tmp_path, "run_b")
+    edit(run, optim={"lr": 0.01})
+    manager = manager_of(tmp_path, max_runs=1)
+    manager._discovery._settle_s = 60.0
+    assert look(manager).id_2_idx == {"run_a": 0}
+
+
+def test_a_run_that_is_added_has_the_time_of_that(tmp_path: Path, run: RunDir) -> None:
+    run_id = actions.add_run(tmp_path, run.orch_toml, run_id="run_new")
+    new = OutputDir(tmp_path).run(run_id)
+    added_at = view(new).added_at
+    os.utime(new.orch_toml, ns=(0, 5 * 10**9))
+    assert view(new).added_at == added_at
+
+
+def test_a_folder_that_was_renamed_or_copied_is_named_as_that_and_goes_on_under_its_own_name(run: RunDir) -> None:
+    workspace = run.path.parent
+    run.path.rename(workspace / "run_moved")
+    manager = restarted(run)
+    moved = RunDir(workspace / "run_moved")
+    assert manager.id_2_idx == {} and view(moved).state is RunState.INVALID
+    assert "is that of run_a, renamed or copied: use prl runs fork, or put the name back" in (view(moved).reason or "")
+    put_version(moved, 1)
+    assert fork_run(workspace, "run_moved").added
+    actions.delete_run(workspace, "run_moved-fork")
+    moved.path.rename(run.path)
+    assert look(manager).id_2_idx == {"run_a": 0} and not run.config_error.exists()
+
+
+def test_an_edit_changes_nothing_for_the_supervisor(run: RunDir) -> None:
+    edit(run, monitor={"tensorboard": {}})
+    observer = Observer(OutputDir(run.path.parent))
+    assert not observer._has_monitors(run)
+    actions.apply_edit(run.path.parent, "run_a")
+    restarted(run)
+    assert observer._has_monitors(run) and read_effect(run).data["monitor"] == {"tensorboard": {}}
