@@ -197,7 +197,10 @@ def end_leftovers(
     if strays:
         say(f"ending processes {sorted(each.pid for each in strays)} that outlived their daemons")
         left |= launcher.kill(strays, _nothing)
-    _write_stopped(output, recorded(output), keep)
+    try:
+        _write_stopped(output, recorded(output), keep)
+    except OSError as error:  # a full disk: they have ended nevertheless
+        say(f"cannot record in {output.daemons} that they have ended: {error.strerror}")
     return sorted(each.pid for each in left)
 
 

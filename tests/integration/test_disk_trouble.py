@@ -6,6 +6,7 @@ They need root and the right to mount, and are skipped without.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -66,25 +67,52 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def again_and_again(take: Callable[[], None]) -> Iterator[None]:
+    """What is freed meanwhile, such as an older version, is taken too."""
+    is_over = threading.Event()
+
+    def go_on() -> None:
+        while not is_over.wait(0.02):
+            take()
+
+    take()
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@contextlib.contextmanager
 def filled(place: Path, *, but: int = 0) -> Iterator[str]:
     """No space left but so many bytes; yields how its trouble begins."""
     path = place / "filler"
-    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(1 << 16))
-    os.truncate(path, path.stat().st_size - but)
-    yield f"no space left on tmpfs ({place}): "
+
+    def take() -> None:
+        with path.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+
+    with contextlib.nullcontext(take()) if but else again_and_again(take):
+        os.truncate(path, path.stat().st_size - but)
+        yield f"no space left on tmpfs ({place}): "
     path.unlink()
 
 
 @contextlib.contextmanager
 def without_inodes(place: Path) -> Iterator[str]:
-    folder = place / "many"
+    folder, names = place / "many", map(str, itertools.count())
     folder.mkdir()
-    with contextlib.suppress(OSError):
-        for number in range(100_000):
-            (folder / str(number)).touch()
-    yield f"no inodes left on tmpfs ({place}): "
+
+    def take() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                (folder / next(names)).touch()
+
+    with again_and_again(take):
+        yield f"no inodes left on tmpfs ({place}): "
     for each in folder.iterdir():
         each.unlink()
     folder.rmdir()
