@@ -111,8 +111,9 @@ def evict_run(output_dir: Path, run_id: str, reason: str, *, actor: str | None =
     with acting_on(output_dir, run_id, "evicting") as (output, run):
         if run.evicted.exists():
             return False
-        # What only the run's own files tell protects nothing that is still in use.
-        if view_of_run(output, run_id).state is RunState.FINISHED and not users(output, run, claimed=False):
+        view = WorkspaceReader(output.path).read().run(run_id)  # None: its config is gone, which protects nothing
+        # Neither does what only its own files tell, while it is in use.
+        if view and view.state is RunState.FINISHED and not users(output, run, claimed=False):
             return False
         write_atomic(run.evicted, printable(reason).strip() or "no reason was given")
         record_act(output, "evict", run_id, reason=reason, actor=actor)

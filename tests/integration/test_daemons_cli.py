@@ -132,11 +132,11 @@ def test_json_is_stable(inline: Inline) -> None:
         *("run_id", "state", "step", "max_steps", "reward", "reason", "waiting_on", "updated_at", "run_idx"),
         *("queue_position", "tokens_per_s", "async_level", "policy_version", "lr", "bottleneck", "model"),
         *("batch_size", "num_restarts", "added_at", "stalled_since", "tags", "weight", "priority"),
-        *("max_tokens", "max_hours", "problem", "examples_unusable"),
+        *("max_tokens", "max_hours", "problem", "examples_unusable", "signs", "crash_loop", "edited", "troubles"),
     ]
     assert list(prl.json("status")) == [
         *("version", "output_dir", "supervisor_alive", "daemons", "slots", "runs", "refused", "disk", "bottleneck"),
-        "inference",
+        *("clocks", "inference"),
     ]
     shown = prl.json("runs", "show", "run_reverse")
     assert list(shown) == ["version", "run", "config", "metrics", "errors", "checkpoints", "disk"]

@@ -31,6 +31,7 @@ HOW_TO = (
     "export.md",
     "results.md",
     "evaluate.md",
+    "learning.md",
     "alerts.md",
 )
 DRY = "several nodes that run until Ctrl-C: here with --dry-run; test_multinode_group.py starts real ones"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from prime_rl.configs.admitted import apply
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
@@ -152,6 +153,7 @@ def test_resume_step_goes_back_once(uninterrupted: dict[str, torch.Tensor], mode
     train_until(config, until(run, NUM_STEPS))
     assert same(adapter(run, NUM_STEPS), uninterrupted), "checkpoints change no result"
     write_config(run, model, **{**CHANGES, "ckpt": {"interval": 2, "keep_last": 9, "resume_step": 4}})
+    apply(run, run.orch_toml.read_text())
     train_until(config, lambda: published(run) == 4 and (run.control / "resumed.json").exists())
     assert list_steps(run.checkpoints, stable_only=True) == [2, 4] and list_rollout_steps(run) == []
     put_batches_from(run, 5)
@@ -190,6 +192,7 @@ def test_a_resume_that_cannot_be_is_explained(
     config = trainer_config(tmp_path, model)
     train_to(config, run, 4)
     write_config(run, model, **{**CHANGES, **changes})
+    apply(run, run.orch_toml.read_text())
     train_until(config, run.evicted.exists)
     assert reason in run.evicted.read_text()
 

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from prime_rl.configs.admitted import apply
 from prime_rl.configs.orchestrator import OptimConfig
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.contract import files
@@ -131,6 +132,7 @@ def saved_up_to(workspace: Path, last: int) -> RunDir:
 def test_a_run_goes_back_once_and_then_on_from_there(tmp_path: Path) -> None:
     run = saved_up_to(tmp_path, 3)
     write_config(run, BASE, ckpt={"resume_step": 1})
+    apply(run, run.orch_toml.read_text())
     back = Trainer(tmp_path)
     assert back.run.progress.step == 1 and trainer_steps(run) == [1]
     back.update()
@@ -147,6 +149,7 @@ class Killed(BaseException):
 def test_a_run_goes_back_although_the_trainer_was_killed_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = saved_up_to(tmp_path, 3)
     write_config(run, BASE, ckpt={"resume_step": 1})
+    apply(run, run.orch_toml.read_text())
 
     def dies(path: Path) -> None:
         raise Killed
