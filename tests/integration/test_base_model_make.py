@@ -62,7 +62,7 @@ def test_it_says_what_it_made(model: Path) -> None:
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in model.iterdir() if path.name != "base_model.json")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_same_seed_same_bytes(model: Path, tmp_path: Path) -> None:
     first = (model / "model.safetensors").read_bytes()
     assert (make(tmp_path / "again") / "model.safetensors").read_bytes() == first
@@ -90,7 +90,7 @@ def test_an_up_to_date_model_is_left_alone(model: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in model.iterdir()} == before
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_damaged_model_is_made_again(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "base"
     shutil.copytree(model, out)

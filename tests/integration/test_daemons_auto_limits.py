@@ -30,7 +30,7 @@ def slots(prl: Prl) -> list[object]:
     return [config["max_concurrent_runs"] for config in saved]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_slots_are_counted_once_and_kept_until_what_decides_them_changes(prl: Prl) -> None:
     out = prl(*prl.up_args(*AUTO)).stdout
     try:

@@ -21,7 +21,7 @@ ranks_per_node = 2
 """
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_inference_servers_come_and_go_while_a_run_trains_on_two_ranks(tmp_path: Path, untaught_model: Path) -> None:
     workspace = make_workspace(tmp_path, untaught_model)
     workspace.system_toml.write_text(workspace.system_toml.read_text() + TABLE)

@@ -55,6 +55,7 @@ def turns_of(sample: TrainingSample) -> list[int]:
     return [len(list(group)) for is_ours, group in itertools.groupby(sample.loss_mask) if is_ours]
 
 
+@pytest.mark.release
 def test_sums_and_guesses_over_two_turns_are_learned_from(numbers_workspace: Workspace) -> None:
     workspace = numbers_workspace
     workspace.up()

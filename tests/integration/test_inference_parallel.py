@@ -37,7 +37,7 @@ def num_requests(server: RunningServer) -> list[float]:
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.xdist_group("vllm")
 def test_adapters_and_whole_weights_reach_every_engine(served_model: Path, tmp_path: Path) -> None:
     server = start(

@@ -79,6 +79,7 @@ def test_two_iterations_make_each_task_once_and_train(undisturbed: Nodes, base_m
     ascent_of_adapter(base_model, nodes.output.iteration(1).path / "adapter", samples[::4]).check()
 
 
+@pytest.mark.release
 def test_kills_cost_no_task_and_change_nothing(tmp_path: Path, base_model: Path, undisturbed: Nodes) -> None:
     nodes = Nodes(tmp_path, config(base_model), "--max-iterations 1", num_nodes=2)
     try:
@@ -146,6 +147,7 @@ def test_survivors_share_the_open_tasks_and_the_lost_node_comes_back(rollouts: N
     assert all("node 1 (" in rollouts.last_line(rank) and "left in" in rollouts.last_line(rank) for rank in (0, 2))
 
 
+@pytest.mark.release
 @pytest.mark.numeric
 def test_an_update_of_those_rollouts_goes_on_with_the_ranks_that_are_left(rollouts: Nodes, undisturbed: Nodes) -> None:
     nodes = rollouts

@@ -100,6 +100,7 @@ def config(model: Path) -> str:
     )
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("first", ["cut", "killed"] if ALL_PHASES else ["cut"])
 def test_a_node_that_is_lost_is_named_in_time_and_the_same_commands_again_end_as_undisturbed(
     tmp_path: Path, base_model: Path, networks: Networks, first: str

@@ -59,7 +59,7 @@ def test_a_node_whose_loop_stands_still_is_stalled_then_given_up_by_name(nodes: 
     assert nodes.running[1].poll() is None
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_nodes_may_have_different_numbers_of_ranks(nodes: Nodes) -> None:
     """Two on the first, one on the second: the trainer is one world of three."""
     nodes.own_flags = {0: ["--gpus-per-node", "2"]}

@@ -76,7 +76,7 @@ def test_ctrl_c_while_it_is_fetched_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_model_answers_as_it_should(smollm2: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

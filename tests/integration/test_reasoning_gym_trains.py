@@ -86,6 +86,7 @@ def own_score(dataset: Any, sample: Sample) -> float:
     return float(dataset.score_answer((tagged[-1] if tagged else answer).strip(), entry))
 
 
+@pytest.mark.release
 def test_three_families_train_and_the_recorded_scores_are_the_librarys_own(pretrained_workspace: Workspace) -> None:
     workspace = pretrained_workspace
     workspace.up()

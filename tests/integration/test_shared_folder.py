@@ -44,6 +44,7 @@ def is_up(workspace: Workspace) -> bool:
     return bool(workspace.json("status")["supervisor_alive"])
 
 
+@pytest.mark.release
 def test_a_workspace_is_steered_from_another_host(workspace: tuple[Workspace, Workspace]) -> None:
     here, there = workspace
     assert not events_come(here.output_dir)

@@ -72,7 +72,7 @@ def test_an_ended_run_leaves_with_a_checkpoint_and_goes_on_from_it(model: Path, 
     assert relative_difference(adapter(run_a, NUM_BATCHES), adapter(run_b, NUM_BATCHES)) <= 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_ranks_save_a_whole_model_that_is_ended(model: Path, tmp_path: Path) -> None:
     """What is sharded is put together by all ranks, though no checkpoint was due; then the trainer goes on waiting."""
     workspace = tmp_path / "workspace"

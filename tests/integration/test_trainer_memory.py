@@ -15,6 +15,7 @@ from tests.patience import PATIENCE_S
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.release
 def test_two_ranks_hold_much_less_each_than_one_alone(tmp_path: Path) -> None:
     """Alone: weights, gradients, two moments, the base, and the copy for inference on rank 0."""
     command = [sys.executable, "-m", "tests.memory_main", str(tmp_path)]

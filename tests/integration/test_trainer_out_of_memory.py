@@ -90,7 +90,7 @@ def test_a_pass_that_does_not_fit_is_done_in_halves_and_no_run_has_other_weights
     assert len(memory.passes) > failed[-1] + NUM_STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_halves_of_every_size_keep_what_earlier_passes_left(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

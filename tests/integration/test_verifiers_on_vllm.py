@@ -95,6 +95,7 @@ def rollouts_of_verifiers(workspace: Workspace, version: int) -> list[SimpleName
     return [SimpleNamespace(**json.loads(line), temperature=1.0) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.release
 def test_a_policy_on_vllm_learns_to_call_the_tool(tools_workspace: Workspace) -> None:
     workspace = tools_workspace
     workspace.up()

@@ -188,7 +188,7 @@ async def test_an_update_needs_no_environment_where_no_draw_depends_on_rewards(t
     assert all(line.keys() == {"step", *rewards} for line in one.figures()), "nothing of the examples"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs reasoning-gym")
 async def test_levels_are_the_same_on_one_node_and_on_two(tmp_path: Path) -> None:
     one, two = await both(tmp_path, LEVELS, settled_share=0.5)

@@ -21,7 +21,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import NodeReader
 from prime_rl.contract.samples import TokenSample
 from prime_rl.utils.runtime import complain, setup_logger
-from tests.budgets import in_full
+from tests.budgets import in_full, in_release
 from tests.text_attacks import (
     ALL,
     ATTACKS,
@@ -48,7 +48,7 @@ from tui.readers.tabs import TABS
 
 WORD = "wherever"
 LONG = "megabyte"
-IN_TURN = [*SOME_ATTACKS, *in_full(*(each for each in ATTACKS if each not in SOME_ATTACKS))]
+IN_TURN = [*SOME_ATTACKS, *in_release(*(each for each in ATTACKS if each not in SOME_ATTACKS))]
 # Of some attacks nothing is left to be seen, and some files may not be as long as that.
 UNSEEN = ("title", "title, other end", LONG)
 

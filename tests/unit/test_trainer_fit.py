@@ -87,8 +87,8 @@ def test_the_meter_counts_each_memory_once_and_until_its_last_tensor_goes() -> N
     [
         (tiny, torch.float32, False),
         (whole, torch.bfloat16, True),
-        *in_full((tiny, torch.float32, True), (tiny, torch.bfloat16, False), (tiny, torch.bfloat16, True)),
-        *in_full((whole, torch.float32, False), (whole, torch.float32, True), (whole, torch.bfloat16, False)),
+        *in_release((tiny, torch.float32, True), (tiny, torch.bfloat16, False), (tiny, torch.bfloat16, True)),
+        *in_release((whole, torch.float32, False), (whole, torch.float32, True), (whole, torch.bfloat16, False)),
     ],
 )
 def test_a_few_layers_tell_what_all_of_them_take(
