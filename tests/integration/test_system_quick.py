@@ -118,7 +118,7 @@ def test_every_number_of_a_run_is_that_of_its_files(lived: tuple[Workspace, dict
     ]
     for each in whole["checkpoints"]:
         folder = run.checkpoints / f"step_{each['step']}"
-        assert each["num_bytes"] == sum(path.stat().st_size for path in folder.iterdir())
+        assert each["num_bytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     status = workspace.json("status")
     assert status["runs"] == [shown] and [each["run_id"] for each in status["slots"]] == [None] * len(status["slots"])
     (used,) = workspace.json("usage")["rows"]
