@@ -31,9 +31,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of processes import the same modules: each would compile them again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# A shell starts its background jobs with Ctrl-C ignored, and every process that is tested would inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts its background jobs with Ctrl-C ignored, nohup its command with SIGHUP, and every process that is
+# tested would inherit that.
+for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, _handler)
 for _name in ("PRL_OUTPUT_DIR", "PRL_API_KEY"):
     os.environ.pop(_name, None)
 
