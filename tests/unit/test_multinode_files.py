@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
@@ -146,14 +147,23 @@ def test_the_probe_server_outlives_a_time_without_free_files(caplog: pytest.LogC
     master = NodeRecord(0, "word", 1, address="127.0.0.1", port=server.port)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The first caller takes the descriptor that a waiting `accept` has reserved; the next one gets none.
-    callers = [socket.socket() for _ in range(2)]
+    callers, taken = [socket.socket() for _ in range(2)], list[int]()
+
+    def is_told() -> bool:
+        with contextlib.suppress(OSError):  # also what other threads of this process give back meanwhile
+            while True:
+                taken.append(os.dup(0))
+        return trouble in caplog.text
+
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
     try:
         for caller in callers:
             caller.connect(("127.0.0.1", server.port))
-        wait_for(lambda: trouble in caplog.text, "the probe server to fail", timeout_s=PATIENCE_S)
+        wait_for(is_told, "the probe server to fail", timeout_s=PATIENCE_S)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in taken:
+            os.close(number)
         for caller in callers:
             caller.close()
     assert answers(master, PATIENCE_S)
