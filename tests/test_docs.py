@@ -16,6 +16,7 @@ import pytest
 from prime_rl.configs.envs import WITHOUT_CURRICULUM, CurriculumConfig, ReasoningGymArgs
 from prime_rl.configs.losses import BaseLossConfig, LossConfig, MisLossConfig, TisLossConfig
 from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType
+from prime_rl.configs.validate import TrainerLimits, find_problems
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -390,6 +391,15 @@ async def test_the_second_turn_of_the_document_works() -> None:
     for answers, reward in (([example.answer], 1.0), (["no", example.answer], 0.5), (["no", "no"], 0.0)):
         outcome = await env.rollout(example, policy := Answers(*answers))
         assert check_outcome(outcome, (0, 1), [1] * len(answers)).reward == reward and policy.left == []
+
+
+def test_the_run_of_the_readme_fits_the_workspace_of_the_readme() -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", TEXT[ROOT / "README.md"], re.DOTALL)
+    small = tomllib.loads((ROOT / "configs" / "demo" / "system.toml").read_text(encoding="utf-8"))
+    limits = TrainerLimits(model="models/base", max_seq_len=small["seq_len"], max_rank=64)
+    assert find_problems(tomllib.loads(block), "README.md", limits) == []
+    without = tomllib.loads(block) | {"sampling": {}}
+    assert find_problems(without, "README.md", limits) != [], "or it need not be there"
 
 
 def test_the_figures_of_the_readme_were_measured() -> None:

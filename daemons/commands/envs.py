@@ -73,7 +73,7 @@ def try_env(
 ) -> None:
     """Try the environments of a run's config: examples, prompts, a rollout of each, its reward and time.
 
-    It needs no slot and no trainer, and adds no run.
+    It needs no slot and no trainer, and adds no run. The exit code is 1 when no rollout got a reward.
 
     Example: prl env try run.toml -n 5 --model base
     """
@@ -83,6 +83,8 @@ def try_env(
     else:
         for env in found["envs"]:
             say(env_view(env))
+    if all(each["error"] for env in found["envs"] for each in env["rollouts"]):
+        raise typer.Exit(1)
 
 
 def _tried(output: OutputDir, file: Path, num: int, model: str) -> dict[str, Any]:

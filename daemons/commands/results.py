@@ -300,6 +300,8 @@ def best(
     runs = read_contestants(place, [run for run in read_workspace(place).runs if tags <= set(run.tags)], metric)
     if runs and by not in (RUN, TAG) and not any(by in run.config for run in runs):
         raise UsageError(f"--by {by}: no run has this key in its config; expected run, tag, or a key such as optim.lr")
+    if runs and not as_json and not any(run.steps for run in runs):
+        raise ActionError(f"no run has a value of {metric} yet: prl runs show ID --json has the names of its metrics")
     found = rank(runs, metric, by=by, last=last, step=step)
     # In the order of the ranking also for people who read CSV, which has no room for notes.
     told = notes(found, metric)

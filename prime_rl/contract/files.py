@@ -188,7 +188,8 @@ def _explained(error: OSError, path: Path, wanted: str = "file") -> OSError:
 
 def _refusal(path: Path, mode: int, wanted: str) -> FileRefused:
     found = _KINDS.get(stat.S_IFMT(mode), "something unknown")
-    return FileRefused(path, f"is {found}: must be a regular {wanted}; remove it")
+    remedy = "; remove it" if is_of_a_run(path) else ""
+    return FileRefused(path, f"is {found}: must be a regular {wanted}{remedy}")
 
 
 # Reading
