@@ -13,13 +13,14 @@ It reads no file and sends no signal: `supervisor` does both.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from daemons.process import KILL_WAIT_S
 from daemons.specs import TRAINER, DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
-from prime_rl.contract.notes import Work
+from prime_rl.contract.notes import Item, Work
 from prime_rl.contract.status import LOST_AFTER_S, Crash, Handle, stall_text, utc
 from prime_rl.utils.process import ProcessId
 
@@ -360,9 +361,21 @@ def _crash(daemon: Daemon, before: State, seen: Seen, now: float) -> Crash:
     elif before is State.STARTING and daemon.exit_code is not None and daemon.exit_code >= 0 and not items:
         kind = "start"
     if items:
-        more = [f"{len(items) - MAX_ITEMS_SHOWN} more"] if len(items) > MAX_ITEMS_SHOWN else []
-        why = f"{why} while it {' and '.join([*(each.what for each in items[:MAX_ITEMS_SHOWN]), *more])}"
+        told = _newest_of_each(items)
+        more = [f"{len(told) - MAX_ITEMS_SHOWN} more"] if len(told) > MAX_ITEMS_SHOWN else []
+        why = f"{why} while it {' and '.join([*told[:MAX_ITEMS_SHOWN], *more])}"
     return Crash(at=now, kind=kind, reason=why, exit_code=daemon.exit_code, uptime_s=now - daemon.started_at)
+
+
+def _newest_of_each(items: Iterable[Item]) -> list[str]:
+    """Of each run its newest version or step: the note has those of the last seconds too."""
+
+    def number(item: Item) -> tuple[int, str]:
+        found = re.search(r"\d+$", item.what)
+        return int(found[0]) if found else -1, item.what
+
+    newest = {item.run_id or item.what: item.what for item in sorted(items, key=number)}
+    return [newest[name] for name in sorted(newest)]
 
 
 def _after_crash(daemon: Daemon, crash: Crash, before: State, config: SupervisorConfig, now: float) -> Daemon:

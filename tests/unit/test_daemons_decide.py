@@ -444,6 +444,15 @@ def dies(history: History, work: Work | None, *, uptime_s: float = 50.0) -> list
     return evicted
 
 
+def test_a_crash_names_the_newest_version_of_each_run_and_no_more() -> None:
+    history = running(INFERENCE)
+    items = [Item("run_a", f"{did} run_a@v{version}") for version in (9, 10, 11) for did in ("loaded", "served")]
+    dies(history, Work(items=[*items, Item("run_b", "loaded run_b@v2"), Item("", "served the base model")]))
+    assert history.daemon.crashes[-1].reason == (
+        "exit code 1 while it served run_a@v11 and loaded run_b@v2 and served the base model"
+    )
+
+
 def test_a_run_that_was_alone_in_work_at_its_second_crash_is_evicted() -> None:
     history = running(INFERENCE)
     assert dies(history, noted("run_a", "run_b", "run_bad")) == []
