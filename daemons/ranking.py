@@ -26,6 +26,7 @@ from prime_rl.configs.admitted import flatten, read_effect, resolved
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.metrics import series
+from prime_rl.contract.status import RunState
 from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import CleanText, one_line
 
@@ -34,6 +35,8 @@ NO_TAG, NO_VALUE, NO_ENVIRONMENT = "no tag", "-", "unknown environment"
 # One batch is noise; an evaluation is the mean over many examples already.
 NUM_LAST, NUM_LAST_EVAL = 10, 1
 LESS_IS_BETTER = ("loss", "mismatch_kl", "grad_norm", "truncated/mean")
+# A run that will not go on holds no other back.
+FAILED_STATES = (RunState.FAILED, RunState.EVICTED, RunState.INVALID)
 # What decides what a reward means. The prompt is not among it: which one is better is a fair question.
 _OF_ENVIRONMENT = re.compile(r"env\.(\d+)\.(id|args|args\..+|reward_range|weight)")
 
@@ -47,6 +50,8 @@ class Contestant(Protocol):
     def tags(self) -> Sequence[str]: ...  # noqa: D102
     @property
     def config(self) -> Mapping[str, str]: ...  # noqa: D102
+    @property
+    def has_failed(self) -> bool: ...  # noqa: D102
     @property
     def steps(self) -> Sequence[float]: ...  # noqa: D102
     @property
@@ -65,6 +70,7 @@ class RunValues:
     config: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
+    has_failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,8 @@ def rank(
     Args:
         by: RUN, TAG or a dotted config key.
         last: so many of the newest values count; None: NUM_LAST, of an evaluation NUM_LAST_EVAL.
-        step: up to which values count; None: the largest that all runs of the environment with any value have.
+        step: up to which values count; None: the largest that all runs of the environment with any value have. One that
+            has failed holds no other back.
     """
     last = last or (NUM_LAST_EVAL if metric.startswith("eval/") else NUM_LAST)
     of: dict[CleanText, list[RunT]] = {}
@@ -109,7 +116,9 @@ def rank(
         of.setdefault(environment_of(run.config), []).append(run)
     found: list[Standing[RunT]] = []
     for environment, members in sorted(of.items()):
-        at = step if step is not None else int(min((run.steps[-1] for run in members if run.steps), default=0))
+        there = [run for run in members if run.steps]
+        ends = [run.steps[-1] for run in there if not run.has_failed] or [run.steps[-1] for run in there]
+        at = step if step is not None else int(min(ends, default=0))
         groups: dict[str, list[RunT]] = {}
         for run in members:
             for name in _names(run, by):
@@ -179,7 +188,7 @@ def read_contestants(output_dir: Path, runs: Sequence[RunView], metric: str) -> 
             config = {}
         pairs = series(_lines(run.orchestrator_metrics), metric) or series(_lines(run.trainer_metrics), metric)
         steps, results = tuple(float(step) for step, _ in pairs), tuple(value for _, value in pairs)
-        found.append(RunValues(view.run_id, tuple(view.tags), config, steps, results))
+        found.append(RunValues(view.run_id, tuple(view.tags), config, steps, results, view.state in FAILED_STATES))
     return found
 
 

@@ -100,7 +100,6 @@ async def test_the_console_pauses_forks_weighs_and_continues(living: Workspace) 
     assert (view["state"], view["weight"], run.paused.exists()) == ("active", 2.0, False)
 
 
-@pytest.mark.release
 async def test_a_version_that_is_taken_home_has_the_answers_of_inference(living: Workspace, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -78,13 +78,11 @@ def test_a_killed_orchestrator_starts_again(training: SeveralNodes) -> None:
     training.crash("run_b", training.process("run_b"))
 
 
-@pytest.mark.release
 def test_a_killed_inference_server_starts_again_and_gets_the_adapters(training: SeveralNodes) -> None:
     training.crash("inference-1", training.process("inference-1"))
     training.wait(training.serve_all, "both servers to have the adapters of all runs")
 
 
-@pytest.mark.release
 def test_the_daemons_outlive_the_supervisor_and_the_next_one_adopts_them(training: SeveralNodes) -> None:
     names = ("trainer", "inference", "inference-1")
     before = [training.record(name).child for name in names]

@@ -28,6 +28,17 @@ def values(run_id: str, found: list[float], *, tags: tuple[str, ...] = (), **con
     return RunValues(run_id, tags, keys, tuple(map(float, range(1, len(found) + 1))), tuple(found))
 
 
+def test_a_run_that_has_failed_holds_no_other_back() -> None:
+    bad = replace(values("run_bad", [0.9, 0.9]), has_failed=True)
+    good, other = values("run_good", [0.1] * 20), values("run_other", [0.2] * 30)
+    found = rank([bad, good, other], REWARD)
+    assert [(each.name, each.place, each.step) for each in found] == [
+        *(("run_other", 1, 20), ("run_good", 2, 20), ("run_bad", None, 20))
+    ]
+    assert "not ranked: run_bad" in notes(found, REWARD)[-1]
+    assert rank([bad], REWARD)[0].place == 1, "there is no other"
+
+
 def test_a_run_that_is_further_has_no_advantage() -> None:
     """Both have the same curve, and one of them has had more time."""
     curve = [step / 100 for step in range(1, 101)]

@@ -38,6 +38,7 @@ class Contender:
     tags: tuple[str, ...]
     config: Mapping[str, str]
     history: History | None = None
+    has_failed: bool = False
 
     @property
     def steps(self) -> Sequence[float]:
@@ -147,12 +148,13 @@ def _mean_curve(group: Group, view: ChartView, shown: tuple[float, float]) -> Cu
 
 @dataclass(frozen=True)
 class CompareRequest:
-    """The runs to compare: `runs` are ids with their tags; `by` is RUN, TAG or a config key.
+    """The runs to compare: `runs` are ids with their tags, `failed` those that have failed; `by` is RUN, TAG or a key.
 
     `step`: up to which values count; None: the largest that all have.
     """
 
     runs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    failed: frozenset[str] = frozenset()
     metric: str = METRICS[0]
     by: str = RUN
     step: int | None = None
@@ -236,7 +238,8 @@ class CompareReader:
         for run_id, tags in request.runs[:MAX_RUNS]:
             histories = self._readers[run_id].histories()
             evals.update(key for key in histories if key.startswith(EVAL_PREFIX))
-            contenders.append(Contender(run_id, tags, self._configs[run_id][1], histories.get(request.metric)))
+            history, has_failed = histories.get(request.metric), run_id in request.failed
+            contenders.append(Contender(run_id, tags, self._configs[run_id][1], history, has_failed))
         keys = differing_keys(contenders)
         by = request.by if request.by in (RUN, TAG, *keys) else RUN
         runs = rank(contenders, request.metric, step=request.step)

@@ -17,7 +17,7 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
-from daemons.ranking import RUN
+from daemons.ranking import FAILED_STATES, RUN
 from tui import fmt
 from tui.keys import Command, CommandError
 from tui.messages import RunChanged
@@ -233,7 +233,8 @@ class CompareScreen(PlaceScreen):
         width = max(self.size.width - BORDERS - LABEL_WIDTH, 20) * 2  # the chart's own comes one layout later
         request = replace(self.request, **changes)  # type: ignore[arg-type]
         runs = tuple((row.run_id, tuple(map(str, row.view.tags))) for row in rows)
-        request = replace(request, runs=runs, view=replace(request.view, num_columns=width))
+        failed = frozenset(row.run_id for row in rows if row.view.state in FAILED_STATES)
+        request = replace(request, runs=runs, failed=failed, view=replace(request.view, num_columns=width))
         if request != self.request:
             self.request = request
             self._watcher.ask(request)
