@@ -39,7 +39,7 @@ from tui.actions.chat import ChatTalk
 from tui.app import PrlApp
 from tui.screens.acting_places import ActingRunScreen
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 RUN, FORK = "run_a", "run_a-fork"
 QUESTION = "Reverse: abc"
 ENDED = ("finish", "run_plateau")

@@ -53,7 +53,7 @@ def wait_told(server: Server, *change: str) -> None:
     wait_for(lambda: change in changes(server), f"an alert {change}; there are {changes(server)}", timeout_s=PATIENCE_S)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_what_goes_wrong_reaches_the_webhook_once_though_another_target_hangs(
     prl: Prl, server: Server, hanging: str
 ) -> None:
@@ -151,7 +151,7 @@ def wait_in_time(server: Server, troubles: Troubles, expected: set[tuple[str, st
     wait_for(have_arrived, f"alerts {sorted(expected)}", timeout_s=PATIENCE_S)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_each_kind_arrives_once_in_time_and_its_end_once_though_the_daemon_is_killed_twice(
     daemon: Daemon, server: Server
 ) -> None:

@@ -12,7 +12,7 @@ from prime_rl.contract.layout import list_steps
 from prime_rl.contract.status import TrainerStatus, read_status
 from tests.system_support import Workspace, closed, make_workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ def console(prl: Prl) -> Snapshot:
     return make_snapshot(read_workspace(prl.output_dir), {}, time.time())
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_supervisor_whose_loop_hangs_is_stalled_for_all_and_down_ends_it_and_its_daemons(prl: Prl) -> None:
     prl.up()
     prl.wait_state("trainer", "running")
@@ -47,7 +47,7 @@ def test_a_supervisor_whose_loop_hangs_is_stalled_for_all_and_down_ends_it_and_i
     assert trainer is not None and not trainer.is_running() and prl.members() == []
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_daemons_whose_loops_hang_are_stalled_for_all_until_they_turn_again(prl: Prl) -> None:
     prl.up()
     (prl.output_dir / "pause_run_a").touch()

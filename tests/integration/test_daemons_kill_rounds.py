@@ -28,7 +28,7 @@ from tests.budgets import KILL_SEED as SEED
 from tests.system_support import PATIENCE_S, Workspace, read_metrics
 
 # A round waits until its victims are up again.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800 + 60 * NUM_ROUNDS)]
+pytestmark = [pytest.mark.release, pytest.mark.timeout(1800 + 60 * NUM_ROUNDS)]
 
 # Updates of each of the three runs: enough that there is work until the last round.
 MAX_STEPS = 20 + 2 * NUM_ROUNDS

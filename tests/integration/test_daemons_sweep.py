@@ -13,7 +13,7 @@ from prime_rl.contract.status import TrainerStatus, read_status
 from tests.integration.test_system_sharing import wait_until_let_go
 from tests.system_support import Workspace, closed, greedy_answer, make_workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 NUM_RUNS = 6
 MAX_STEPS = 60

@@ -251,7 +251,7 @@ def has_beaten_last(workspace: Workspace) -> bool:
     return all(daemon["state"] == "stalled" for daemon in status["daemons"])
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_disk_that_takes_nothing_holds_all_runs_and_loses_nothing(small: Workspace) -> None:
     """Each trouble lasts until every heartbeat is older than three; then the runs go on without a hand."""
     small.up()

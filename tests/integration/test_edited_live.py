@@ -19,7 +19,7 @@ from tests.system_support import Workspace, closed, make_workspace, read_metrics
 from tests.tui_support import command, opened_app, screen_text, until
 from tui.readers.run_config import ConfigReader, ConfigRequest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 RUN = "run_ed"
 EDITED = f"edited, not in effect: optim.lr 0.0015 -> 0.01: prl runs apply {RUN}, or prl runs restore {RUN}"
 opened = partial(opened_app, clock=time.time, size=(160, 40))

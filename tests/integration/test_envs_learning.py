@@ -13,7 +13,7 @@ from tests.learning import ascent_of_adapter
 from tests.number_model import MAX_OPERAND, NUM_NUMBERS
 from tests.system_support import Workspace, closed, make_workspace
 
-pytestmark = [pytest.mark.slow, pytest.mark.numeric]
+pytestmark = [pytest.mark.release, pytest.mark.numeric]
 # As many versions as the trainer keeps.
 NUM_STEPS, MAX_TURNS = 3, 2
 RUN = """\

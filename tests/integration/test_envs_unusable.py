@@ -43,7 +43,7 @@ def add(system: Workspace, name: str, spoil: Callable[[dict[str, Any]], object],
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_runs_with_unusable_examples_finish_and_tell_which_they_are(system: Workspace) -> None:
     files = {
         "long": add(system, "long", lambda row: row.update(question=LONG)),
@@ -71,7 +71,7 @@ def test_runs_with_unusable_examples_finish_and_tell_which_they_are(system: Work
         assert (last["step"], last["groups_dropped"]) == (4, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_whose_examples_are_all_too_long_names_seq_len_and_the_way_to_raise_it(system: Workspace) -> None:
     add(system, "long", lambda row: row.update(question=LONG), every=1)
     system.up()

@@ -89,7 +89,7 @@ def check_sample(sample: TrainingSample, fake: LooksIntoTheBox, prompts: list[An
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 async def test_a_run_on_a_taskset_with_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{TASKSETS}{os.pathsep}{os.environ.get('PYTHONPATH', os.getcwd())}")
     monkeypatch.setenv("HOME", str(tmp_path))  # verifiers keeps the folders of its rollouts below it

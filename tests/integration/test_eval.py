@@ -130,7 +130,7 @@ def test_wrong_use_is_one_line(server: RunningServer, place: list[str], env: str
     assert "start the workspace with prl up" in capsys.readouterr().err
 
 
-@pytest.mark.slow  # it waits for TURN_S; test_eval.py has the rest, test_chat.py the slot
+@pytest.mark.release  # it waits for TURN_S; test_eval.py has the rest, test_chat.py the slot
 def test_a_chat_takes_the_slot_for_an_answer_and_no_rollout_is_lost(
     server: RunningServer, place: list[str], env: str
 ) -> None:

@@ -14,7 +14,7 @@ from tests.system_support import Workspace, closed, make_workspace, read_metrics
 
 # What these guard in every run: tests/unit/test_trainer_warm_start.py, test_orchestrator_first_version.py,
 # test_daemons_forks.py and test_daemons_sweeps.py.
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 # Else a batch goes when a checkpoint covers it.
 KEPT = ("--set", "ckpt.keep_rollouts=true")
 

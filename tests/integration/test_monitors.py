@@ -22,7 +22,7 @@ import pytest
 from prime_rl.contract.files import append_line, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import Status, TrainerRunStatus, TrainerStatus, read_status
-from tests.budgets import in_full
+from tests.budgets import in_release
 from tests.daemons_support import ROOT, Prl
 from tests.orchestrator_support import config_data, make_run, write_toml
 from tests.patience import PATIENCE_S, until_seen
@@ -191,7 +191,7 @@ def test_every_line_of_two_runs_reaches_all_monitors_over_a_kill_and_nothing_out
     assert not (daemon.output.path / "wandb").exists()
 
 
-@pytest.mark.parametrize("mode", ["sqlite", *in_full("jsonl")])
+@pytest.mark.parametrize("mode", ["sqlite", *in_release("jsonl")])
 def test_trackio_reads_every_line_of_two_runs_once_over_a_kill_and_nothing_is_sent(daemon: Daemon, mode: str) -> None:
     """With "jsonl", which trackio takes on a network file system, the lines wait in files for `trackio show`."""
     runs = [add_run(daemon, "run_a"), add_run(daemon, "run_b")]
@@ -235,7 +235,7 @@ def test_trackio_reads_every_line_of_two_runs_once_over_a_kill_and_nothing_is_se
     assert by_step == [{"step": 1, "orchestrator/reward/mean": 0.5}, *rows_b]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_that_is_added_again_is_another_run_of_trackio_and_its_text_is_cleaned(daemon: Daemon) -> None:
     run = add_run(daemon, "run_a", trackio={})
     daemon.hold(run)
@@ -258,7 +258,7 @@ def test_a_run_that_is_added_again_is_another_run_of_trackio_and_its_text_is_cle
     assert "shown" in shown and max(len(name) for row in rows_2 for name in row) < 200
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_wandb_without_a_network_holds_up_neither_other_runs_nor_the_end(daemon: Daemon) -> None:
     """The quick guard of this is the unit test with a library that hangs."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -297,7 +297,7 @@ def passed_on(run: RunDir, monitor: str) -> bool:
     return kept.get("trainer") == run.trainer_metrics.stat().st_size
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_daemon_lives_while_a_run_asks_for_it_and_has_the_key_alone(prl: Prl) -> None:
     prl.env["WANDB_API_KEY"] = CANARY
     prl.up("--supervisor.drain_s", "60")

@@ -23,7 +23,7 @@ from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, check_same_adapt
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 GROUPS = 32
 ROLLOUTS = 8
 UPDATES = 4

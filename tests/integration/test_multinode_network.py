@@ -20,7 +20,7 @@ from prime_rl.multinode.records import Phase
 from tests.budgets import ALL_PHASES
 from tests.multinode_support import CONFIG, HEARTBEAT_S, PATIENCE_S, Nodes, check_same_adapter
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 SOME_PHASES = [Phase.TRAIN_ROLLOUT, Phase.TRAIN, Phase.RESTART_INFERENCE]
 PHASES = list(Phase) if ALL_PHASES else SOME_PHASES
 # Each node has its network for itself.

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from prime_rl.contract.status import InferenceStatus, read_status
+from tests.budgets import in_release
 from tests.patience import PATIENCE_S
 from tests.system_support import ROOT, Workspace, closed, make_workspace
 
@@ -120,7 +121,7 @@ HOSTILE = {
 
 @pytest.mark.slow
 @on_both
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", [next(iter(HOSTILE)), *in_release(*list(HOSTILE)[1:])])
 def test_a_run_that_does_harm_ends_alone(neighbours: Workspace, name: str) -> None:
     change, reason = HOSTILE[name]
     add_good(neighbours)
@@ -129,7 +130,7 @@ def test_a_run_that_does_harm_ends_alone(neighbours: Workspace, name: str) -> No
     check_good(neighbours)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @on_embedded
 def test_a_batch_that_no_trainer_can_hold_ends_its_run_alone(neighbours: Workspace) -> None:
     add_good(neighbours)

@@ -31,7 +31,7 @@ from prime_rl.orchestrator.policy import ChatTokenizer
 from tests.orchestrator_support import FIRST_BYTE, IM_END, make_model, make_run, run_config, stand_in_trainer, until
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 ROOT = Path(__file__).parents[2]
 HIDDEN, HEAD_DIM, NUM_HEADS = 32, 8, 4
 RANK = 4

@@ -132,7 +132,7 @@ async def metrics_of(run: RunDir, step: int) -> dict[str, Any]:
     return figures(run, step)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 async def test_servers_that_die_come_and_leave_cost_no_rollout(
     servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ async def run_out(run: RunDir, model: Path, urls: str | list[str]) -> asyncio.Ta
     return asyncio.create_task(run_to_the_end(config, run, lambda: False))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 async def test_a_server_that_is_killed_and_comes_back_costs_no_rollout_and_doubles_none(
     stubs: list[Stub], tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from tests.ray_support import MARKS, Cluster, groups, nodes_of, ray_cluster
 from tests.several_nodes import SeveralNodes, install_paced, path_with
 from tests.system_support import closed
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.release]
 TABLE = """
 [deployment.ray]
 address = "{address}"

@@ -84,7 +84,7 @@ def restore(path: Path, original: Path) -> None:
         shutil.copyfile(original, path)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(3600)
 def test_a_run_with_hostile_files_holds_up_no_other_run(workspace: Workspace, tmp_path: Path) -> None:
     workspace.up()
@@ -145,7 +145,7 @@ def shout(run: RunDir, output: OutputDir, text: str) -> None:
         append_line(path, json.dumps({"step": 1, "time": 1.0, text: 1.0, f"eval/{text}/reward": 0.5}))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(3600)
 def test_a_run_with_hostile_text_reaches_no_terminal_and_holds_up_nobody_else(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]

@@ -19,7 +19,7 @@ from tests.shared_folder import shared_folder, why_skipped
 from tests.system_support import Workspace, closed, make_workspace
 
 WHY_SKIPPED = why_skipped()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY_SKIPPED != "", reason=WHY_SKIPPED or "-")]
+pytestmark = [pytest.mark.release, pytest.mark.skipif(WHY_SKIPPED != "", reason=WHY_SKIPPED or "-")]
 ENDLESS = 100_000
 DAEMONS = ("trainer", "inference", "supervisor")
 

@@ -28,7 +28,7 @@ from tests.system_support import closed
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.slow,
+    pytest.mark.release,
     pytest.mark.xdist_group("slurm"),
     pytest.mark.skipif(bool(MISSING), reason=WHY_SKIPPED),
 ]

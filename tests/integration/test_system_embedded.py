@@ -16,7 +16,7 @@ from tests.metrics_support import undocumented
 from tests.patience import PATIENCE_S
 from tests.system_support import Workspace, read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 CANARY = "sk-canary-that-nobody-may-see"
 
 

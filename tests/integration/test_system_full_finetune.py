@@ -21,7 +21,7 @@ from tests.metrics_support import undocumented
 from tests.patience import PATIENCE_S
 from tests.system_support import Workspace, read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 WEIGHTS_FILE = "model.safetensors"
 NUM_STEPS, KILL_AT = 8, 3
 RUN_TOML = """\

@@ -30,7 +30,7 @@ def living(tmp_path_factory: pytest.TempPathFactory, untaught_model: Path) -> It
         yield workspace
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_runs_share_two_slots(living: Workspace) -> None:
     add(living, "a")
     add(living, "b")

@@ -12,7 +12,7 @@ import pytest
 from tests.memory_main import WEIGHTS_FILE
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 
 @pytest.mark.release
