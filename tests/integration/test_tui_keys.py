@@ -196,7 +196,7 @@ async def test_help_and_daemons_open_scroll_and_close(workspace: OutputDir) -> N
 @pytest.mark.slow
 async def test_columns_follow_the_width(workspace: OutputDir) -> None:
     async with opened(workspace.path, size=(80, 24)) as (app, pilot):
-        assert table(app).columns == ["state", "run", "progress", "reward", "note"]
+        assert table(app).columns == ["state", "run", "progress", "reward", "note", "seen"]
         await pilot.press("j")
         chosen = table(app).selected_id
         assert table(app).virtual_size.width <= 80
