@@ -242,8 +242,10 @@ def waits_for(
         slot: its slot, as the trainer reports it.
         position: in the queue for slots, from 1.
         daemon: its orchestrator, as the supervisor records it.
-        broken: what it needs and a person has to start again.
+        broken: what it needs and a person has to start again, or a trainer that is about to start.
     """
+    if state is RunState.STOPPED:
+        return broken
     if state is RunState.WAITING:
         return f"a free slot ({position}. in the queue)" if position else "the trainer to look at it"
     if state is not RunState.ACTIVE:
@@ -253,6 +255,15 @@ def waits_for(
     if daemon is not None and daemon.state in ("backoff", "lost"):
         return f"its orchestrator ({daemon.waiting_on or daemon.reason or daemon.state})"
     return "its orchestrator to start" if slot and not slot.ready else None
+
+
+def waits_for_trainer(trainer: DaemonView | None) -> str | None:
+    """Why runs are stopped while a supervisor is there, by the trainer's daemon; None when there is none."""
+    if trainer is None or trainer.state in (*_FINAL, LOST):
+        return failure(trainer)
+    what = "the trainer to report" if trainer.state == "running" else "the trainer to start"
+    why = trainer.waiting_on or trainer.reason
+    return f"{what} ({why})" if why else what
 
 
 def failure(service: DaemonView | None) -> str | None:

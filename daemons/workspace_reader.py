@@ -31,6 +31,7 @@ from daemons.workspace import (
     shown,
     together,
     waits_for,
+    waits_for_trainer,
 )
 from prime_rl.contract.files import FileRefused, file_problem, find_trouble, read_text
 from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, list_steps, scan_runs, stable_marker
@@ -373,7 +374,8 @@ class WorkspaceReader:
         places = {run_id: place for place, run_id in enumerate(trainer.waiting if trainer else [], start=1)}
         first = list(trainer.runs)[:most] if trainer and most is not None else []
         wanted = {run_id: found[run_id] for run_id in first if run_id in found} or found
-        broken = None if inference else failure(daemons.get("inference"))
+        broken = failure(daemons.get("inference")) if trainer and not inference else None
+        broken = broken if trainer else waits_for_trainer(daemons.get("trainer"))
         runs = []
         for run_id, files in wanted.items():
             if run_id in reasons:
@@ -466,7 +468,7 @@ class WorkspaceReader:
 class _Facts(NamedTuple):
     """All that a run's view is made of. `place` is its place in the trainer's queue, `lives` its orchestrator's.
 
-    `disk` is what holds up all that work.
+    `broken` is what a person has to start again, or a trainer that is about to start; `disk` holds up all that work.
     """
 
     record: RunRecord

@@ -282,6 +282,31 @@ def test_the_neighbours_of_a_run_that_broke_inference_wait_for_what_a_person_has
     assert reader.read(now=NOW).runs[0].waiting_on == waits.waiting_on, "another server serves it"
 
 
+@pytest.mark.parametrize(
+    ("daemon", "told"),
+    [
+        (
+            DaemonStatus(name="trainer", state="backoff", waiting_on="3 s until it restarts"),
+            "the trainer to start (3 s until it restarts)",
+        ),
+        (DaemonStatus(name="trainer", state="running"), "the trainer to report"),
+        (
+            DaemonStatus(name="trainer", state="failed", reason="bad"),
+            "trainer, which has failed (bad): prl restart trainer",
+        ),
+        (DaemonStatus(name="trainer", state="stopped"), None),
+    ],
+)
+def test_runs_that_stand_without_a_trainer_say_what_comes_next(
+    tmp_path: Path, daemon: DaemonStatus, told: str | None
+) -> None:
+    make_run(tmp_path, "run_a")
+    daemon.child_pid = os.getpid()
+    put(OutputDir(tmp_path).daemon_status("trainer"), daemon)
+    run = read_workspace(tmp_path, now=NOW).runs[0]
+    assert (run.state, run.waiting_on) == ("stopped", told)
+
+
 def test_the_bottleneck_is_named(tmp_path: Path) -> None:
     put(make_run(tmp_path, "run_a").status, RunStatus(run_id="run_a", state="running", bottleneck="inference"))
     put_trainer(tmp_path, {"run_a": 0}, [])
