@@ -57,6 +57,8 @@ from prime_rl.utils.runtime import count_gpus
 
 # On top of the time in which a daemon may finish and save, and all of it may need the grace.
 RESTART_MARGIN_S = 15.0
+# Of the small workspace: all positions of its base model, so that it takes a run of one's own.
+SMALL_SEQ_LEN = 512
 SLOTS, SHARE = "max_concurrent_runs", "inference.vllm.gpu_memory_utilization"
 # Arguments of vLLM with which it uses several GPUs.
 _SEVERAL_GPUS = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
@@ -226,8 +228,8 @@ def _without_a_file(output_dir: Path, given: Mapping[str, Any], say: Say) -> tup
         say(f"no system file given: starting {output_dir} with its last settings ({last}){more}")
         return load_toml(last), str(last), False
     small = EXAMPLES / "demo" / "system.toml"
-    say(f"no system file given: starting a small workspace on this machine's CPU, as in {_short(small)}")
-    return load_toml(small), str(small), True
+    say(f"no system file given: starting a small workspace on this machine's CPU, as in {_short(small)}, with seq_len = {SMALL_SEQ_LEN}")
+    return {**load_toml(small), "seq_len": SMALL_SEQ_LEN}, str(small), True
 
 
 def _short(path: Path) -> Path:

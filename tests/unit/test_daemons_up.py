@@ -15,6 +15,7 @@ from daemons.pidfile import SupervisorLock
 from daemons.specs import UP, saved_folder
 from daemons.supervisor_process import prepare
 from daemons.up_and_down import make_ready, stop_workspace, take_workspace
+from prime_rl.base_model.store import Recipe
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir
 
@@ -31,6 +32,8 @@ def test_without_a_file_it_is_the_small_workspace_in_the_default_place(capsys: p
     assert wanted.is_small and "no system file given: starting a small workspace" in capsys.readouterr().out
     assert (system.output_dir, system.trainer.output_dir, system.inference.output_dir) == (Path("outputs"),) * 3
     assert (system.model.name, system.inference.port, system.inference.num_threads) == ("models/base", 0, 2)
+    assert system.trainer.seq_len == system.inference.model.max_model_len == Recipe().max_positions
+    assert choose_system(["--seq_len", "64"], None).system.trainer.seq_len == 64
 
 
 def test_a_named_file_or_model_is_just_that(tmp_path: Path) -> None:
