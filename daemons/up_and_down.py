@@ -228,7 +228,8 @@ def _without_a_file(output_dir: Path, given: Mapping[str, Any], say: Say) -> tup
         say(f"no system file given: starting {output_dir} with its last settings ({last}){more}")
         return load_toml(last), str(last), False
     small = EXAMPLES / "demo" / "system.toml"
-    say(f"no system file given: starting a small workspace on this machine's CPU, as in {_short(small)}, with seq_len = {SMALL_SEQ_LEN}")
+    said = f"as in {_short(small)}, with seq_len = {SMALL_SEQ_LEN}"
+    say(f"no system file given: starting a small workspace on this machine's CPU, {said}")
     return {**load_toml(small), "seq_len": SMALL_SEQ_LEN}, str(small), True
 
 
