@@ -95,10 +95,8 @@ def _tried(output: OutputDir, file: Path, num: int, model: str) -> dict[str, Any
         raise ConfigError(str(file), problems)
     argv = python_module(_MODULE, str(file), str(num))
     with contextlib.ExitStack() as stack:
-        for name in (
-            signal.SIGTERM,
-            signal.SIGHUP,
-        ):  # as Ctrl-C: the server ends, the version is unloaded
+        # As Ctrl-C: the server ends, the version is unloaded.
+        for name in (signal.SIGTERM, signal.SIGHUP):
             stack.callback(signal.signal, name, signal.signal(name, signal.default_int_handler))
         if model != ECHO:
             limits = trainer_limits(output.path)
