@@ -3,8 +3,8 @@
 A plugin of pytest, loaded by `conftest.py`. `build/durations.json` keeps the figures; the output ends with the dearest.
 
 The cost of a test is `max(CPU seconds, seconds - pressure)`. CPU seconds are those of the test's process and of all
-that it started and that still belong to it (not what a daemon does that has left its parent); other programs do not add
-to them. The pressure is the time during the test in which
+that it started; other programs do not add to them. Daemons that have left their parent count where a control group of
+version 1 may be made, as root may. The pressure is the time during the test in which
 some process of this machine waited for a CPU (/proc/pressure/cpu): a test can be late in it without being slow, so it
 does not count. On an idle machine the cost is the time that the test took; on a busy one it is less or the same,
 never more.
@@ -15,7 +15,9 @@ themselves.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import re
@@ -31,6 +33,7 @@ FILE = Path(os.environ.get("PRL_TEST_DURATIONS", ROOT / "build" / "durations.jso
 NUM_SHOWN = 10
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PRESSURE = Path("/proc/pressure/cpu")
+GROUPS = Path("/sys/fs/cgroup/cpuacct")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,29 @@ class Reading:
             found = re.search(r"^some .*total=(\d+)", PRESSURE.read_text(encoding="utf-8"), re.MULTILINE)
         except OSError:
             found = None
-        return cls(time_s, sum(cpu[:4]) + _living_s("self"), int(found[1]) / 1e6 if found else time_s)
+        group = _own_group()
+        cpu_s = int(group.read_bytes()) / 1e9 if group else sum(cpu[:4]) + _living_s("self")
+        return cls(time_s, cpu_s, int(found[1]) / 1e6 if found else time_s)
+
+
+@functools.cache
+def _own_group() -> Path | None:
+    """The file with the CPU time of this process and of all that it starts from now on; None where there is none."""
+    with contextlib.suppress(OSError, StopIteration):
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()]
+        parent = GROUPS / next(path for _, kinds, path in groups if "cpuacct" in kinds.split(",")).strip("/")
+        group = parent / f"prl-tests-{os.getpid()}"
+        group.mkdir()
+        (group / "cgroup.procs").write_text(f"{os.getpid()}")
+        atexit.register(_leave, group)
+        return group / "cpuacct.usage"
+    return None
+
+
+def _leave(group: Path) -> None:
+    with contextlib.suppress(OSError):  # what is in it still keeps it
+        (group.parent / "cgroup.procs").write_text(f"{os.getpid()}")
+        group.rmdir()
 
 
 def _living_s(pid: str) -> float:

@@ -41,6 +41,16 @@ def test_the_work_of_children_counts_when_it_is_done_and_not_when_they_are_waite
     assert done.cpu_s - before.cpu_s > 0.9 and after.cpu_s - done.cpu_s < 0.5
 
 
+@pytest.mark.skipif(durations._own_group() is None, reason="no control group of version 1 may be made")
+def test_the_work_of_a_daemon_that_has_left_its_parent_counts() -> None:
+    work = "while time.process_time() < 1: pass"
+    work = f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    {work}\n    print(flush=True)"
+    before = Reading.now()
+    with subprocess.Popen([sys.executable, "-c", work], stdout=subprocess.PIPE) as child:
+        assert child.wait() == 0 and child.stdout is not None and child.stdout.readline()
+    assert Reading.now().cpu_s - before.cpu_s > 0.9
+
+
 def test_without_pressure_figures_only_cpu_time_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(durations, "PRESSURE", tmp_path / "missing")
     start = Reading.now()
