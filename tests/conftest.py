@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import os
+import random
 import signal
 import sys
 import time
@@ -70,7 +71,8 @@ def processes_of_this_session() -> list[psutil.Process]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Deals tests out to the workers: those that share an expensive fixture stay together; what is slow begins first.
 
-    Only for `--dist loadgroup`, and before xdist reads the groups. Within a group tests keep their order.
+    Only for `--dist loadgroup`, and before xdist reads the groups. Within a group tests keep their order; a seed in
+    PRL_TEST_ORDER gives the groups an order of their own.
     """
     slow: dict[str, bool] = {}
     for item in items:
@@ -78,7 +80,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
         is_slow = any(item.get_closest_marker(name) for name in ("slow", "release"))
         slow[_group(item)] = slow.get(_group(item), False) or is_slow
-    items.sort(key=lambda item: not slow[_group(item)])
+    groups = list(slow)
+    if "PRL_TEST_ORDER" in os.environ:
+        random.Random(os.environ["PRL_TEST_ORDER"]).shuffle(groups)
+    place = {group: number for number, group in enumerate(groups)}
+    items.sort(key=lambda item: (not slow[_group(item)], place[_group(item)]))
 
 
 def _group(item: pytest.Item) -> str:
