@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,16 +18,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "test_rounds"
+BUSY = "import os\nfor _ in range({}):\n    if os.fork() == 0: break\nwhile True: pass"
 
 
 def play(seed: int, loops: int) -> bool:
     """One round; true when all tests passed."""
     log, start_s = LOGS / f"{seed}.txt", time.monotonic()
     with ExitStack() as stack, log.open("wb") as file:
-        for _ in range(loops):
-            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        if loops:  # in a session of their own, as in another terminal
+            busy = subprocess.Popen([sys.executable, "-c", BUSY.format(loops - 1)], start_new_session=True)
             stack.callback(busy.wait)
-            stack.callback(busy.kill)
+            stack.callback(os.killpg, busy.pid, signal.SIGKILL)
         environ = {**os.environ, "PRL_TEST_ORDER": str(seed)}
         code = subprocess.call(["make", "test"], cwd=ROOT, env=environ, stdout=file, stderr=subprocess.STDOUT)
     lines = log.read_text(errors="replace").splitlines() or [""]
