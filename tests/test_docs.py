@@ -394,11 +394,24 @@ async def test_the_second_turn_of_the_document_works() -> None:
         assert check_outcome(outcome, (0, 1), [1] * len(answers)).reward == reward and policy.left == []
 
 
+def test_the_columns_of_usage_are_those_that_are_printed() -> None:
+    from daemons.commands.results import _COLUMNS, Use
+
+    rows = re.findall(r"^\| (\w+) \| `(\w+)` \| the", TEXT[ROOT / "docs" / "usage.md"], re.MULTILINE)
+    assert {column for column, _ in rows} == set(_COLUMNS)
+    assert {key for _, key in rows} == set(Use.__dataclass_fields__) - {"name"}
+
+
+def test_where_a_beginner_reads_seq_len_is_told() -> None:
+    for page in ("README.md", "docs/tutorial.md", "docs/data.md", "docs/environments.md", "docs/own-task.md"):
+        assert "`seq_len" in TEXT[ROOT / page] and re.search("prl up --seq_len [0-9]+`", TEXT[ROOT / page]), page
+
+
 def test_the_run_of_the_readme_fits_the_workspace_of_the_readme() -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", TEXT[ROOT / "README.md"], re.DOTALL)
     limits = TrainerLimits(model="models/base", max_seq_len=SMALL_SEQ_LEN, max_rank=64)
     assert find_problems(tomllib.loads(block), "README.md", limits) == []
-    assert f"seq_len, {SMALL_SEQ_LEN} in the small workspace" in block
+    assert f"with `seq_len = {SMALL_SEQ_LEN}`: the most tokens" in TEXT[ROOT / "README.md"]
 
 
 def test_the_figures_of_the_readme_were_measured() -> None:

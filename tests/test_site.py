@@ -58,3 +58,15 @@ def test_a_question_is_two_clicks_from_the_readme() -> None:
     rows = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", (ROOT / "docs" / "questions.md").read_text(), re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, 21))
     assert all(re.search(r"\]\([\w./#-]+\)", links) for _, links in rows)
+    asked = (ROOT / "docs" / "questions.md").read_text()
+    for words in (
+        *(
+            "without a trainer",
+            "evaluate a finished run, and the base",
+            "finished run longer",
+            "best run with its seeds",
+        ),
+        *("edited file", "serve a checkpoint", "in a notebook", "reward in one file", "longer sequences"),
+        *("different base model", "dropped rollout", "why nothing learns"),
+    ):
+        assert words in asked, words

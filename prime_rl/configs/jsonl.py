@@ -1,23 +1,30 @@
 """`[[env]] id = "jsonl"`: its settings, the files that it names, and the rows of its data.
 
 Rows are read here and not in the environment, so that `prl runs validate` and `prl runs add` report a bad line too.
+Parquet files and data sets of the hub are JSON lines before anything else reads them; those of a run are already.
 """
 
 from __future__ import annotations
 
 import ast
+import atexit
+import functools
 import json
+import os
 import re
-from collections.abc import Callable, Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from prime_rl.configs.base import BaseConfig
-from prime_rl.contract.files import is_of_a_run, read_file
-from prime_rl.contract.layout import RunDir
+from prime_rl.configs.base import BaseConfig, ConfigError, ConfigProblem
+from prime_rl.contract.files import is_of_a_run, open_file, read_file
+from prime_rl.contract.layout import HUB, PARQUET, RunDir
+from prime_rl.utils.runtime import missing
 
 JSONL = "jsonl"
 MAX_DATA_BYTES = 256 << 20
@@ -35,8 +42,8 @@ class JsonlArgs(BaseConfig):
     """`[env.args]` of `jsonl`: a file with one JSON object a line, and how answers are scored."""
 
     path: str = Field(min_length=1)
-    """The data: a file of at most 256 MiB in UTF-8, relative to the config file. `prl runs add` copies it into the
-    run."""
+    """The data: a file of at most 256 MiB in UTF-8, relative to the config file, which `prl runs add` copies into the
+    run. A Parquet file, or a data set of the hub, "hub:OWNER/NAME:CONFIG:SPLIT", is copied as JSON lines."""
 
     prompt: str = "prompt"
     """Key of the question: text, or a list of messages with `role` and `content`."""
@@ -192,19 +199,68 @@ def place_of(source: Path) -> Place:
     run = RunDir(source.absolute().parent.parent)
     if source.absolute() == run.orch_toml and is_of_a_run(run.orch_toml):
         return run.data_file
-    return lambda named: source.parent / Path(named).expanduser()
+
+    def beside(named: str) -> Path:
+        path = source.parent / Path(named).expanduser()
+        if named.startswith(HUB):
+            return json_lines(named)
+        return json_lines(str(path), path.stat().st_mtime_ns) if path.suffix == PARQUET and path.is_file() else path
+
+    return beside
+
+
+@functools.cache
+def json_lines(named: str, _modified_ns: int = 0) -> Path:
+    """A file with the rows of a Parquet file or a data set as JSON lines; both live as long as this process.
+
+    What JSON does not have, such as a date, becomes text. Raises ConfigError.
+    """
+    try:
+        if sentence := missing("data", "datasets", "pyarrow"):
+            raise ValueError(sentence)
+        folder = Path(tempfile.mkdtemp(prefix="prl-data-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        left, found = MAX_DATA_BYTES, folder / f"{Path(named).name}.jsonl"
+        with found.open("w", encoding="utf-8") as file:
+            for row in _rows_of(named):
+                left -= file.write(json.dumps(row, default=str) + "\n")
+                if left < 0:
+                    raise ValueError(f"has more than {MAX_DATA_BYTES} bytes as JSON lines")
+        return found
+    except Exception as error:  # the library's own errors have no common class
+        words = " ".join(str(error).split())[:300]
+        raise ConfigError(named, [ConfigProblem("", f"cannot be read: {words}")]) from error
+
+
+def _rows_of(named: str) -> Iterator[dict[str, Any]]:
+    if named.startswith(HUB):
+        import datasets  # an extra, which takes seconds
+
+        where, *more = named.removeprefix(HUB).split(":")
+        if len(more) not in (0, 2):
+            raise ValueError(f"must be {HUB}OWNER/NAME, or {HUB}OWNER/NAME:CONFIG:SPLIT")
+        config, split = more or ("", "train")
+        datasets.disable_progress_bars()
+        yield from datasets.load_dataset(where, config or None, split=split)
+    else:
+        from pyarrow.parquet import ParquetFile
+
+        with os.fdopen(open_file(Path(named)), "rb") as file:
+            for batch in ParquetFile(file).iter_batches():
+                yield from batch.to_pylist()
 
 
 def file_problem(args: JsonlArgs, place: Place) -> tuple[str, str] | None:
     """The first problem of the files: the argument that names it, and what is wrong. Runs no code of them."""
-    name, path = "path", place(args.path)
+    name = "path"
     try:
-        read_rows(path, args)
+        read_rows(place(args.path), args)
         if args.code:
-            name, path = "reward", place(args.code)
-            _check_code(path, args.function)
-    except FileNotFoundError:
-        return name, f"{path} not found: a path is relative to the config file, and prl runs add copies it into the run"
+            name = "reward"
+            _check_code(place(args.code), args.function)
+    except FileNotFoundError as error:
+        words = "not found: a path is relative to the config file, and prl runs add copies it into the run"
+        return name, f"{error.filename} {words}"
     except (ValueError, OSError) as error:
         return name, str(error)
     return None

@@ -167,6 +167,8 @@ CONFIG_ERROR_PREFIX = "Error parsing orchestrator config"
 _RUN_ID = re.compile(r"run_[A-Za-z0-9._-]{1,64}")
 _NOT_IN_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _MAX_NAME_CHARS = 100  # of a file in data/
+# What a run's copy has as JSON lines: a data set of the hub, and a file that ends so.
+HUB, PARQUET = "hub:", ".parquet"
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,9})")
 _ITERATION = re.compile(r"iteration_([1-9][0-9]{0,9})")
 _NODE = re.compile(r"node_(0|[1-9][0-9]{0,4})\.json")
@@ -343,6 +345,7 @@ class RunDir:
 
     def data_file(self, named: str) -> Path:
         """The run's copy of the file that its config names `named`: `../sums/train.jsonl` is `sums-train.jsonl`."""
+        named += ".jsonl" if named.startswith(HUB) or named.endswith(PARQUET) else ""
         return self.data / (_NOT_IN_NAME.sub("-", named).strip("-.")[-_MAX_NAME_CHARS:] or "file")
 
     def checkpoint_dir(self, step: int) -> Path:

@@ -1,4 +1,4 @@
-"""The commands of the tutorial, then of the pages about recovery and full fine-tuning, from top to bottom.
+"""The commands of the tutorial, then of the pages about recovery and full fine-tuning, from top to bottom; own-task.md.
 
 A page marks what is run: blocks of code that begin with ```sh. They run in one shell, in an empty folder.
 """
@@ -58,6 +58,18 @@ def test_the_pages_with_commands_work_as_they_stand(tmp_path: Path) -> None:
     check_runs(tmp_path)
     assert (tmp_path / "sorter" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "reversing" / "model.safetensors").is_file()
+
+
+@pytest.mark.release
+def test_the_page_of_a_task_of_ones_own_works_as_it_stands(tmp_path: Path) -> None:
+    try:
+        done = bash(tmp_path, blocks("own-task.md"), {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"})
+        assert done.returncode == 0, done.stderr + done.stdout
+    finally:
+        prl(tmp_path, "down", "--output-dir", "outputs/own")
+    (run,) = json.loads(prl(tmp_path, "runs", "list", "--json", "--output-dir", "outputs/own").stdout)["runs"]
+    assert (run["state"], run["step"]) == ("finished", 16)
+    assert (tmp_path / "mail-sorter" / "adapter_model.safetensors").is_file()
 
 
 def check_runs(folder: Path) -> None:

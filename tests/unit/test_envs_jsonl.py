@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
+import sys
 from collections.abc import AsyncIterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +325,43 @@ def test_a_draft_in_the_console_has_the_files_beside_its_template_or_of_its_run(
     assert "reward.py not found" in check_draft(workspace, text, "run_b", source).problems[0].text
     copy = OutputDir(workspace).run(add_draft(workspace, text, "run_b", first.orch_toml))
     assert copy.data_file("reward.py").read_text(encoding="utf-8") == REWARD
+
+
+def test_parquet_and_data_sets_are_copied_as_json_lines(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder stands in for the hub. The copies need neither their source nor the library."""
+    datasets = pytest.importorskip("datasets", reason='needs pip install "prl-multirun[data]"')
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    rows = [{**row, "when": date(2026, 1, 2)} for row in CAPITALS]
+    for file in (source.parent / "rows.parquet", hub / "train.parquet", hub / "test.parquet"):
+        datasets.Dataset.from_list(rows[: 3 if file.stem == "test" else None]).to_parquet(file)
+    workspace = tmp_path / "workspace"
+    for named, num in (("rows.parquet", 30), (f"hub:{hub}", 30), (f"hub:{hub}:default:test", 3)):
+        write_config(source, path=named)
+        run = OutputDir(workspace).run(actions.add_run(workspace, source, run_id=f"run_{num}-{len(named)}"))
+        assert actions.add_run(workspace, source, run_id=run.run_id) == run.run_id
+        (copy,) = run.data.iterdir()
+        lines = copy.read_text(encoding="utf-8").splitlines()
+        assert (copy.suffix, len(lines)) == (".jsonl", num)
+        assert json.loads(lines[2]) == {**CAPITALS[2], "when": "2026-01-02"}
+    shutil.rmtree(hub)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert actions.check_file(workspace, run.orch_toml) == []
+
+
+@pytest.mark.parametrize("named", ["rows.parquet", "hub:OWNER/NAME"])
+def test_without_the_extra_the_command_that_installs_it_is_named(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (source.parent / "rows.parquet").touch()
+    write_config(source, path=named)
+    (problem,) = actions.check_file(tmp_path / "workspace", source)
+    assert "cannot be read: not installed: datasets" in str(problem)
+    assert 'pip install "prl-multirun[data]"' in str(problem)
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,8 @@ def test_metrics_are_exported_as_csv(tmp_path: Path, capsys: Any) -> None:
 
 def test_the_page_about_results_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_workspace(tmp_path / "outputs")
-    (tmp_path / "pandas.py").write_text(FAKE)
+    (tmp_path / "third_library.py").write_text(FAKE)
+    monkeypatch.setattr("prime_rl.results.FRAMES", ("third_library",))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
