@@ -366,8 +366,7 @@ def keys_of(spec: DaemonSpec, output: OutputDir) -> list[str]:
 
 def all_keys(output: OutputDir) -> list[str]:
     """The keys that the supervisor is handed, to hand them on."""
-    runs, _ = scan_runs(output.path)
-    variables = [_run_variable(run) for run in runs]
+    variables = [_run_variable(run) for run in scan_runs(output.path)[0]]
     return sorted({inference_variable(output), *variables, *_alerts_variables(output), WANDB_VARIABLE})
 
 

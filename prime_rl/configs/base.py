@@ -54,7 +54,6 @@ ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 MAX_TOML_BYTES = 1 << 20
 # What is nested deeper, or is a larger number, cannot be passed on as JSON.
 MAX_TOML_LEVELS = 64
-MAX_TOML_INT = 2**63
 # All of a file with as many mistakes as lines would take hours to tell.
 MAX_PROBLEMS = 50
 
@@ -110,7 +109,7 @@ def _check_toml(value: Any, levels: int) -> None:
             raise RecursionError
         for each in value.values() if isinstance(value, dict) else value:
             _check_toml(each, levels - 1)
-    elif isinstance(value, int) and not -MAX_TOML_INT <= value < MAX_TOML_INT:
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError
 
 

@@ -135,6 +135,7 @@ def test_bad_toml_is_named_with_its_line(tmp_path: Path, text: str, line: int) -
         ("{a = " + "9" * 5_000 + "}", "over 64 bits"),
         ("{a = 0x" + "f" * 5_000 + "}", "over 64 bits"),
     ],
+    ids=["nested", "digits", "hexadecimal digits"],
 )
 def test_what_cannot_be_passed_on_to_other_processes_is_not_valid(tmp_path: Path, value: str, words: str) -> None:
     with pytest.raises(ConfigParseError, match=words):

@@ -18,6 +18,7 @@ from torch import nn
 from prime_rl.configs.admitted import apply
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX
+from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import DaemonStatus, RunStatus, Status
 from prime_rl.trainer import runs as runs_module
@@ -369,6 +370,15 @@ def test_a_config_that_is_dear_to_read_takes_a_small_share_of_the_trainers_time(
     due = file.read(dear, 0.0, 1.0)
     assert due is not None and due >= 2 * DEAR_S / DEAR_SHARE and len(seeds) == 1
     assert file.read(dear, 0.0, due) is None and seeds[1:] == [7]
+
+
+def test_a_resume_request_without_end_and_numbers_that_are_none_keep_no_run_from_its_slot(tmp_path: Path) -> None:
+    add(tmp_path, "run_a", env=[{"id": "reverse-text", "args": {"a": math.nan}}])
+    run = add(tmp_path, "run_b", max_steps=1, ckpt={"resume_step": 0})
+    run.broadcast_dir(1).mkdir(parents=True)
+    mark_stable(run.broadcast_dir(1))
+    run.resumed.write_text('{"x": ' + "[" * 20_000)
+    assert set(look(manager_of(tmp_path)).id_2_idx) == {"run_a", "run_b"}
 
 
 def test_a_name_that_is_no_text_can_be_told(tmp_path: Path) -> None:

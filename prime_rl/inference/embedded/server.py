@@ -183,8 +183,7 @@ class Api:
 
     async def _models(self, request: Request) -> Response:
         base = self._card(self._model, self._model, None) | {"max_model_len": self._engine.max_model_len}
-        loaded = self._engine.adapters()
-        adapters = [self._card(name, path, self._model) for name, path in loaded.items()]
+        adapters = [self._card(name, path, self._model) for name, path in self._engine.adapters().items()]
         return json_response({"object": "list", "data": [base, *adapters]})
 
     def _card(self, name: str, root: str, parent: str | None) -> dict[str, Any]:

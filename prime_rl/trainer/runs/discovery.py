@@ -128,10 +128,9 @@ class ConfigFile:
             self.print, self._since, self._is_judged = found, now, False
         if not self._is_judged:
             was_renamed, quiet_until = found.ctime_ns > found.mtime_ns, self._since + min(QUIET_S, settle_s)
-            if not (was_renamed or at_once) and now < quiet_until:
-                return quiet_until
-            if now < self._rests_until:
-                return self._rests_until
+            waits_until = self._rests_until if was_renamed or at_once else max(quiet_until, self._rests_until)
+            if now < waits_until:
+                return waits_until
             began_s = time.thread_time()
             self._take_in(path)
             if self.config is None and self.problem is None:
