@@ -23,10 +23,10 @@ from daemons.process import python_module
 from daemons.workspace import replica_name
 from daemons.workspace_reader import Stamp, stamp_of
 from prime_rl.configs.admitted import read_effect
-from prime_rl.configs.base import ConfigError, load_config, load_toml, parse_toml
+from prime_rl.configs.base import ConfigError, load_config, load_toml
 from prime_rl.configs.reports import AlertsConfig
 from prime_rl.configs.system import DaemonKind, SystemConfig
-from prime_rl.contract.files import read_text, write_atomic
+from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, scan_runs
 from prime_rl.contract.status import RunStatus
 from prime_rl.utils.secrets import DEFAULT_VARIABLE, WANDB_VARIABLE
@@ -366,14 +366,13 @@ def keys_of(spec: DaemonSpec, output: OutputDir) -> list[str]:
 
 def all_keys(output: OutputDir) -> list[str]:
     """The keys that the supervisor is handed, to hand them on."""
-    runs, _ = scan_runs(output.path)
-    variables = [_run_variable(run) for run in runs]
+    variables = [_run_variable(run) for run in scan_runs(output.path)[0]]
     return sorted({inference_variable(output), *variables, *_alerts_variables(output), WANDB_VARIABLE})
 
 
 def inference_variable(output: OutputDir) -> str:
     """The variable of the key that inference asks its clients for."""
-    return _variable(output.component_config(INFERENCE))
+    return _variable(lambda: load_toml(output.component_config(INFERENCE)))
 
 
 def _alerts_variables(output: OutputDir) -> list[str]:
@@ -384,20 +383,14 @@ def _alerts_variables(output: OutputDir) -> list[str]:
 
 
 def _run_variable(run: RunDir) -> str:
+    return _variable(lambda: read_effect(run).data, "client")
+
+
+def _variable(read: Callable[[], Any], *tables: str) -> str:
     try:
-        return _name_in(read_effect(run).data, "client")
+        value = read()
     except ConfigError:  # reported to the run's owner elsewhere
         return DEFAULT_VARIABLE
-
-
-def _variable(path: Path) -> str:
-    try:
-        return _name_in(parse_toml(read_text(path) or "", str(path)))
-    except ConfigError:
-        return DEFAULT_VARIABLE
-
-
-def _name_in(value: Any, *tables: str) -> str:
     for name in (*tables, "api_key_var"):
         value = value.get(name) if isinstance(value, dict) else None
     return value if isinstance(value, str) and value else DEFAULT_VARIABLE

@@ -105,17 +105,6 @@ def stamp_of(path: Path | str) -> Stamp:
     return Stamp(info.st_mtime_ns, info.st_size, info.st_ino, stat.S_ISREG(info.st_mode))
 
 
-def read_status_file(path: Path, stamp: Stamp, kind: type[StatusT]) -> StatusT | None:
-    """The status in a file of that stamp, each of its texts clean and on one line.
-
-    None when it is too large, damaged or missing.
-    """
-    try:
-        return clean_strings(read_status(path, kind), _sentence) if stamp.readable else None
-    except RecursionError:
-        return None
-
-
 class StatusFiles:
     """Status files by path, each parsed again only when its stamp has changed. Their texts are clean, on one line."""
 
@@ -127,7 +116,7 @@ class StatusFiles:
         stamp = stamp_of(path)
         known = self._known.get(path)
         if known is None or known[0] != stamp:
-            known = self._known[path] = (stamp, read_status_file(path, stamp, kind))
+            known = self._known[path] = (stamp, clean_strings(read_status(path, kind), _sentence))
         return known[1] if isinstance(known[1], kind) else None
 
     def clocks(self, now: float) -> tuple[CleanText, ...]:
@@ -241,7 +230,7 @@ class RunFiles:
         same_config = old[: index + 1] == stamps[: index + 1] and old[9:11] == stamps[9:11]
         parsed = known.parsed if known and same_config else NOT_PARSED
         if toml.is_file and with_config and parsed is NOT_PARSED:
-            parsed = _parse(self.run, toml)
+            parsed = _parse(self.run)
         added_ns = known.added_ns if known and old[11:] == stamps[11:] else read_added_ns(self.run)
         same_status = known is not None and old[2] == stamps[2]
         return RunRecord(
@@ -249,7 +238,9 @@ class RunFiles:
             added_at=(added_ns or toml.mtime_ns) / 1e9 if toml.is_file else None,
             added_ns=added_ns,
             parsed=parsed,
-            status=known.status if known and same_status else read_status_file(self.run.status, stamps[2], RunStatus),
+            status=known.status
+            if known and same_status
+            else clean_strings(read_status(self.run.status, RunStatus), _sentence),
             evicted=_note(folder + _NOTES[1], stamps[3], empty="no reason was given"),
             config_error=_note(folder + _NOTES[2], stamps[4]),
             published=self._published(stamps[5]) if stamps[5] is not NO_FILE else 0,
@@ -271,15 +262,12 @@ class RunFiles:
         return published
 
 
-def _parse(run: RunDir, stamp: Stamp) -> ParsedConfig:
+def _parse(run: RunDir) -> ParsedConfig:
     # Imported late: the rules of configs take longer to import than a look at a workspace takes.
     from prime_rl.configs.admitted import read_effect
     from prime_rl.configs.base import ConfigError
     from prime_rl.configs.validate import explain
 
-    path = run.orch_toml
-    if not stamp.readable:
-        return ParsedConfig(error=f"{path}: not a file of at most {MAX_FILE_BYTES // 1_000_000} MB")
     try:
         effect = read_effect(run)
         config = effect.build(run)
@@ -297,8 +285,6 @@ def _parse(run: RunDir, stamp: Stamp) -> ParsedConfig:
         return ParsedConfig(facts, edited=edit_text(run, effect.edit))
     except ConfigError as error:
         return ParsedConfig(error=explain(error))
-    except RecursionError:
-        return ParsedConfig(error=f"{path}: nested too deeply")
 
 
 def edit_text(run: RunDir, edit: Edit | None) -> str | None:

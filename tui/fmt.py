@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import time
 from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
@@ -18,7 +17,7 @@ from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
 
-from prime_rl.contract.status import HEARTBEAT_S
+from prime_rl.contract.status import HEARTBEAT_S, utc
 
 DASH = "·"
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -111,7 +110,7 @@ def duration(seconds: float) -> str:
 
 def stamp(seconds: float | None) -> str:
     """A moment (Unix seconds) in UTC: `2026-01-31 23:59:59`, 19 characters."""
-    return "?" * 19 if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+    return "?" * 19 if seconds is None else utc(seconds)[:19]
 
 
 def seen(seconds: float | None) -> str:

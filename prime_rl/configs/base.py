@@ -14,7 +14,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
@@ -52,6 +52,10 @@ class BaseConfig(BaseModel):
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 # No config of ours has a hundredth of it. What is larger (a device, a log) is never read to its end.
 MAX_TOML_BYTES = 1 << 20
+# What is nested deeper, or is a larger number, cannot be passed on as JSON.
+MAX_TOML_LEVELS = 64
+# All of a file with as many mistakes as lines would take hours to tell.
+MAX_PROBLEMS = 50
 
 
 @dataclass(frozen=True)
@@ -85,14 +89,28 @@ class ConfigParseError(ConfigError):
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
-    """Parse TOML; a byte order mark is left out. Raises ConfigParseError with the line."""
+    """Parse TOML; a byte order mark is left out. Raises ConfigParseError with the line, whatever the text is."""
     try:
-        return tomli.loads(text.removeprefix("\ufeff"))
+        data = tomli.loads(text.removeprefix("\ufeff"))
+        _check_toml(data, MAX_TOML_LEVELS)
     except tomli.TOMLDecodeError as error:
         problem = ConfigProblem("", f"not valid TOML: {error.msg} (column {error.colno})", error.lineno)
         raise ConfigParseError(source, [problem]) from error
-    except RecursionError as error:
-        raise ConfigParseError(source, [ConfigProblem("", "not valid TOML: nested too deeply")]) from error
+    except (RecursionError, ValueError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else "a whole number has over 64 bits"
+        raise ConfigParseError(source, [ConfigProblem("", f"not valid TOML: {reason}")]) from error
+    return data
+
+
+def _check_toml(value: Any, levels: int) -> None:
+    """Raises RecursionError for what is nested deeper than `levels`, ValueError for a number that is too large."""
+    if isinstance(value, dict | list):
+        if not levels:
+            raise RecursionError
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_toml(each, levels - 1)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError
 
 
 def load_toml(path: Path) -> dict[str, Any]:
@@ -113,18 +131,18 @@ def read_text(path: Path) -> str:
         ) from error
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(str(path), [NOT_FOUND]) from error
-    except FileRefused as error:
-        raise ConfigError(str(path), [ConfigProblem("", str(error.strerror))]) from error
     except OSError as error:
-        raise ConfigError(str(path), [ConfigProblem("", f"cannot be read: {error.strerror}")]) from error
+        reason = str(error.strerror) if isinstance(error, FileRefused) else f"cannot be read: {error.strerror}"
+        raise ConfigError(str(path), [ConfigProblem("", reason)]) from error
 
 
 def build(cls: type[ConfigT], data: Mapping[str, Any], source: str) -> ConfigT:
-    """Validate `data` as `cls`; raises ConfigError with every problem."""
+    """Validate `data` as `cls`; raises ConfigError with every problem, or the first of very many."""
     try:
         return cls.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(source, _without_echoes(list(_problems(cls, error)))) from error
+        problems = _without_echoes(list(islice(_problems(cls, error), MAX_PROBLEMS)))
+        raise ConfigError(source, problems) from error
 
 
 def load_config(cls: type[ConfigT], path: Path) -> ConfigT:
@@ -168,7 +186,7 @@ def parse_override(key: str, value: str) -> dict[str, Any]:
     """("model.lora.rank", "8") -> {"model": {"lora": {"rank": 8}}}. The value is TOML; what is not TOML is a string."""
     try:
         parsed: Any = tomli.loads(f"v = {value}")["v"]
-    except tomli.TOMLDecodeError:
+    except ValueError:
         parsed = value
     *parents, last = key.replace("-", "_").split(".")
     nested: dict[str, Any] = {last: parsed}

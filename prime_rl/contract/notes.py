@@ -144,7 +144,7 @@ def done_request(run: RunDir) -> ResumeRequest | None:
     """The last request that was carried out, or None. Raises OSError."""
     try:
         return msgspec.json.decode(read_file(run.resumed, limit=MAX_FILE_BYTES), type=ResumeRequest)
-    except (FileNotFoundError, FileRefused, msgspec.MsgspecError):
+    except (FileNotFoundError, FileRefused, msgspec.MsgspecError, RecursionError):
         return None
 
 

@@ -70,8 +70,8 @@ def stall_text(since: float) -> str:
 
 
 def utc(at: float) -> str:
-    """Unix seconds for people, such as "2026-01-31 12:00:00 UTC"."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+    """Unix seconds for people, such as "2026-01-31 12:00:00 UTC"; what is beyond the year 9999 as its last second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(max(0.0, min(at, 253402300799.0))))
 
 
 STATUS_FORMAT_VERSION = 1

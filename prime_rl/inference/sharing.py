@@ -1,7 +1,7 @@
 """Requests under way, and who gives way when they and a change of weights or adapters need the same. For one loop.
 
 `Turnstile`: requests that generate go through together, a change of the weights alone, for which those of others than
-its run end. `Lanes`: a lock that runs get by turns. `AdapterUsers`: who uses an adapter that was unloaded gives way to
+its run end. `Lanes`: places that runs get by turns. `AdapterUsers`: who uses an adapter that was unloaded gives way to
 one that is loaded.
 """
 
@@ -126,16 +126,16 @@ class Turnstile:
 
 
 class Lanes:
-    """A lock. Of each run one waiter gets it after the other, those of all runs by turns."""
+    """Some places. Of each run one waiter gets one after the other, those of all runs by turns."""
 
-    def __init__(self) -> None:
-        self._is_held = False
+    def __init__(self, num_places: int = 1) -> None:
+        self._num_free = num_places
         self._lanes: dict[str, deque[asyncio.Future[None]]] = {}
 
     @contextlib.asynccontextmanager
     async def turn(self, run_id: str) -> AsyncIterator[None]:
-        """Wait for the lock, and hold it."""
-        if self._is_held:
+        """Wait for a place, and hold it."""
+        if not self._num_free:
             mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._lanes.setdefault(run_id, deque()).append(mine)
             try:
@@ -144,23 +144,24 @@ class Lanes:
                 if not mine.cancelled():  # it was given just now
                     self._pass_on()
                 raise
-        self._is_held = True
+        else:
+            self._num_free -= 1
         try:
             yield
         finally:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        self._is_held = False
-        while self._lanes and not self._is_held:
+        while self._lanes:
             run_id = next(iter(self._lanes))
             lane = self._lanes.pop(run_id)
             first = lane.popleft()
             if lane:
                 self._lanes[run_id] = lane  # behind those of all others
             if not first.done():
-                self._is_held = True
                 first.set_result(None)
+                return
+        self._num_free += 1
 
 
 class AdapterUsers:

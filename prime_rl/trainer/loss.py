@@ -27,6 +27,7 @@ from prime_rl.configs.losses import LossConfig
 
 # exp of this is 5e8, far above any limit of a ratio: it keeps sums finite. Beyond it a ratio has no gradient.
 MAX_LOG_RATIO = 20.0
+MAX_RATIO = 1e9  # a limit beyond every ratio has no effect, and need not fit into float32
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def clipped_surrogate(tokens: Tokens, ratio_RK: Tensor, clip_low: float, clip_hi
     The minimum binds from above where A > 0 and from below where A < 0; a bound token has no gradient.
     """
     rises_RK = tokens.advantages_RK > 0
-    low, high = 1 - clip_low, 1 + clip_high
+    low, high = 1 - clip_low, min(1 + clip_high, MAX_RATIO)
     bound_RK = torch.where(rises_RK, ratio_RK.clamp(max=high), ratio_RK.clamp(min=low))
     clipped_RK = torch.where(rises_RK, ratio_RK > high, ratio_RK < low)
     return TokenLosses(-bound_RK * tokens.advantages_RK, clipped_RK)
@@ -206,12 +207,12 @@ def decoupled(loss: Callable[[Tokens], TokenLosses], tokens: Tokens, cap: float)
     """
     weight_RK = tokens.ratio_RK.detach()
     inner = loss(replace(tokens, log_mu_RK=tokens.log_pi_RK.detach()))
-    return TokenLosses(weight_RK.clamp(max=cap) * inner.loss_RK, inner.clipped_RK | (weight_RK > cap))
+    return TokenLosses(weight_RK.clamp(max=min(cap, MAX_RATIO)) * inner.loss_RK, inner.clipped_RK | (weight_RK > cap))
 
 
 def aipo(tokens: Tokens, delta: float) -> TokenLosses:
     """-sg(min(r, delta)) * A * log pi (LlamaRL, arXiv 2505.24034)."""
-    return TokenLosses(weighted(tokens, tokens.ratio_RK.clamp(max=delta)), tokens.ratio_RK > delta)
+    return TokenLosses(weighted(tokens, tokens.ratio_RK.clamp(max=min(delta, MAX_RATIO))), tokens.ratio_RK > delta)
 
 
 def tis(tokens: Tokens, level: Literal["token", "sequence"], cap: float) -> TokenLosses:
@@ -221,7 +222,7 @@ def tis(tokens: Tokens, level: Literal["token", "sequence"], cap: float) -> Toke
     framework secretly brings you off-policy RL training".
     """
     ratio_RK = tokens.ratio_RK if level == "token" else _to_tokens(tokens, ratio_of(tokens.log_product_R1))
-    return TokenLosses(weighted(tokens, ratio_RK.clamp(max=cap)), ratio_RK > cap)
+    return TokenLosses(weighted(tokens, ratio_RK.clamp(max=min(cap, MAX_RATIO))), ratio_RK > cap)
 
 
 def icepop(tokens: Tokens, alpha: float, beta: float) -> TokenLosses:
@@ -277,6 +278,7 @@ def gspo(tokens: Tokens, clip_low: float, clip_high: float) -> TokenLosses:
 
 def cispo(tokens: Tokens, lower: float, upper: float) -> TokenLosses:
     """-sg(clip(r, lower, upper)) * A * log pi (MiniMax-M1, arXiv 2506.13585; one upper limit: arXiv 2510.13786)."""
+    lower, upper = min(lower, MAX_RATIO), min(upper, MAX_RATIO)
     clipped_RK = (tokens.ratio_RK < lower) | (tokens.ratio_RK > upper)
     return TokenLosses(weighted(tokens, tokens.ratio_RK.clamp(lower, upper)), clipped_RK)
 

@@ -157,15 +157,16 @@ class RunOptimizer:
         Returns what is wrong after it, on any rank: weights that are not finite, also in the type in which they are
         served, or NO_MEMORY. A collective.
         """
-        had_memory = True
+        had_memory = is_held = True
         try:
             self._update(grad_norm)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            had_memory = not is_out_of_memory(error)
+            is_held = "without overflow" not in str(error)  # else float32 does not hold the rate
+            if had_memory and is_held:
                 raise
-            had_memory = False
         self.weights.drop_gradients()
-        are_good = self.weights.are_within(self._limit)
+        are_good = is_held and self.weights.are_within(self._limit)
         num_without, num_bad = self._world.sum(torch.tensor([float(not had_memory), float(not are_good)])).tolist()
         return NO_MEMORY if num_without >= 1 else "the weights after it" if num_bad >= 1 else None
 

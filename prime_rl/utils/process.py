@@ -87,7 +87,8 @@ class ProcessId:
         """True when it is `other`, or started after it in the same boot of the same machine."""
         boot, _, ticks = self.start.partition("/")
         other_boot, _, other_ticks = other.start.partition("/")
-        return bool(boot) and boot == other_boot and int(ticks) >= int(other_ticks)
+        is_known = ticks.isdecimal() and other_ticks.isdecimal() and boot == other_boot != ""
+        return is_known and (len(ticks), ticks) >= (len(other_ticks), other_ticks)
 
     def send(self, signum: signal.Signals) -> None:
         """Send a signal if this process still is that process."""

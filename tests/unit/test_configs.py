@@ -10,6 +10,7 @@ import pytest
 from daemons.cli import run
 from daemons.specs import write_component_configs
 from prime_rl.configs.base import (
+    MAX_PROBLEMS,
     ConfigError,
     ConfigParseError,
     build,
@@ -125,6 +126,26 @@ def test_two_environments_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_bad_toml_is_named_with_its_line(tmp_path: Path, text: str, line: int) -> None:
     with pytest.raises(ConfigParseError, match=f"line {line}: not valid TOML"):
         load_run_config(run_toml(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("{" + "a." * 300 + "a = 1}", "nested too deeply"),
+        ("{a = " + "9" * 5_000 + "}", "over 64 bits"),
+        ("{a = 0x" + "f" * 5_000 + "}", "over 64 bits"),
+    ],
+    ids=["nested", "digits", "hexadecimal digits"],
+)
+def test_what_cannot_be_passed_on_to_other_processes_is_not_valid(tmp_path: Path, value: str, words: str) -> None:
+    with pytest.raises(ConfigParseError, match=words):
+        load_run_config(run_toml(tmp_path, f"{MINIMAL}args = {value}\n"))
+
+
+def test_of_very_many_problems_the_first_are_told_and_none_takes_longer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(run_toml(tmp_path, "".join(f"key{number} = 1\n" for number in range(1_000)) + MINIMAL))
+    assert len(caught.value.problems) == MAX_PROBLEMS
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from daemons import actions
@@ -116,6 +117,17 @@ def test_an_invalid_edit_is_the_runs_problem_and_it_goes_on(run: RunDir, text: s
         actions.apply_edit(run.path.parent, "run_a")
     assert "restored" in actions.restore_config(run.path.parent, "run_a")
     assert view(run).edited is None and load_toml(run.orch_toml)["max_steps"] == 25
+
+
+def test_what_a_run_puts_in_the_place_of_its_admitted_config_ends_no_trainer(run: RunDir) -> None:
+    manager, admitted = restarted(run), read_admitted(run)
+    assert admitted is not None
+    run.applied.write_text(run.orch_toml.read_text())
+    hostile = msgspec.structs.replace(admitted, text="a = " + "9" * 5_000)
+    run.admitted.write_bytes(msgspec.toml.encode(hostile))
+    edit(run, weight=3.0)
+    look(manager)
+    assert manager.run(0).config.weight == 3.0
 
 
 def test_apply_takes_the_edit_at_the_next_admission_and_keeps_a_history(run: RunDir) -> None:

@@ -25,6 +25,7 @@ from prime_rl.contract.status import (
     Status,
     TrainerRunStatus,
     TrainerStatus,
+    utc,
 )
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.text import clean_text, one_line
@@ -88,6 +89,20 @@ def test_runs_in_every_state_in_the_order_of_importance(tmp_path: Path) -> None:
     run = workspace.runs[0]
     assert (run.run_idx, run.step, run.max_steps, run.lr, run.model, run.batch_size) == (0, 2, 10, 0.5, "m", 8)
     assert [(each.name, each.reason) for each in workspace.refused] == [("run_link", "a link")]
+
+
+@pytest.mark.parametrize("still_s", [1e300, -1e300])
+def test_numbers_that_mean_nothing_are_their_own_runs_trouble(tmp_path: Path, still_s: float) -> None:
+    run, status = make_run(tmp_path, "run_a"), RunStatus(run_id="run_a", state="running", loop=1)
+    status.loop_still_s, status.loop_limit_s = still_s, min(0.0, 2 * still_s)
+    put(run.status, status)
+    run.added.write_text(f"run_a {'9' * 190}")
+    number = make_run(tmp_path, "run_b")
+    number.orch_toml.write_text(number.orch_toml.read_text() + f"args.a = {'9' * 5_000}\n")
+    put_trainer(tmp_path, {"run_a": 0, "run_b": 1}, [])
+    one, other = read_workspace(tmp_path, now=NOW).runs
+    assert "has not turned since" in (one.reason or "") and utc(one.added_at or 0.0).startswith("9999-12-31")
+    assert other.state is RunState.ACTIVE and other.max_steps is None
 
 
 def test_a_copied_workspace_shows_what_was_and_claims_no_life(tmp_path: Path) -> None:

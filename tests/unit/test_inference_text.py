@@ -63,8 +63,9 @@ def test_what_a_template_cannot_take_is_refused_in_one_line(text: Text, argument
 class Asker:
     """A request whose client goes away after so many looks."""
 
-    def __init__(self, num_looks: int) -> None:
+    def __init__(self, num_looks: int, run_id: str = "") -> None:
         self._num_looks = num_looks
+        self.scope = {"state": {"run_id": run_id}}
 
     async def is_disconnected(self) -> bool:
         self._num_looks -= 1
@@ -96,6 +97,18 @@ async def test_long_texts_hold_neither_the_loop_nor_the_threads_of_others(tmp_pa
     gone = await asyncio.gather(*asked, return_exceptions=True)
     assert {str(each) for each in gone} == {"The client has closed the connection."}
     assert slow.encoded == ["a"] * 64, "and none for a client that has gone"
+
+
+async def test_texts_of_a_run_wait_for_no_more_than_one_of_each_other_run(tmp_path: Path) -> None:
+    slow: Any = SlowText()
+    api = Api(None, slow, InferenceConfig(output_dir=tmp_path))  # type: ignore[arg-type]
+    runs = [*["run_a"] * 64, "run_b"]
+    asked = [asyncio.create_task(api.complete(Asker(1, each), {"prompt": [each, each]})) for each in runs]  # type: ignore[arg-type]
+    while len(slow.encoded) < 2:
+        await asyncio.sleep(0.001)
+    slow.release.set()
+    await asyncio.gather(*asked, return_exceptions=True)
+    assert slow.encoded.index("run_b") <= 4
 
 
 async def test_a_stream_is_decoded_in_a_thread() -> None:

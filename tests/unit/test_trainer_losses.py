@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import get_args
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from prime_rl.configs.losses import (
@@ -266,3 +268,13 @@ def test_a_policy_that_is_the_base_has_no_kl_and_no_gradient_of_it() -> None:
     losses.loss_R.sum().backward()
     assert not losses.loss_R.any() and not losses.kl_base_RK.any()
     assert logprobs.grad is not None and not logprobs.grad.any()
+
+
+@pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
+def test_a_constant_that_float32_does_not_hold_ends_no_pass(config: LossConfig) -> None:
+    inputs = inputs_of()
+    halves = {key: value.float() for key, value in vars(inputs).items() if torch.is_floating_point(value)}
+    for key, value in config:
+        if value is None or isinstance(value, float):
+            with contextlib.suppress(ValidationError):
+                compute_loss(config.replace(**{key: 1e300}), replace(inputs, **halves))

@@ -51,6 +51,13 @@ def set_gradients(manager: MultiRunManager, run_idx: int, rank: int, scale: floa
         own.copy_(torch.randn(own.shape, generator=torch.Generator().manual_seed(3)) * scale)
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_rate_that_float32_does_not_hold_is_its_own_runs_trouble(tmp_path: Path, kind: str) -> None:
+    manager, (run,) = with_runs(tmp_path, {"optim": {"type": kind, "lr": 1e300}})
+    set_gradients(manager, 0, 8)
+    assert run.step(run.reduce_gradients()) == "the weights after it"
+
+
 def test_the_rate_follows_the_schedule() -> None:
     constant = SchedulerConfig(warmup_steps=3)
     assert [lr_factor(constant, 10, step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,19 @@ from torch import nn
 from prime_rl.configs.admitted import apply
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX
+from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import DaemonStatus, RunStatus, Status
 from prime_rl.trainer import runs as runs_module
-from prime_rl.trainer.runs.discovery import MIN_REPORTS, Discovery, Evictions, Findings
+from prime_rl.trainer.runs.discovery import (
+    DEAR_S,
+    DEAR_SHARE,
+    MIN_REPORTS,
+    ConfigFile,
+    Discovery,
+    Evictions,
+    Findings,
+)
 from prime_rl.utils.text import printable
 from tests.runs_support import BASE, add, look, manager_of
 from tests.trainer_support import write_config
@@ -322,8 +332,19 @@ def test_names_of_all_versions_of_the_interface(tmp_path: Path) -> None:
     assert manager.run_dirs() == []
 
 
+VALID = f'batch_size = 8\nrollouts_per_example = 4\nmodel.name = "{BASE}"\n[[env]]\nid = "reverse-text"\n'
+
+
 @pytest.mark.parametrize(
-    "text", ["x = " + "[" * 20_000, "batch_size = " + "9" * 5_000, "#" * (2 << 20)], ids=["nested", "digits", "large"]
+    "text",
+    [
+        "x = " + "[" * 20_000,
+        f"{VALID}args{'.a' * 300} = 1\n",
+        "batch_size = " + "9" * 5_000,
+        "#" * (2 << 20),
+        "".join(f"key{number} = 1\n" for number in range(50_000)),
+    ],
+    ids=["nested", "nested in what is free", "digits", "large", "wrong all over"],
 )
 def test_a_hostile_config_is_invalid_and_harms_no_other_run(tmp_path: Path, text: str) -> None:
     run = add(tmp_path, "run_a")
@@ -332,6 +353,32 @@ def test_a_hostile_config_is_invalid_and_harms_no_other_run(tmp_path: Path, text
     manager = look(manager_of(tmp_path))
     assert set(manager.id_2_idx) == {"run_b"} and manager.findings.invalid == ["run_a"]
     assert run.config_error.read_text().startswith(PARSE_ERROR_PREFIX)
+
+
+def test_a_config_that_is_dear_to_read_takes_a_small_share_of_the_trainers_time(tmp_path: Path) -> None:
+    run, seeds = add(tmp_path, "run_a"), list[int]()
+
+    def dear(config: OrchestratorConfig) -> None:
+        seeds.append(config.seed)
+        end_s = time.thread_time() + 2 * DEAR_S
+        while time.thread_time() < end_s:
+            pass
+
+    file = ConfigFile(run)
+    assert file.read(dear, 0.0, 0.0) is None
+    write_config(run, BASE, seed=7)
+    due = file.read(dear, 0.0, 1.0)
+    assert due is not None and due >= 2 * DEAR_S / DEAR_SHARE and len(seeds) == 1
+    assert file.read(dear, 0.0, due) is None and seeds[1:] == [7]
+
+
+def test_a_resume_request_without_end_and_numbers_that_are_none_keep_no_run_from_its_slot(tmp_path: Path) -> None:
+    add(tmp_path, "run_a", env=[{"id": "reverse-text", "args": {"a": math.nan}}])
+    run = add(tmp_path, "run_b", max_steps=1, ckpt={"resume_step": 0})
+    run.broadcast_dir(1).mkdir(parents=True)
+    mark_stable(run.broadcast_dir(1))
+    run.resumed.write_text('{"x": ' + "[" * 20_000)
+    assert set(look(manager_of(tmp_path)).id_2_idx) == {"run_a", "run_b"}
 
 
 def test_a_name_that_is_no_text_can_be_told(tmp_path: Path) -> None:

@@ -58,6 +58,12 @@ def test_no_process_has_a_pid_that_is_free_or_absurd() -> None:
         assert not ProcessId.of(pid).is_running()
 
 
+def test_a_start_that_is_no_number_is_that_of_no_later_process() -> None:
+    one = ProcessId(1, 0.0, "boot/9")
+    found = [ProcessId(2, 0.0, f"boot/{ticks}").is_started_after(one) for ticks in ("10", "8", "x", "", "9" * 5_000)]
+    assert found == [True, False, False, False, True]
+
+
 def test_containers_of_one_machine_do_not_share_their_pids() -> None:
     alone = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c"]
     try:

@@ -41,6 +41,7 @@ from prime_rl.inference.errors import ApiError, StartError
 from prime_rl.inference.front import serve_engine
 from prime_rl.inference.guard import Room, decoded, json_response, run_of
 from prime_rl.inference.serve import ServerContext
+from prime_rl.inference.sharing import Lanes
 from prime_rl.inference.weight_files import max_model_len
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class Api:
         self._max_waiting = config.embedded.max_waiting
         self._created = int(time.time())
         # Apart from asyncio's own threads, which long texts must not keep from adapters and the status file.
-        self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, "text")
+        self._threads, self._text_turns = ThreadPoolExecutor(NUM_TEXT_THREADS, "text"), Lanes(NUM_TEXT_THREADS)
         self._registry = CollectorRegistry()
         self._registry.register(_Metrics(engine))
         self.alive = lambda: engine.alive
@@ -174,15 +175,15 @@ class Api:
         return json_response(await self._off_loop(request, response, asked, job, self._text, self._model))
 
     async def _off_loop(self, request: Request, make: Callable[..., T], *arguments: Any) -> T:
-        """Return what `make` makes with the tokenizer, in a thread. Raises ApiError when the client has gone."""
-        if await request.is_disconnected():
-            raise ApiError(400, "The client has closed the connection.")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, make, *arguments)
+        """Return what `make` makes with the tokenizer, in a thread, by turns of runs. ApiError: the client has gone."""
+        async with self._text_turns.turn(run_of(request)):
+            if await request.is_disconnected():
+                raise ApiError(400, "The client has closed the connection.")
+            return await asyncio.get_running_loop().run_in_executor(self._threads, make, *arguments)
 
     async def _models(self, request: Request) -> Response:
         base = self._card(self._model, self._model, None) | {"max_model_len": self._engine.max_model_len}
-        loaded = self._engine.adapters()
-        adapters = [self._card(name, path, self._model) for name, path in loaded.items()]
+        adapters = [self._card(name, path, self._model) for name, path in self._engine.adapters().items()]
         return json_response({"object": "list", "data": [base, *adapters]})
 
     def _card(self, name: str, root: str, parent: str | None) -> dict[str, Any]:

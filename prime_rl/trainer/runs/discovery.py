@@ -56,6 +56,8 @@ MAX_ERROR_CHARS = 20_000
 MAX_REASON_CHARS = 2_000
 # The beginning of a file can be a valid config with other defaults. Between two writes of one save less time passes.
 QUIET_S = 0.05
+# A config that takes this long to read takes at most this share of the trainer's time, however often it changes.
+DEAR_S, DEAR_SHARE = 0.1, 0.02
 
 # Null when the config is good, else what is wrong with it.
 Validate = Callable[[OrchestratorConfig], str | None]
@@ -101,7 +103,7 @@ class ConfigFile:
         self.problem: str | None = None
         self.print: Print | None = None
         self.is_reported = False
-        self._since = 0.0
+        self._since = self._rests_until = 0.0
         self._is_judged = False
         self._digest: bytes | None = None
         # Those of what was applied and admitted.
@@ -126,12 +128,16 @@ class ConfigFile:
             self.print, self._since, self._is_judged = found, now, False
         if not self._is_judged:
             was_renamed, quiet_until = found.ctime_ns > found.mtime_ns, self._since + min(QUIET_S, settle_s)
-            if not (was_renamed or at_once) and now < quiet_until:
-                return quiet_until
+            waits_until = self._rests_until if was_renamed or at_once else max(quiet_until, self._rests_until)
+            if now < waits_until:
+                return waits_until
+            began_s = time.thread_time()
             self._take_in(path)
             if self.config is None and self.problem is None:
                 self.config, self.problem = _parse(self.run, validate)
             self._is_judged = True
+            if (took_s := time.thread_time() - began_s) > DEAR_S:
+                self._rests_until = now + took_s / DEAR_SHARE
         if self.problem is not None and now < self._since + settle_s:
             return self._since + settle_s
         self.is_reported = False
@@ -373,7 +379,7 @@ class _Entry:
             found.candidates.append(Candidate(self.run, config.config, self.landed_ns, self.inode))
         elif self.verdict == "refused":
             found.refused[run_id] = self.refusal or ""
-        elif self.verdict:
+        elif self.verdict and self.verdict != _STAYS:
             getattr(found, self.verdict).append(run_id)
         found.due = min(found.due, self.due)
 
@@ -434,27 +440,17 @@ class Discovery:
     def judge(self, found: Findings) -> None:
         """Find for each run without a slot whether it may have one, or why not."""
         for run_id, entry in self._entries.items():
-            if entry.verdict == _STAYS:
-                self._read_again(entry, found)
-                continue
             if entry.verdict is None or entry.due < math.inf:
                 try:
-                    entry.verdict = entry.judge(self._validate, self._settle_s, self._clock())
+                    if entry.verdict != _STAYS:
+                        entry.verdict = entry.judge(self._validate, self._settle_s, self._clock())
+                    elif (config := entry.read_again(self._validate, self._settle_s, self._clock())) is not None:
+                        found.changed[run_id] = config
                 except OSError as error:  # deleted meanwhile, or it cannot be read: looked at again next time
                     logger.debug("looking at %s failed: %s", run_id, error)
-                    entry.verdict = None
+                    entry.verdict = entry.verdict if entry.verdict == _STAYS else None
             entry.tell(found)
         found.candidates.sort(key=lambda candidate: candidate.claim.order)
-
-    def _read_again(self, entry: _Entry, found: Findings) -> None:
-        if entry.due == math.inf:
-            return
-        try:
-            if (config := entry.read_again(self._validate, self._settle_s, self._clock())) is not None:
-                found.changed[entry.run.run_id] = config
-        except OSError as error:
-            logger.debug("reading the changed config of %s failed: %s", entry.run.run_id, error)
-        found.due = min(found.due, entry.due)
 
     def report(self, found: Findings) -> None:
         """Report some invalid configs to their owners; the others at the next look, which is due at once.

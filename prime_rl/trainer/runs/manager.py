@@ -278,7 +278,8 @@ class MultiRunManager(Slots):
     def _admit(self, candidate: Candidate) -> None:
         try:
             effect = read_effect(candidate.run)
-            has_changed = effect.build(candidate.run) != candidate.config
+            # As JSON, where nan equals itself.
+            has_changed = effect.build(candidate.run).model_dump_json() != candidate.config.model_dump_json()
         except ConfigError:
             has_changed = True
         if has_changed:  # since it was judged: it is judged again at the next look

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.configs.admitted import read_effect, write_admitted
-from prime_rl.configs.base import ConfigError
 from prime_rl.configs.orchestrator import LIVE_KEYS, OrchestratorConfig, with_live_keys
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.trainer import TrainerConfig
@@ -32,6 +31,7 @@ from prime_rl.trainer.loss import LossSums
 from prime_rl.trainer.optim import RunOptimizer
 from prime_rl.trainer.runs.discovery import Claim
 from prime_rl.trainer.runs.sync import ReadyRun, SlotState
+from prime_rl.utils.text import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -176,8 +176,8 @@ class TrainerRun:
         self.config = config
         try:
             write_admitted(self.dir, read_effect(self.dir), self.progress.step)
-        except (OSError, ConfigError) as error:  # it is written with its next admission
-            logger.warning("%s: cannot write %s: %s", self.run_id, self.dir.admitted, error)
+        except Exception as error:  # the boundary of a run, whose files may hold anything; its next admission writes it
+            logger.warning("%s: cannot write %s: %s", self.run_id, self.dir.admitted, error_text(error))
 
     def state(self, scaling: float) -> SlotState:
         """The state that the other ranks are sent."""
