@@ -17,8 +17,7 @@ from daemons.commands.common import (
     JsonOption,
     OutputDirOption,
     UsageError,
-    check_readable,
-    choose_output,
+    existing_output,
     parse_duration,
     print_json,
     say,
@@ -94,8 +93,7 @@ def alerts(
     """
     if context.invoked_subcommand is not None:
         return
-    output = choose_output(output_dir)
-    check_readable(output.path)
+    output = existing_output(output_dir)
     require_alerts(output)
     if test:
         _test(output, as_json)
@@ -204,7 +202,7 @@ def unmute_alerts(
 def _output(context: typer.Context, output_dir: Path | None = None) -> OutputDir:
     """--output-dir may stand before the name of the subcommand, or after it."""
     before = context.parent.params.get("output_dir") if context.parent else None
-    return choose_output(output_dir or context.params.get("output_dir") or before)
+    return existing_output(output_dir or context.params.get("output_dir") or before)
 
 
 def _test(output: OutputDir, as_json: bool) -> None:

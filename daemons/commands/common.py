@@ -75,16 +75,22 @@ def no_workspace(path: Path) -> str | None:
     return None if path.is_dir() else f"no workspace at {path}: start one with prl up, or name another"
 
 
-def check_readable(path: Path) -> Path:
-    """Return `path`. A missing workspace counts as an empty one; raises ActionError for one that cannot be read."""
+def existing_output(option: Path | None, *, may_miss: bool = False) -> OutputDir:
+    """The workspace of `choose_output`, which must be there unless it `may_miss`: then a missing one counts as empty.
+
+    Raises UsageError when it is missing, ActionError when it cannot be read.
+    """
+    output = choose_output(option)
     try:
-        with os.scandir(path):
-            return path
-    except FileNotFoundError:
-        return path
+        with os.scandir(output.path):
+            return output
+    except FileNotFoundError as error:
+        if may_miss:
+            return output
+        raise UsageError(f"{no_workspace(output.path)}") from error
     except OSError as error:
         raise ActionError(
-            f"cannot read workspace {path}: {error.strerror}; choose another with --output-dir"
+            f"cannot read workspace {output.path}: {error.strerror}; choose another with --output-dir"
         ) from error
 
 

@@ -31,11 +31,10 @@ from daemons.commands.common import (
     OutputDirOption,
     UsageError,
     WatchOption,
-    check_readable,
-    choose_output,
     choose_output_dir,
     complain,
     console,
+    existing_output,
     no_workspace,
     print_json,
     say,
@@ -210,9 +209,7 @@ def down(
 
     Example: prl down --output-dir outputs/demo
     """
-    output = choose_output(output_dir)
-    if none := no_workspace(output.path):
-        raise WrongUseError(none)
+    output = existing_output(output_dir)
     was_running = up_and_down.stop_workspace(output.path, timeout_s=timeout, say=say)
     say(f"{output.path}: stopped, no process is left" if was_running else f"{output.path}: nothing is running")
 
@@ -224,9 +221,7 @@ def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watc
 
     Example: prl status --watch
     """
-    path = check_readable(choose_output(output_dir).path)
-    if not watching and not as_json and (none := no_workspace(path)):  # a script may ask before `prl up` has made it
-        raise WrongUseError(none)
+    path = existing_output(output_dir, may_miss=watching or as_json).path
     reader, disk = WorkspaceReader(path), DiskReader(path)
 
     def view() -> RenderableType:
@@ -265,7 +260,7 @@ def logs(
 
     Example: prl logs run_reverse -f --grep "WARNING|ERROR"
     """
-    path = _log_path(choose_output(output_dir), name)
+    path = _log_path(existing_output(output_dir), name)
     wanted = _line_filter(grep)
     if not path.exists() and not follow:
         raise ActionError(f"log {path} not found: {name} has not been started yet")
@@ -365,7 +360,7 @@ def restart(
 
     Example: prl restart inference
     """
-    up_and_down.restart_daemon(choose_output(output_dir).path, name, say=say)
+    up_and_down.restart_daemon(existing_output(output_dir).path, name, say=say)
     say(f"{name}: restarted")
 
 
@@ -427,7 +422,7 @@ def scale(
 
     Example: prl scale inference 3
     """
-    place = choose_output_dir(output_dir)
+    place = existing_output(output_dir).path
     before = scale_inference(place, replicas, reason=reason)
     is_up = read_workspace(place).supervisor_alive
     if as_json:

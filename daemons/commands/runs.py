@@ -30,10 +30,10 @@ from daemons.commands.common import (
     UsageError,
     WatchOption,
     cell,
-    check_readable,
     choose_output_dir,
     complain,
     console,
+    existing_output,
     make_table,
     no_workspace,
     number,
@@ -300,7 +300,7 @@ def list_runs(
     Example: prl runs list --state active,waiting --tag lr-sweep --sort reward
     """
     states, tags = _states(state), set(tag or ())
-    path = check_readable(choose_output_dir(output_dir))
+    path = existing_output(output_dir, may_miss=watching or as_json).path
     reader = WorkspaceReader(path)
 
     def chosen() -> list[RunView]:
@@ -333,7 +333,7 @@ def show(run_id: RunIdArgument, output_dir: OutputDirOption = None, as_json: Jso
         check_run_id(run_id)
     except LayoutError as error:
         raise UsageError(str(error)) from error
-    workspace = WorkspaceReader(check_readable(choose_output_dir(output_dir))).read()
+    workspace = WorkspaceReader(existing_output(output_dir).path).read()
     run = workspace.run(run_id)
     if run is None:
         reason = next((each.reason for each in workspace.refused if each.name == run_id), None)
@@ -360,7 +360,7 @@ def samples(
 
     Example: prl runs samples run_reverse -n 8
     """
-    with acting_on(choose_output_dir(output_dir), run_id, "reading") as (_, run):
+    with acting_on(existing_output(output_dir).path, run_id, "reading") as (_, run):
         found = read_samples(run.samples, number)
     if as_json:
         print_json({"samples": msgspec.to_builtins(found)})

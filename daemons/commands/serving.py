@@ -17,10 +17,9 @@ from daemons.commands.common import (
     JsonOption,
     OutputDirOption,
     UsageError,
-    check_readable,
-    choose_output_dir,
     complain,
     console,
+    existing_output,
     make_table,
     print_json,
     say,
@@ -80,7 +79,7 @@ def eval_targets(
     Example: prl eval base run_reverse run_reverse@v20 -n 50 -k 4
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as with Ctrl-C, which unloads the adapter
-    place = check_readable(choose_output_dir(output_dir))
+    place = existing_output(output_dir).path
     source = load_source(place, targets, env, data, scorer)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     screen = Console(stderr=True)
@@ -124,7 +123,7 @@ def serve(
 
     Example: prl serve run_reverse@v20
     """
-    place, urls = check_readable(choose_output_dir(output_dir)), list[str]()
+    place, urls = existing_output(output_dir, may_miss=as_json).path, list[str]()
     if target is None:
         if stop:
             raise UsageError("--stop: name the run, such as prl serve --stop run_reverse")

@@ -154,12 +154,25 @@ def test_show_and_status_for_people(inline: Inline) -> None:
     assert " age " in inline("runs", "list").stdout
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["runs", "list", "--output-dir", str(tmp_path / "typo")]) == 0
-    said = capsys.readouterr().out.replace("\n", "")
-    assert said.startswith(f"no workspace at {tmp_path / 'typo'}: start one with prl up")
-    (tmp_path / "typo").mkdir()
-    assert run(["runs", "list", "--output-dir", str(tmp_path / "typo")]) == 0
+READING = """
+runs list|runs best|usage|serve|runs show run_x|runs samples run_x|runs export-metrics|runs diff run_a run_b|runs purge
+runs evict run_x --reason a|runs undelete run_x|logs trainer|restart trainer|chat base|alerts|multinode status
+""".replace("\n", "|").strip("|")
+
+
+@pytest.mark.parametrize("command", READING.split("|"))
+def test_a_folder_that_is_not_there_is_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "typo"
+    assert run([*command.split(), "--output-dir", str(missing)]) == 2
+    line = f"prl: no workspace at {missing}: start one with prl up, or name another\n"
+    assert capsys.readouterr() == ("", line) and not missing.exists()
+
+
+def test_with_json_a_missing_workspace_is_an_empty_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, key in (("runs list", "runs"), ("runs best", "standings"), ("usage", "rows"), ("status", "daemons")):
+        assert run([*command.split(), "--json", "--output-dir", str(tmp_path / "typo")]) == 0
+        assert json.loads(capsys.readouterr().out)[key] == []
+    assert run(["runs", "list", "--output-dir", str(tmp_path)]) == 0
     assert "no runs yet: add one with prl runs add" in capsys.readouterr().out.replace("\n", " ")
 
 
