@@ -38,6 +38,7 @@ from prime_rl.configs.base import (
     merge,
     parse_toml,
 )
+from prime_rl.configs.explain import check_kind
 from prime_rl.configs.jsonl import Place, place_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
@@ -246,10 +247,9 @@ def check_file(
     output = OutputDir(Path(output_dir))
     try:
         data = merge(load_toml(Path(source)), overrides or {})
+        problems = _problems(data, str(source), trainer_limits(output.path), place_of(beside or Path(source)))
     except ConfigError as error:
         return error.problems
-    limits = trainer_limits(output.path)
-    problems = _problems(data, str(source), limits, place_of(beside or Path(source)))
     if not problems:
         config = build(OrchestratorConfig, data, str(source))
         problems = plugin_problems(config)
@@ -291,7 +291,11 @@ def checked(
 
 
 def _problems(data: Mapping[str, Any], source: str, limits: TrainerLimits | None, place: Place) -> list[ConfigProblem]:
-    """The trainer's own; those of its files; those of the chat template with each `[[env]]`, if the model is here."""
+    """The trainer's own; those of its files; those of the chat template with each `[[env]]`, if the model is here.
+
+    Raises ConfigError for a file of another kind.
+    """
+    check_kind("orch", data, source)
     if problems := find_problems(data, source, limits):
         return problems
     config, key = build(OrchestratorConfig, data, source), "model.name"

@@ -48,6 +48,7 @@ from daemons.workspace import SUPERVISOR, Workspace
 from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.configs import EXAMPLES
 from prime_rl.configs.base import ConfigError, build, load_config, load_toml, merge, read_argv
+from prime_rl.configs.explain import check_kind
 from prime_rl.configs.inference import WHOLE_GPU
 from prime_rl.configs.system import SystemConfig, TrainerDeployment
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
@@ -90,6 +91,7 @@ def choose_system(
     """
     data, source = read_argv(args)
     chosen = output_dir or os.environ.get("PRL_OUTPUT_DIR")
+    check_kind("system", data, source)
     small, folder = False, Path.cwd()
     if not any(arg.startswith("@") for arg in args) and "model" not in data:
         chosen = chosen or data.get("output_dir") or default()

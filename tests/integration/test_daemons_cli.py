@@ -176,6 +176,21 @@ def test_with_json_a_missing_workspace_is_an_empty_one(tmp_path: Path, capsys: p
     assert "no runs yet: add one with prl runs add" in capsys.readouterr().out.replace("\n", " ")
 
 
+@pytest.mark.parametrize("name", ["demo/system.toml", "reverse_text/trainer.toml", "reverse_text/inference.toml"])
+def test_a_file_of_another_kind_is_told_in_one_short_line(name: str, inline: Inline) -> None:
+    file, run_file = ROOT / "configs" / name, ROOT / "configs" / "demo" / "reverse.toml"
+    use = "prl up @" if "system" in name else f"prl {file.stem} @"
+    for command in ("add", "validate", "sweep --set seed=1"):
+        verb, *more = command.split()
+        said = inline("runs", verb, str(file), *more, exit_code=1).stderr
+        assert said.count("\n") == 1 and said.endswith(f", not like a run's config: use {use} {file}\n"), said
+    said = inline("up", "@", str(run_file), "--dry-run", exit_code=2).stderr
+    assert said == (
+        f"prl: {run_file}: looks like a run's config, not like a workspace's system file: use prl runs add {run_file}\n"
+    )
+    assert not inline.prl.output_dir.exists()
+
+
 def test_several_files_are_added_or_none(inline: Inline, tmp_path: Path) -> None:
     files = [str(inline.prl.run_file(name)) for name in "ab"]
     bad = tmp_path / "bad.toml"
