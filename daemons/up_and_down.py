@@ -143,9 +143,15 @@ def make_ready(
 ) -> Wanted | None:
     """Make the small workspace's base model when it is missing, and settle its slots; None when `stop()` came first.
 
-    Raises LaunchError, and ActionError without what the daemons need.
+    Raises LaunchError, before anything is made where a port or the model is at fault, and ActionError without what the
+    daemons need.
     """
     need_daemons(wanted.system)
+    now = read_workspace(output.path)
+    if now.inference is None and not now.supervisor_alive:  # else its own servers have the ports
+        supervisor_process.check_ports(wanted.system)
+        if not wanted.is_small:
+            check_model(wanted.system.model.name)
     if wanted.is_small:
         _make_model(wanted.system.model.name, output, stop, say, is_quiet)
         if stop():
