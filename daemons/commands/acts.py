@@ -22,7 +22,6 @@ from daemons.commands.common import (
     DryRunOption,
     JsonOption,
     OutputDirOption,
-    UsageError,
     choose_output_dir,
     complain,
     existing_output,
@@ -31,6 +30,7 @@ from daemons.commands.common import (
     say,
 )
 from daemons.commands.runs import RunIdArgument, parse_overrides
+from daemons.errors import WrongUseError
 from daemons.sweeps import sweep_runs
 from prime_rl.configs.orchestrator import LIVE_KEYS
 from prime_rl.contract.status import RunState
@@ -90,21 +90,6 @@ def rollback(
     place = existing_output(output_dir).path
     rollback_run(place, run_id, step, wait_s=wait, on_progress=_say_once(), reason=reason)
     say(f"{run_id}: rolled back to step {step}")
-
-
-def old_rollback(
-    run_id: RunIdArgument,
-    step: Annotated[int, typer.Option(min=0)],
-    output_dir: OutputDirOption = None,
-    wait: Annotated[float, typer.Option(min=0)] = 60.0,
-    reason: ReasonOption = "",
-) -> None:
-    """The old name of rollback.
-
-    Example: prl runs resume run_reverse --step 40
-    """
-    complain("prl runs resume is now prl runs rollback; the old name will go with the next version")
-    rollback(run_id, step, output_dir, wait, reason)
 
 
 def delete(
@@ -209,7 +194,7 @@ def _confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UsageError(f"{question} cannot ask without a terminal: add --yes")
+        raise WrongUseError(f"{question} cannot ask without a terminal: add --yes")
     typer.confirm(question, abort=True)
 
 

@@ -16,13 +16,13 @@ from daemons.alerts.targets import message, sentence
 from daemons.commands.common import (
     JsonOption,
     OutputDirOption,
-    UsageError,
     existing_output,
     parse_duration,
     print_json,
     say,
     short_time,
 )
+from daemons.errors import WrongUseError
 from daemons.quiet import (
     OpenIncident,
     Silence,
@@ -213,7 +213,7 @@ def _test(output: OutputDir, as_json: bool) -> None:
         targets = message_targets(config, os.environ)
         heart = dead_man(config, os.environ)
     except TargetError as error:
-        raise UsageError(str(error)) from error
+        raise WrongUseError(str(error)) from error
     now = time.time()
     note = message(output.path, [OpenIncident("test", "prl alerts --test", "no action is needed", now)], [], now)
     found = [_try(name, send, note) for name, send in [*targets, *([heart] if heart else [])]]

@@ -25,7 +25,6 @@ from daemons.commands.common import (
     FittingTable,
     JsonOption,
     OutputDirOption,
-    UsageError,
     complain,
     console,
     existing_output,
@@ -36,7 +35,7 @@ from daemons.commands.common import (
 )
 from daemons.commands.runs import NO_RUNS, RunIdArgument
 from daemons.details import Difference, diff_runs
-from daemons.errors import ActionError, one_line_errors
+from daemons.errors import ActionError, WrongUseError, one_line_errors
 from daemons.exports import export_run
 from daemons.ranking import RUN, TAG, RunValues, Standing, notes, rank, read_contestants
 from daemons.workspace_reader import read_workspace
@@ -292,14 +291,16 @@ def best(
     Example: prl runs best --by optim.lr --tag sort
     """
     if as_json and as_csv:
-        raise UsageError("--json and --csv: choose one")
+        raise WrongUseError("--json and --csv: choose one")
     metric = REWARD if metric == "reward" else metric
     place, tags = existing_output(output_dir, may_miss=as_json).path, set(tag or ())
     runs = read_contestants(place, [run for run in read_workspace(place).runs if tags <= set(run.tags)], metric)
     if runs and by not in (RUN, TAG) and not any(by in run.config for run in runs):
-        raise UsageError(f"--by {by}: no run has this key in its config; expected run, tag, or a key such as optim.lr")
+        expected = "expected run, tag, or a key such as optim.lr"
+        raise WrongUseError(f"--by {by}: no run has this key in its config; {expected}")
     if runs and not as_json and not any(run.steps for run in runs):
-        raise ActionError(f"no run has a value of {metric} yet: prl runs show ID --json has the names of its metrics")
+        named = f"prl runs show {runs[0].run_id} --json has the names of its metrics"
+        raise ActionError(f"no run has a value of {metric} yet: {named}")
     found = rank(runs, metric, by=by, last=last, step=step)
     # In the order of the ranking also for people who read CSV, which has no room for notes.
     told = notes(found, metric)

@@ -16,7 +16,6 @@ from daemons.commands import complete
 from daemons.commands.common import (
     JsonOption,
     OutputDirOption,
-    UsageError,
     complain,
     console,
     existing_output,
@@ -25,6 +24,7 @@ from daemons.commands.common import (
     say,
 )
 from daemons.commands.runs import SetOption, parse_overrides
+from daemons.errors import WrongUseError
 from daemons.evaluation import NUM_EXAMPLES, Evaluated, evaluate, load_source
 from daemons.serving import serve_run, served_names, stop_serving
 from prime_rl.contract.evaluation import EvalProgress, EvalResult
@@ -126,7 +126,7 @@ def serve(
     place, urls = existing_output(output_dir, may_miss=as_json).path, list[str]()
     if target is None:
         if stop:
-            raise UsageError("--stop: name the run, such as prl serve --stop run_reverse")
+            raise WrongUseError("--stop: name the run, such as prl serve --stop run_reverse")
         text = "\n".join(served_names(place)) or f"{place}: no version is kept served; prl serve RUN[@vN] serves one"
     elif stop:
         name = stop_serving(place, target)

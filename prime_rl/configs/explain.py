@@ -63,14 +63,14 @@ class FieldFacts:
     choice: str = ""
 
 
+def kind_of(data: Mapping[str, Any], expected: str = "orch") -> str:
+    """The kind of file that this is: the one that has most of its top-level keys, of equals the expected one."""
+    return max((expected, *KINDS), key=lambda kind: len(data.keys() & KINDS[kind][0].model_fields.keys()))
+
+
 def check_kind(kind: str, data: Mapping[str, Any], source: str) -> None:
-    """Raises ConfigError, in one short line, when another kind of file has more of the top-level keys of `data`."""
-
-    def num_known(name: str) -> int:
-        return len(data.keys() & KINDS[name][0].model_fields.keys())
-
-    found = max((kind, *KINDS), key=num_known)
-    if found != kind:
+    """Raises ConfigError, in one short line, for a file of another kind."""
+    if (found := kind_of(data, kind)) != kind:
         names = {"orch": "a run's config", "system": "a workspace's system file"}
         looks, wanted = (names.get(each, f"the config of {each}") for each in (found, kind))
         words = f"looks like {looks}, not like {wanted}: use {KINDS[found][1].replace('FILE', source)}"
