@@ -27,21 +27,22 @@ from typing import Any
 
 import tomli_w
 
-from daemons.adding import add_run, check_doubts, check_file, trainer_limits, validate_file
+from daemons.adding import add_run as add_run
+from daemons.adding import check_doubts as check_doubts
+from daemons.adding import check_file as check_file
+from daemons.adding import trainer_limits as trainer_limits
+from daemons.adding import validate_file as validate_file
 from daemons.details import hidden
-from daemons.errors import ActionError, WrongUseError, in_one_line, printable, record_act
-from daemons.trash import (
-    DELETED_NOTE,
-    Progress,
-    acting_on,
-    delete_run,
-    list_trash,
-    purge_trash,
-    undelete_run,
-    users,
-    users_of_run,
-    wait_until_released,
-)
+from daemons.errors import ActionError as ActionError
+from daemons.errors import WrongUseError as WrongUseError
+from daemons.errors import printable, record_act
+from daemons.trash import DELETED_NOTE as DELETED_NOTE
+from daemons.trash import Progress, acting_on, users, wait_until_released
+from daemons.trash import delete_run as delete_run
+from daemons.trash import list_trash as list_trash
+from daemons.trash import purge_trash as purge_trash
+from daemons.trash import undelete_run as undelete_run
+from daemons.trash import users_of_run as users_of_run
 from daemons.workspace import RunView
 from daemons.workspace_reader import WorkspaceReader, edit_text
 from prime_rl.configs.admitted import (
@@ -62,29 +63,6 @@ from prime_rl.contract.metrics import EarlyStop, series
 from prime_rl.contract.notes import pending_request
 from prime_rl.contract.status import DaemonStatus, RunState, RunStatus, read_status
 from prime_rl.contract.usage import budget_reason, used_in_life
-
-__all__ = [
-    "DELETED_NOTE",
-    "ActionError",
-    "WrongUseError",
-    "add_run",
-    "apply_edit",
-    "check_doubts",
-    "check_file",
-    "continue_run",
-    "delete_run",
-    "evict_run",
-    "list_trash",
-    "pause_run",
-    "purge_trash",
-    "readmit_run",
-    "restore_config",
-    "trainer_limits",
-    "undelete_run",
-    "users_of_run",
-    "validate_file",
-    "view_of_run",
-]
 
 # Why a run in this state cannot be paused, and what to do.
 NO_PAUSE = {
@@ -128,12 +106,12 @@ def readmit_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
     with acting_on(output_dir, run_id, "readmitting") as (output, run):
         view = view_of_run(output, run_id)
         if view.state is RunState.INVALID:
-            raise ActionError(in_one_line(f"{run_id} is invalid: fix its orch.toml instead ({view.reason})"))
+            raise ActionError(f"{run_id} is invalid: fix its orch.toml instead ({view.reason})")
         ended = is_ended(run)
         if view.state not in (RunState.EVICTED, RunState.FAILED) and not ended:
             return False
         if ended and (why := ends_again(output, run)):
-            raise ActionError(in_one_line(f"{run_id} would end again at once: {why}"))
+            raise ActionError(f"{run_id} would end again at once: {why}")
         remove(run.evicted)
         remove(run.finished)
         status = read_status(run.status, RunStatus)
@@ -157,7 +135,7 @@ def pause_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
     with acting_on(output_dir, run_id, "pausing") as (output, run):
         view = view_of_run(output, run_id)
         if why := NO_PAUSE.get(view.state):
-            raise ActionError(in_one_line(f"{run_id} cannot be paused: {why}"))
+            raise ActionError(f"{run_id} cannot be paused: {why}")
         if os.path.lexists(run.paused):
             return False
         write_atomic(run.paused, printable(reason).strip())
@@ -214,7 +192,7 @@ def view_of_run(output: OutputDir, run_id: str) -> RunView:
     if (view := workspace.run(run_id)) is not None:
         return view
     reason = next((each.reason for each in workspace.refused if each.name == run_id), "its folder is gone")
-    raise ActionError(in_one_line(f"{run_id} is not a run: {reason}"))
+    raise ActionError(f"{run_id} is not a run: {reason}")
 
 
 def end_run(output: OutputDir, run: RunDir, action: str, reason: str, detail: str = "") -> bool:
@@ -328,7 +306,7 @@ def _checked_text(output: OutputDir, run: RunDir, step: int) -> str:
     note = f"requested at {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
     text = edited(text, {"ckpt": {"resume_step": step}}, note)
     if problems := find_problems(parse_toml(text, "orch.toml"), "orch.toml", trainer_limits(output.path)):
-        raise ActionError(in_one_line(f"{run.run_id} would be invalid: {problems[0]}"))
+        raise ActionError(f"{run.run_id} would be invalid: {problems[0]}")
     return text
 
 
@@ -349,7 +327,7 @@ def parse_changes(items: Sequence[str]) -> dict[str, Any]:
     try:
         return {key: _tidy(key, value) for key, value in parse_set(items).items()}
     except ConfigError as error:
-        raise WrongUseError(in_one_line(str(error)).replace("--set: ", "")) from error
+        raise WrongUseError(str(error).replace("--set: ", "")) from error
 
 
 def _tidy(key: str, value: Any) -> Any:
@@ -399,7 +377,7 @@ def apply_edit(output_dir: Path, run_id: str, *, reason: str = "") -> str:
         if (edit := read_effect(run).edit) is None:
             return f"{run_id}: nothing to apply, its orch.toml is in effect"
         if edit.problem is not None:
-            raise ActionError(in_one_line(f"{run_id}: orch.toml is invalid ({edit.problem}): correct it first"))
+            raise ActionError(f"{run_id}: orch.toml is invalid ({edit.problem}): correct it first")
         refused = _refused(output, run, edit)
         text, data = _read_config(run)
         if refused:
@@ -417,7 +395,7 @@ def apply_edit(output_dir: Path, run_id: str, *, reason: str = "") -> str:
             record_act(output, "apply", run_id, reason=reason, detail=in_words(hidden(taken)))
         if refused:
             words = "; ".join(f"{key}: {why}" for key, why in refused.items())
-            raise ActionError(in_one_line(f"{run_id}: {f'{done}; ' if done else ''}not applied: {words}"))
+            raise ActionError(f"{run_id}: {f'{done}; ' if done else ''}not applied: {words}")
         return f"{run_id}: {done}"
 
 
@@ -448,7 +426,7 @@ def restore_config(output_dir: Path, run_id: str, *, reason: str = "") -> str:
 
 def _check_unedited(run: RunDir) -> None:
     if words := _edit_text(run):
-        raise ActionError(in_one_line(f"{run.run_id}: {words} first"))
+        raise ActionError(f"{run.run_id}: {words} first")
 
 
 def _edit_text(run: RunDir) -> str | None:
@@ -552,9 +530,11 @@ def _toml(value: Any) -> str:
 
 def _without_nulls(data: Mapping[str, Any]) -> dict[str, Any]:
     """Also without tables that are empty then: they say the same as none."""
-    found = {
-        key: _without_nulls(value) if isinstance(value, Mapping) else value
-        for key, value in data.items()
-        if value is not None
-    }
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, list):
+            return [clean(each) for each in value]
+        return _without_nulls(value) if isinstance(value, Mapping) else value
+
+    found = {key: clean(value) for key, value in data.items() if value is not None}
     return {key: value for key, value in found.items() if value != {}}

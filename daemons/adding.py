@@ -25,7 +25,7 @@ import tomli_w
 
 from daemons.data_files import copy_data, data_problems, has_data, plugin_problems
 from daemons.details import Version, find_version, parse_version
-from daemons.errors import ActionError, expand_home, in_one_line, need, one_line_errors, record_act
+from daemons.errors import ActionError, expand_home, need, one_line_errors, record_act
 from daemons.trash import acting_on, existing_run
 from prime_rl.configs.admitted import read_effect
 from prime_rl.configs.base import (
@@ -38,6 +38,7 @@ from prime_rl.configs.base import (
     merge,
     parse_toml,
 )
+from prime_rl.configs.explain import check_kind
 from prime_rl.configs.jsonl import Place, place_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
@@ -62,6 +63,7 @@ _OPTIMIZER_FILES = ("progress.json", "state.safetensors")
 _COPY_BYTES = 1 << 20
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+")
 
+INIT_FROM = "init.from: "
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+")
 _MAX_NAME_CHARS = 58  # of the 64 that an id allows; the rest is for "-2", "-3", ...
 _PUBLIC_MODE = 0o644
@@ -105,10 +107,8 @@ def find_start(output: OutputDir, source: str, *, download: bool = True) -> Star
         return Start(source, folder, _config(folder))
     if not _HUB_NAME.fullmatch(source):
         raise ActionError(
-            in_one_line(
-                f"init.from: {source!r} not found: must be a run such as run_a@v20, a folder in PEFT format, "
-                "or ORG/NAME on the Hugging Face hub"
-            )
+            f"{source!r} not found: must be a run such as run_a@v20, a folder in PEFT format, "
+            "or ORG/NAME on the Hugging Face hub"
         )
     if not download:
         return None
@@ -130,16 +130,14 @@ def check_start(output: OutputDir, start: Start, config: OrchestratorConfig, lim
     rank = config.model.lora.rank or (limits.max_rank if limits else None)
     if rank is not None and start.config.rank > rank:
         raise ActionError(
-            f"init.from: {start.name} has rank {start.config.rank}, the run has model.lora.rank = {rank}: "
+            f"{start.name} has rank {start.config.rank}, the run has model.lora.rank = {rank}: "
             "must be at most that; raise the run's rank, or choose another adapter"
         )
     takes = _target_modules(output)
     if takes is not None and (odd := untrained_modules(start.config.target_modules, takes)):
         raise ActionError(
-            in_one_line(
-                f"init.from: {start.name} adapts {', '.join(odd)[:200]}, this workspace's trainer only "
-                f"{', '.join(takes)}: choose another adapter, or change lora.target_modules in the system file"
-            )
+            f"{start.name} adapts {', '.join(odd)[:200]}, this workspace's trainer only "
+            f"{', '.join(takes)}: choose another adapter, or change lora.target_modules in the system file"
         )
 
 
@@ -153,7 +151,7 @@ def copy_start(start: Start, folder: Path) -> None:
     except FileNotFoundError as error:
         raise ActionError(f"{start.name}: {error.filename} not found: it may have been removed meanwhile") from error
     except ValueError as error:
-        raise ActionError(in_one_line(str(error))) from error
+        raise ActionError(str(error)) from error
     # A version is removed marker first: what was copied while the marker stood is whole.
     if start.version is not None and not _is_complete(start):
         raise ActionError(f"{start.name} was removed while it was copied: choose a newer version")
@@ -177,7 +175,7 @@ def _config(folder: Path) -> AdapterConfig:
     except FileNotFoundError as error:
         raise ActionError(f"{folder} has no {CONFIG_FILE}: a run starts from a folder in PEFT format") from error
     except ValueError as error:
-        raise ActionError(in_one_line(str(error))) from error
+        raise ActionError(str(error)) from error
 
 
 def _download(name: str) -> Path:
@@ -188,11 +186,9 @@ def _download(name: str) -> Path:
     try:
         folder = Path(snapshot_download(name, allow_patterns=[CONFIG_FILE, ADAPTER_FILE]))
     except (OSError, ValueError) as error:
-        raise ActionError(
-            in_one_line(f"init.from: {name!r} is not a folder, and the hub does not give it: {str(error)[:300]}")
-        ) from error
+        raise ActionError(f"{name!r} is not a folder, and the hub does not give it: {str(error)[:300]}") from error
     if not has_adapter(folder):
-        raise ActionError(f"init.from: {name!r} on the hub has no {CONFIG_FILE} and {ADAPTER_FILE}")
+        raise ActionError(f"{name!r} on the hub has no {CONFIG_FILE} and {ADAPTER_FILE}")
     return folder
 
 
@@ -246,17 +242,16 @@ def check_file(
     output = OutputDir(Path(output_dir))
     try:
         data = merge(load_toml(Path(source)), overrides or {})
+        problems = _problems(data, str(source), trainer_limits(output.path), place_of(beside or Path(source)))
     except ConfigError as error:
         return error.problems
-    limits = trainer_limits(output.path)
-    problems = _problems(data, str(source), limits, place_of(beside or Path(source)))
     if not problems:
         config = build(OrchestratorConfig, data, str(source))
         problems = plugin_problems(config)
         try:
             start_of(output, config, download=False)
         except ActionError as error:
-            problems.append(ConfigProblem("init.from", str(error).removeprefix("init.from: ")))
+            problems.append(ConfigProblem("init.from", str(error).removeprefix(INIT_FROM)))
     return problems
 
 
@@ -291,7 +286,11 @@ def checked(
 
 
 def _problems(data: Mapping[str, Any], source: str, limits: TrainerLimits | None, place: Place) -> list[ConfigProblem]:
-    """The trainer's own; those of its files; those of the chat template with each `[[env]]`, if the model is here."""
+    """The trainer's own; those of its files; those of the chat template with each `[[env]]`, if the model is here.
+
+    Raises ConfigError for a file of another kind.
+    """
+    check_kind("orch", data, source)
     if problems := find_problems(data, source, limits):
         return problems
     config, key = build(OrchestratorConfig, data, source), "model.name"
@@ -316,10 +315,13 @@ def start_of(output: OutputDir, config: OrchestratorConfig, *, download: bool = 
     """Return the adapter that the run's `[init]` names, checked against the run; or None. Raises ActionError."""
     if config.init.from_ is None:
         return None
-    with one_line_errors(f"reading {config.init.from_}"):
-        start = find_start(output, config.init.from_, download=download)
-    if start is not None:
-        check_start(output, start, config, trainer_limits(output.path))
+    try:
+        with one_line_errors(f"reading {config.init.from_}"):
+            start = find_start(output, config.init.from_, download=download)
+        if start is not None:
+            check_start(output, start, config, trainer_limits(output.path))
+    except ActionError as error:
+        raise type(error)(f"{INIT_FROM}{error}") from error
     return start
 
 
@@ -516,7 +518,7 @@ def _fork_config(
         data = {**merge(data, overrides), "init": {"from": source}}
         config = checked(output.path, data, run.orch_toml.name, None, run.data_file)
     except ConfigError as error:
-        raise ActionError(in_one_line(f"the fork of {run.run_id} would be invalid: {error}")) from error
+        raise ActionError(f"the fork of {run.run_id} would be invalid: {error}") from error
     return tomli_w.dumps(data), config
 
 
@@ -527,7 +529,7 @@ def _check_moments(output: OutputDir, run: RunDir, config: OrchestratorConfig, r
     try:
         before = build(OrchestratorConfig, read_effect(run).data, run.orch_toml.name).optim.type
     except ConfigError as error:
-        raise ActionError(in_one_line(f"--with-optimizer: {error}")) from error
+        raise ActionError(f"--with-optimizer: {error}") from error
     if own != (rank, alpha):
         found, wanted = f"rank {rank} and alpha {alpha:g}", f"rank {own[0]} and alpha {own[1]:g}"
     elif config.optim.type != before:

@@ -14,7 +14,7 @@ import typer
 
 from daemons.actions import ActionError
 from daemons.commands import acts, alerts, config, deploy, envs, lifecycle, multinode, results, serving
-from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, UsageError, complain, flags_help
+from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, complain, flags_help
 from daemons.commands.runs import runs_app
 from daemons.demo import demo
 from daemons.launchers.base import LaunchError
@@ -49,7 +49,6 @@ runs_app.command()(acts.rollback)
 runs_app.command()(acts.delete)
 runs_app.command()(acts.undelete)
 runs_app.command()(acts.purge)
-runs_app.command("resume", hidden=True)(acts.old_rollback)
 runs_app.command()(acts.pause)
 runs_app.command("continue")(acts.go_on)
 runs_app.command("set")(acts.set_keys)
@@ -113,7 +112,7 @@ def run(argv: Sequence[str]) -> int:
         return end.code if isinstance(end.code, int) else 1
     except KeyboardInterrupt:
         return 130
-    except (ActionError, LaunchError, UsageError) as error:
+    except (ActionError, LaunchError) as error:
         return _fail(error, error.exit_code, debug)
     except (ConfigError, LayoutError) as error:
         return _fail(error, 2, debug)

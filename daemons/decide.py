@@ -423,7 +423,7 @@ def _started(daemon: Daemon, spec: DaemonSpec, now: float) -> Daemon:
         started_at=now,
         after_stop=After.END,
         killed_at=None,
-        num_restarts=daemon.num_restarts + 1,
+        num_restarts=daemon.num_restarts + (daemon.state is not State.DONE),  # it goes on after a pause
         exit_code=None,
         waiting_on=None,
         reason=daemon.reason if daemon.state is State.BACKOFF else None,

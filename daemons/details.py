@@ -28,10 +28,10 @@ from prime_rl.configs.admitted import differing, read_effect
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker
 from prime_rl.contract.learning import REWARD
-from prime_rl.contract.metrics import parse_metrics
+from prime_rl.contract.metrics import parse_metrics, series
 from prime_rl.contract.peft import CONFIG_FILE
 from prime_rl.contract.served import adapter_name
-from prime_rl.utils.tail import FileTail
+from prime_rl.utils.tail import FileTail, whole_lines
 from prime_rl.utils.text import CleanText, clean_strings, clean_text, one_line
 
 NUM_ERRORS = 5
@@ -197,7 +197,8 @@ class RunResult:
 
 def read_result(run: RunDir, *, until: int | None = None) -> RunResult:
     """Return what the run has reached by step `until` (None: by now). Raises nothing for what is in its files."""
-    rewards: dict[int, float] = {}
+    rewards = dict(series(whole_lines(run.orchestrator_metrics), REWARD, at_most=until))
+    tokens = dict(series(whole_lines(run.trainer_metrics), "tokens", at_most=until))
     evaluations: dict[int, dict[CleanText, float]] = {}
     times: dict[int, float] = {}
     for step, figures in metrics_lines(run.orchestrator_metrics):
@@ -209,39 +210,20 @@ def read_result(run: RunDir, *, until: int | None = None) -> RunResult:
         if results:
             evaluations[step] = results
         if REWARD in figures:
-            _forget_later(rewards, step)
-            rewards[step] = figures[REWARD]
             times[step] = figures.get("time", 0.0)
-    tokens: dict[int, float] = {}
-    for step, figures in metrics_lines(run.trainer_metrics):
-        _forget_later(tokens, step)
-        tokens[step] = figures.get("tokens", 0.0)
-    kept = [step for step in rewards if until is None or step <= until]
-    spent = [times[step] for step in kept if times[step]]
-    last = until if until is not None else max(kept, default=0)
+    spent = [times[step] for step in rewards if times[step]]
+    last = until if until is not None else max(rewards, default=0)
     return RunResult(
-        rewards={step: rewards[step] for step in kept},
+        rewards=rewards,
         evaluations={step: evaluations[step] for step in sorted(evaluations) if step <= last},
-        tokens=int(sum(value for step, value in tokens.items() if until is None or step <= until)),
+        tokens=int(sum(tokens.values())),
         hours=(max(spent) - min(spent)) / 3600 if spent else 0.0,
     )
 
 
-def _forget_later(by_step: dict[int, float], step: int) -> None:
-    """A step that is written again was gone back to."""
-    if step in by_step:
-        for later in [each for each in by_step if each > step]:
-            del by_step[later]
-
-
 def metrics_lines(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
     """(step, figures) of each whole line of a metrics file, as they were written; invalid ones are left out."""
-    tail = FileTail(path)
-    while True:
-        found = tail.read()
-        yield from (parsed for line in found.lines if (parsed := parse_metrics(line)) is not None)
-        if not found.more:
-            return
+    return filter(None, map(parse_metrics, whole_lines(path)))
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,12 @@ from prime_rl.utils.runtime import CPU, missing
 
 
 class ActionError(RuntimeError):
-    """An action that was refused or failed. The message is one line: what is wrong, where, what to do."""
+    """An action that was refused or failed. The message is made one line: what is wrong, where, what to do."""
 
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(in_one_line(message))
 
 
 class WrongUseError(ActionError):
@@ -37,11 +40,11 @@ def one_line_errors(what: str) -> Iterator[None]:
     try:
         yield
     except LayoutError as error:
-        raise WrongUseError(in_one_line(str(error))) from error
+        raise WrongUseError(str(error)) from error
     except ConfigError as error:
-        raise ActionError(in_one_line(str(error))) from error
+        raise ActionError(str(error)) from error
     except (OSError, UnicodeError) as error:
-        raise ActionError(in_one_line(f"{what} failed: {_in_words(error)}")) from error
+        raise ActionError(f"{what} failed: {_in_words(error)}") from error
 
 
 def _in_words(error: Exception) -> str:

@@ -30,7 +30,7 @@ from prime_rl.configs.admitted import read_effect
 from prime_rl.configs.base import build, load_toml, merge
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.evaluation import JOB_FILE, SAMPLES_FILE, EvalJob, EvalProgress, EvalResult
-from prime_rl.contract.files import make_folder, write_atomic
+from prime_rl.contract.files import locked, make_folder, write_atomic
 from prime_rl.contract.layout import OutputDir
 
 MODULE = "prime_rl.orchestrator.eval_job"
@@ -125,35 +125,39 @@ def evaluate(
         model = (given.get("model") or {}).get("name", "") if elsewhere else living_inference(output)[0].model
         config = eval_config(given, model, num_examples, k)
         make_folder(output.evaluations)
+        _remove_leftovers(output)
         name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
         folder = output.evaluations / name
         folder.mkdir()
-        copies: list[Path] = []
         try:
-            found = dict(_target(output, each, folder / str(number), copies) for number, each in enumerate(targets))
-            write_atomic(folder / JOB_FILE, msgspec.json.encode(EvalJob(found, config, str(source.file))))
-            results, interrupted = _run(folder, on_progress)
+            with locked(folder):
+                found = dict(_target(output, each, folder / str(number)) for number, each in enumerate(targets))
+                write_atomic(folder / JOB_FILE, msgspec.json.encode(EvalJob(found, config, str(source.file))))
+                results, interrupted = _run(folder, on_progress)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         finally:
-            for copy in copies:
+            for copy in folder.glob("[0-9]*"):
                 shutil.rmtree(copy, ignore_errors=True)
     return Evaluated(tuple(results), folder / SAMPLES_FILE, interrupted)
 
 
-def _target(output: OutputDir, text: str, folder: Path, copies: list[Path]) -> tuple[str, str | None]:
-    """The name of what `text` names, and its adapter, copied to `folder`, which is added to `copies`."""
+def _remove_leftovers(output: OutputDir) -> None:
+    """Remove the adapters that a killed evaluation copied; one at work holds the lock of its folder."""
+    for copy in output.evaluations.glob("*/[0-9]*"):
+        with contextlib.suppress(OSError), locked(copy.parent):
+            shutil.rmtree(copy)
+
+
+def _target(output: OutputDir, text: str, folder: Path) -> tuple[str, str | None]:
+    """The name of what `text` names, and its adapter, copied to `folder`."""
     parsed = parse_version(text)
     untouched = parsed and parsed[1] == 0 and not os.path.lexists(existing_run(output, parsed[0]).broadcast_dir(0))
     if text == BASE or untouched:
         return text, None
-    try:
-        start = find_start(output, text)
-    except ActionError as error:
-        raise ActionError(str(error).removeprefix("init.from: ")) from error
+    start = find_start(output, text)
     assert start is not None  # downloads are allowed
-    copies.append(folder)
     copy_start(start, folder)
     return start.version.name if start.version else text, str(folder.relative_to(output.evaluations))
 

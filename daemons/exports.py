@@ -8,7 +8,6 @@ one. An adapter is merged into the base model by a process of its own (`prime_rl
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import os
 import re
@@ -23,15 +22,15 @@ from typing import IO, Any
 import tomli_w
 
 from daemons.details import RunResult, Version, find_version, hide_secrets, read_result, versions_of
-from daemons.errors import ActionError, WrongUseError, in_one_line, need, need_cpu, record_act
+from daemons.errors import ActionError, WrongUseError, need, need_cpu, record_act
 from daemons.process import python_module, run_child
 from daemons.specs import MERGE_MODULE
 from daemons.trash import Progress, acting_on
 from prime_rl import __version__
 from prime_rl.configs.admitted import read_effect
-from prime_rl.contract.files import open_file
+from prime_rl.contract.files import locked, open_file, sync_path
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.peft import ADAPTER_FILE, CONFIG_FILE, read_adapter_config
+from prime_rl.contract.peft import ADAPTER_FILE, CONFIG_FILE, check_weights, read_adapter_config
 from prime_rl.utils.text import clean_strings, one_line
 
 ADAPTER, MERGED, MODEL = "adapter", "merged", "model"
@@ -137,7 +136,7 @@ def _plan(run: RunDir, version: Version, out: Path, merge: bool) -> tuple[Path, 
         try:
             config = read_adapter_config(source)
         except ValueError as error:
-            raise ActionError(in_one_line(str(error))) from error
+            raise ActionError(str(error)) from error
         return source, Export(run.run_id, version.step, MERGED if merge else ADAPTER, out, config.base_model)
     for folder in (version.published, version.checkpoint):
         if folder is not None and all((folder / name).is_file() for name in MODEL_FILES):
@@ -168,39 +167,20 @@ def _staged(out: Path) -> Iterator[Path]:
     Its lock ends with this process, so that a folder which a killed export left is told from one that is being filled.
     """
     for left in out.parent.glob(f".{glob.escape(out.name)}.*.exporting"):
-        with contextlib.suppress(OSError), _locked(left):
+        with contextlib.suppress(OSError), locked(left):
             shutil.rmtree(left)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".exporting", dir=out.parent))
     try:
-        with _locked(folder):
+        with locked(folder):
             yield folder
             folder.chmod(0o755)  # not before: whoever may read it may lock it
             for path in folder.iterdir():
-                _sync(path)
-            _sync(folder)
+                sync_path(path)
+            sync_path(folder)
             os.rename(folder, out)  # fails when something has come there meanwhile
-            _sync(out.parent)
+            sync_path(out.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Raises BlockingIOError when another process has it."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _copy(source: Path, folder: Path, kind: str) -> None:
@@ -212,6 +192,11 @@ def _copy(source: Path, folder: Path, kind: str) -> None:
     for name in names:
         with os.fdopen(open_file(source / name), "rb") as file, (folder / name).open("xb") as copy:
             shutil.copyfileobj(file, copy)
+        if name.endswith(".safetensors"):
+            try:
+                check_weights(folder / name)
+            except ValueError as error:
+                raise ActionError(f"nothing was written: {error}; choose an earlier --step") from error
 
 
 def _merge(planned: Export, source: Path, folder: Path, stop: Callable[[], bool]) -> None:
@@ -265,10 +250,8 @@ def _push(output: OutputDir, done: Export, repository: str, on_progress: Progres
         hub.upload_folder(repo_id=repository, folder_path=done.out, commit_message=f"{done.run_id} step {done.step}")
     except Exception as error:  # of a foreign library, and of whatever it uses to reach the hub
         raise ActionError(
-            in_one_line(
-                f"{done.out} is complete, but pushing it to {repository} failed: {one_line(str(error), 500)}; "
-                f"try again with: hf upload {repository} {done.out}"
-            )
+            f"{done.out} is complete, but pushing it to {repository} failed: {one_line(str(error), 500)}; "
+            f"try again with: hf upload {repository} {done.out}"
         ) from error
     record_act(output, "push", done.run_id, detail=f"version {done.step} ({done.kind}) to {url}")
     return url

@@ -138,14 +138,14 @@ def to_pause(rung: Rung, runs: Sequence[RunFact]) -> list[RunFact]:
 
 
 def numbers(plan: SweepPlan, decision: Decision, run_id: str) -> str:
-    """Why a run was ended, with the numbers."""
+    """The place of a run in a decision, with the numbers."""
     value = decision.values[run_id]
     own = "no value" if value is None else f"{value:.4g}"
     place = [*decision.kept, *decision.lost].index(run_id) + 1
     last = decision.values[decision.kept[-1]] if decision.kept else None
     least = "" if last is None else f", {last:.4g} was needed"
     return (
-        f"{MARK}rung {decision.rung} of sweep {plan.name}, step {decision.step}: {plan.metric} = {own}, "
+        f"rung {decision.rung} of sweep {plan.name}, step {decision.step}: {plan.metric} = {own}, "
         f"place {place} of {len(decision.values)}{least}"
     )
 
@@ -211,12 +211,13 @@ class Halving:
         for run_id in decision.lost:
             run = self._output.run(run_id)
             if run.control.is_dir():
-                end_run(self._output, run, AUDIT, numbers(plan, decision, run_id), detail=_detail(decision))
+                why = f"ended by halving at {numbers(plan, decision, run_id)}"
+                end_run(self._output, run, AUDIT, why, detail=_detail(decision))
                 _unpause(run)
         for run_id in decision.kept:
             if _unpause(self._output.run(run_id)):
                 why = numbers(plan, decision, run_id)
-                record_act(self._output, AUDIT, run_id, reason=f"goes on: {why}", detail=_detail(decision))
+                record_act(self._output, AUDIT, run_id, reason=f"goes on: {MARK}{why}", detail=_detail(decision))
         at = decisions.rungs.index(decision)
         decisions.rungs[at] = msgspec.structs.replace(decision, carried_out=True)
         write_decisions(self._output, plan.name, decisions)

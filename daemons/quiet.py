@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors, person, printable, record_act
+from daemons.errors import ActionError, WrongUseError, one_line_errors, person, printable, record_act
 from daemons.specs import ALERTS
 from prime_rl.configs.reports import ALERT_KINDS
 from prime_rl.contract.files import read_file, write_atomic
@@ -104,7 +104,7 @@ def acknowledge(output_dir: Path, name: str, *, reason: str = "") -> list[OpenIn
         require_alerts(output)
         matching = [each for each in read_open(output).values() if name in (name_of(each), each.key, each.subject)]
         if not matching:
-            raise ActionError(in_one_line(f"{name} is not open in {output.path}: prl alerts lists what is"))
+            raise ActionError(f"{name} is not open in {output.path}: prl alerts lists what is")
         silences = read_silences(output, now)
         new = [each for each in matching if acknowledgement(each, silences) is None]
         for each in new:
@@ -163,10 +163,10 @@ def _parse(output: OutputDir, what: str) -> tuple[str, str]:
     if not colon:
         kind, subject = (what, "") if what in ALERT_KINDS else ("", what)
     if kind and kind not in ALERT_KINDS:
-        raise WrongUseError(in_one_line(f"invalid kind {kind!r}: must be one of {', '.join(ALERT_KINDS)}"))
+        raise WrongUseError(f"invalid kind {kind!r}: must be one of {', '.join(ALERT_KINDS)}")
     if subject and subject not in subjects(output):
         expected = f"expected a run, a daemon or a kind ({', '.join(ALERT_KINDS)})"
-        raise ActionError(in_one_line(f"{subject!r} not found in {output.path}: {expected}"))
+        raise ActionError(f"{subject!r} not found in {output.path}: {expected}")
     if not (kind or subject):
         raise WrongUseError("nothing to mute: give a kind, a run or KIND:RUN")
     return kind, subject

@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -27,7 +27,7 @@ from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.metrics import series
 from prime_rl.contract.status import RunState
-from prime_rl.utils.tail import FileTail
+from prime_rl.utils.tail import whole_lines
 from prime_rl.utils.text import CleanText, one_line
 
 RUN, TAG = "run", "tag"
@@ -186,7 +186,9 @@ def read_contestants(output_dir: Path, runs: Sequence[RunView], metric: str) -> 
             config: dict[str, str] = {one_line(key): _text(value) for key, value in values}
         except ConfigError:
             config = {}
-        pairs = series(_lines(run.orchestrator_metrics), metric) or series(_lines(run.trainer_metrics), metric)
+        files = (run.orchestrator_metrics, run.trainer_metrics)
+        found_in = (series(whole_lines(path), metric, at_most=view.step or None) for path in files)
+        pairs = next(filter(None, found_in), [])
         steps, results = tuple(float(step) for step, _ in pairs), tuple(value for _, value in pairs)
         found.append(RunValues(view.run_id, tuple(view.tags), config, steps, results, view.state in FAILED_STATES))
     return found
@@ -194,15 +196,6 @@ def read_contestants(output_dir: Path, runs: Sequence[RunView], metric: str) -> 
 
 def _text(value: object) -> CleanText:
     return one_line(value if isinstance(value, str) else json.dumps(value))
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    tail = FileTail(path)
-    while True:
-        found = tail.read()
-        yield from found.lines
-        if not found.more:
-            return
 
 
 def _names(run: Contestant, by: str) -> Sequence[str]:

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from daemons.launchers import launcher_of
@@ -126,12 +126,7 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
             raise LaunchError(f"cannot end processes {left} of an earlier start: end them, then try again")
         if keep:
             say(f"keeping {', '.join(sorted(keep))}: already running with the same config")
-        for number in range(system.deployment.inference.replicas):
-            name, port = replica_name(number), system.inference.port
-            if name not in keep:
-                _check_port(name, "--inference.port", system.inference.host, port + number if port else 0)
-        if MONITORS not in keep and system.monitors.prometheus is not None:
-            _check_port(MONITORS, "--monitors.prometheus.port", "127.0.0.1", system.monitors.prometheus.port)
+        check_ports(system, keep)
         forget_endings(output, keep)
         write_component_configs(system, output)
         save_devices(output, devices)
@@ -261,6 +256,16 @@ def check_writable(output: OutputDir) -> None:
         raise LaunchError(
             f"cannot write to workspace {output.path}: {error.strerror}; choose another with --output-dir"
         ) from error
+
+
+def check_ports(system: SystemConfig, keep: Collection[str] = ()) -> None:
+    """Raises LaunchError for a port that another process has; daemons to `keep` have theirs."""
+    for number in range(system.deployment.inference.replicas):
+        name, port = replica_name(number), system.inference.port
+        if name not in keep:
+            _check_port(name, "--inference.port", system.inference.host, port + number if port else 0)
+    if MONITORS not in keep and system.monitors.prometheus is not None:
+        _check_port(MONITORS, "--monitors.prometheus.port", "127.0.0.1", system.monitors.prometheus.port)
 
 
 def _check_port(daemon: str, flag: str, host: str, port: int) -> None:

@@ -20,7 +20,7 @@ import msgspec
 import tomli_w
 
 from daemons.adding import NewRun, checked, in_id, is_same, mode_like, put, staged, start_of
-from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors, record_act
+from daemons.errors import ActionError, WrongUseError, one_line_errors, record_act
 from prime_rl.configs.base import ConfigError, load_toml, merge, parse_override
 from prime_rl.configs.jsonl import place_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -175,7 +175,7 @@ def _checked(output: OutputDir, source: Path, name: str, points: Mapping[str, Ma
             config = checked(output.path, changed, str(source), None, place)
         except ConfigError as error:
             what = ", ".join(f"{key}={value}" for key, value in values.items())
-            raise ActionError(in_one_line(f"nothing was added: with {what}: {error}")) from error
+            raise ActionError(f"nothing was added: with {what}: {error}") from error
         new[run_id] = NewRun(tomli_w.dumps(changed), config, place, mode, start_of(output, config))
     return new
 

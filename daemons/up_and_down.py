@@ -48,6 +48,7 @@ from daemons.workspace import SUPERVISOR, Workspace
 from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.configs import EXAMPLES
 from prime_rl.configs.base import ConfigError, build, load_config, load_toml, merge, read_argv
+from prime_rl.configs.explain import check_kind
 from prime_rl.configs.inference import WHOLE_GPU
 from prime_rl.configs.system import SystemConfig, TrainerDeployment
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
@@ -92,6 +93,7 @@ def choose_system(
     """
     data, source = read_argv(args)
     chosen = output_dir or os.environ.get("PRL_OUTPUT_DIR")
+    check_kind("system", data, source)
     small, folder = False, Path.cwd()
     if not any(arg.startswith("@") for arg in args) and "model" not in data:
         chosen = chosen or data.get("output_dir") or default()
@@ -143,9 +145,15 @@ def make_ready(
 ) -> Wanted | None:
     """Make the small workspace's base model when it is missing, and settle its slots; None when `stop()` came first.
 
-    Raises LaunchError, and ActionError without what the daemons need.
+    Raises LaunchError, before anything is made where a port or the model is at fault, and ActionError without what the
+    daemons need.
     """
     need_daemons(wanted.system)
+    now = read_workspace(output.path)
+    if now.inference is None and not now.supervisor_alive:  # else its own servers have the ports
+        supervisor_process.check_ports(wanted.system)
+        if not wanted.is_small:
+            check_model(wanted.system.model.name)
     if wanted.is_small:
         _make_model(wanted.system.model.name, output, stop, say, is_quiet)
         if stop():

@@ -45,8 +45,9 @@ class RunView:
     `updated_at`, `added_at` and `stalled_since` (of its orchestrator) are Unix seconds. `policy_version` is the one
     that generates its rollouts, `async_level` the lag of its last batch; of a run that makes none it is the newest one,
     and null. `max_tokens` and `max_hours` are its budget. `problem` is what goes wrong in its environments while it
-    goes on, `signs` are those that it does not learn (docs/learning.md), and `crash_loop` tells of an orchestrator that
-    ends again and again. `edited`: how its config file differs from the config in effect, and what to do.
+    goes on, `signs` are those that it does not learn (docs/learning.md), `sound_step` is its newest version on disk
+    from before them, and `crash_loop` tells of an orchestrator that ends again and again. `edited`: how its config file
+    differs from the config in effect, and what to do.
     """
 
     run_id: str
@@ -79,13 +80,19 @@ class RunView:
     signs: tuple[Sign, ...] = ()
     crash_loop: CleanText | None = None
     edited: CleanText | None = None
+    sound_step: int | None = None
+
+    @property
+    def sign_texts(self) -> tuple[CleanText, ...]:
+        """Its signs in words, the most important first."""
+        return tuple(map(_line, sign_texts(self.signs, self.run_id, self.sound_step, self.lr)))
 
     @property
     def troubles(self) -> tuple[CleanText, ...]:
         """All that a person should know of it while it goes on, the most important first; one line each."""
         found: tuple[CleanText | None, ...] = (self.edited,)
         if self.state is RunState.ACTIVE:
-            found = (self.crash_loop, self.problem, *map(_line, sign_texts(self.signs)), *found)
+            found = (self.crash_loop, self.problem, *self.sign_texts, *found)
         return tuple(each for each in found if each)
 
     @property
@@ -97,9 +104,10 @@ class RunView:
     def why(self) -> str:
         """In words why it is as it is: the reason of its state, or what it waits for and what goes wrong; its edit."""
         waits = f"waits for {self.waiting_on}" if self.waiting_on else None
-        num_more = len(self.troubles) - 1
+        told = dict.fromkeys((self.trouble, self.edited))
+        num_more = len(self.troubles) - len(told.keys() - {None})
         more = f"{num_more} more problem{'s' * (num_more > 1)}" if num_more > 0 else None
-        return "; ".join(filter(None, (self.reason, self.edited) if self.reason else (waits, self.trouble, more)))
+        return "; ".join(filter(None, (self.reason, self.edited) if self.reason else (waits, *told, more)))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ huge costs its own facts and nothing else. A run's state comes from `contract.st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import stat
@@ -36,7 +37,7 @@ from daemons.workspace import (
 from prime_rl.contract.files import FileRefused, file_problem, find_trouble, read_text
 from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, list_steps, scan_runs, stable_marker
 from prime_rl.contract.learning import RULES
-from prime_rl.contract.notes import read_added_ns
+from prime_rl.contract.notes import pending_request, read_added_ns
 from prime_rl.contract.status import (
     LOST_AFTER_S,
     STALLED,
@@ -147,6 +148,7 @@ class ConfigFacts(NamedTuple):
     """The shown facts of a run's config: a config itself takes kilobytes, and a workspace may have thousands."""
 
     max_steps: int
+    resume_step: int
     lr: float
     model: CleanText
     batch_size: int
@@ -218,7 +220,7 @@ class RunFiles:
         is_unread = known is not None and known.added_at is not None and known.parsed is NOT_PARSED
         if known is not None and stamps == self._stamps and not (with_config and is_unread):
             published = self._published(stamps[5]) if is_busy else known.published
-            if published == known.published:
+            if self._rolled_back(known.parsed, published) == known.published:
                 return known
         self._record, self._stamps = self._read(stamps, with_config), stamps
         return self._record
@@ -243,11 +245,19 @@ class RunFiles:
             else clean_strings(read_status(self.run.status, RunStatus), _sentence),
             evicted=_note(folder + _NOTES[1], stamps[3], empty="no reason was given"),
             config_error=_note(folder + _NOTES[2], stamps[4]),
-            published=self._published(stamps[5]) if stamps[5] is not NO_FILE else 0,
+            published=self._rolled_back(parsed, self._published(stamps[5]) if stamps[5] is not NO_FILE else 0),
             paused=_note(folder + _MARKS[0], stamps[6], empty="paused"),
             ended=_note(folder + _MARKS[1], stamps[7], empty="ended before max_steps"),
             preempted=_note(folder + _MARKS[2], stamps[8], empty="preempted by a more urgent run"),
         )
+
+    def _rolled_back(self, parsed: ParsedConfig, published: int) -> int:
+        """The version that the run goes on from: while a rollback is not carried out, not the newest on disk."""
+        step = parsed.config.resume_step if parsed.config else -1
+        with contextlib.suppress(OSError):
+            if 0 <= step < published and pending_request(self.run, step):
+                return step
+        return published
 
     def _published(self, stamp: Stamp) -> int:
         """The newest complete version. Not looked for where the folder is as it was and its newest was complete."""
@@ -273,6 +283,7 @@ def _parse(run: RunDir) -> ParsedConfig:
         config = effect.build(run)
         facts = ConfigFacts(
             max_steps=config.max_steps,
+            resume_step=config.ckpt.resume_step,
             lr=config.optim.lr,
             model=one_line(config.model.name),
             batch_size=config.batch_size,
@@ -544,7 +555,18 @@ def _make_view(facts: _Facts) -> RunView:
         signs=tuple(sign for sign in status.signs if sign.name in RULES)[: len(RULES)] if status else (),
         crash_loop=daemon.crash_loop if daemon else None,
         edited=shown(record.parsed.edited),
+        sound_step=_sound_step(record.run, status) if status and status.signs else None,
     )
+
+
+def _sound_step(run: RunDir, status: RunStatus) -> int | None:
+    """The newest version on disk from before the signs that a run does not learn."""
+    last = status.step - max(sign.num for sign in status.signs)
+    try:
+        steps = [*list_steps(run.broadcast, stable_only=True), *list_steps(run.checkpoints, stable_only=True)]
+    except OSError:
+        return None
+    return max((step for step in steps if step <= last), default=None)
 
 
 def _stall(facts: _Facts) -> tuple[float | None, str | None]:

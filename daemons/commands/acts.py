@@ -22,15 +22,15 @@ from daemons.commands.common import (
     DryRunOption,
     JsonOption,
     OutputDirOption,
-    UsageError,
-    choose_output,
     choose_output_dir,
     complain,
+    existing_output,
     parse_duration,
     print_json,
     say,
 )
 from daemons.commands.runs import RunIdArgument, parse_overrides
+from daemons.errors import WrongUseError
 from daemons.sweeps import sweep_runs
 from prime_rl.configs.orchestrator import LIVE_KEYS
 from prime_rl.contract.status import RunState
@@ -60,7 +60,7 @@ def evict(
 
     Example: prl runs evict run_reverse --reason "reward does not rise"
     """
-    each(run_ids, partial(actions.EVICT, choose_output_dir(output_dir), reason=reason))
+    each(run_ids, partial(actions.EVICT, existing_output(output_dir).path, reason=reason))
 
 
 def readmit(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: ReasonOption = "") -> None:
@@ -70,7 +70,7 @@ def readmit(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason:
 
     Example: prl runs readmit run_reverse
     """
-    each(run_ids, partial(actions.READMIT, choose_output_dir(output_dir), reason=reason))
+    each(run_ids, partial(actions.READMIT, existing_output(output_dir).path, reason=reason))
 
 
 def rollback(
@@ -87,24 +87,9 @@ def rollback(
 
     Example: prl runs rollback run_reverse --step 40
     """
-    place = choose_output_dir(output_dir)
+    place = existing_output(output_dir).path
     rollback_run(place, run_id, step, wait_s=wait, on_progress=_say_once(), reason=reason)
     say(f"{run_id}: rolled back to step {step}")
-
-
-def old_rollback(
-    run_id: RunIdArgument,
-    step: Annotated[int, typer.Option(min=0)],
-    output_dir: OutputDirOption = None,
-    wait: Annotated[float, typer.Option(min=0)] = 60.0,
-    reason: ReasonOption = "",
-) -> None:
-    """The old name of rollback.
-
-    Example: prl runs resume run_reverse --step 40
-    """
-    complain("prl runs resume is now prl runs rollback; the old name will go with the next version")
-    rollback(run_id, step, output_dir, wait, reason)
 
 
 def delete(
@@ -123,7 +108,7 @@ def delete(
 
     Example: prl runs delete run_reverse --yes
     """
-    place = choose_output_dir(output_dir)
+    place = existing_output(output_dir).path
     progress = _say_once()
 
     def act(run_id: str) -> str:
@@ -151,7 +136,7 @@ def undelete(run_ids: DeletedIdsArgument, output_dir: OutputDirOption = None) ->
 
     Example: prl runs undelete run_reverse
     """
-    each(run_ids, partial(actions.UNDELETE, choose_output_dir(output_dir)))
+    each(run_ids, partial(actions.UNDELETE, existing_output(output_dir).path))
 
 
 def purge(
@@ -166,7 +151,7 @@ def purge(
 
     Example: prl runs purge --older-than 7d --yes
     """
-    place = choose_output_dir(output_dir)
+    place = existing_output(output_dir).path
     older_than_s = parse_duration(older_than)
     doomed = actions.list_trash(place, older_than_s=older_than_s)
     if doomed:
@@ -209,7 +194,7 @@ def _confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UsageError(f"{question} cannot ask without a terminal: add --yes")
+        raise WrongUseError(f"{question} cannot ask without a terminal: add --yes")
     typer.confirm(question, abort=True)
 
 
@@ -220,7 +205,7 @@ def pause(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: R
 
     Example: prl runs pause run_reverse --reason "others first"
     """
-    each(run_ids, partial(actions.PAUSE, choose_output_dir(output_dir), reason=reason))
+    each(run_ids, partial(actions.PAUSE, existing_output(output_dir).path, reason=reason))
 
 
 def go_on(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: ReasonOption = "") -> None:
@@ -228,7 +213,7 @@ def go_on(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: R
 
     Example: prl runs continue run_reverse
     """
-    each(run_ids, partial(actions.CONTINUE, choose_output_dir(output_dir), reason=reason))
+    each(run_ids, partial(actions.CONTINUE, existing_output(output_dir).path, reason=reason))
 
 
 def set_keys(
@@ -250,7 +235,7 @@ def set_keys(
 
     Example: prl runs set run_reverse weight=2 priority=5 preempt=true budget.max_tokens=1e6 tags=a,b
     """
-    output = choose_output(output_dir)
+    output = existing_output(output_dir)
     new = set_run_keys(output.path, run_id, parse_changes(changes), reason=reason)
     say(f"{run_id}: {'set ' + ' '.join(changes) if new else 'has these values already'}")
     view = actions.view_of_run(output, run_id)
@@ -271,7 +256,7 @@ def apply(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: R
 
     Example: prl runs apply run_reverse --reason "a smaller learning rate"
     """
-    place = choose_output_dir(output_dir)
+    place = existing_output(output_dir).path
     each(run_ids, lambda run_id: actions.apply_edit(place, run_id, reason=reason))
 
 
@@ -280,7 +265,7 @@ def restore(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason:
 
     Example: prl runs restore run_reverse
     """
-    place = choose_output_dir(output_dir)
+    place = existing_output(output_dir).path
     each(run_ids, lambda run_id: actions.restore_config(place, run_id, reason=reason))
 
 
@@ -313,7 +298,7 @@ def fork(
     Example: prl runs fork run_reverse --step 40 --set optim.lr=3e-5 --id run_slower
     """
     made = fork_run(
-        choose_output_dir(output_dir),
+        existing_output(output_dir).path,
         run_id,
         step=step,
         new_id=new_id,

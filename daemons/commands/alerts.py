@@ -16,14 +16,13 @@ from daemons.alerts.targets import message, sentence
 from daemons.commands.common import (
     JsonOption,
     OutputDirOption,
-    UsageError,
-    check_readable,
-    choose_output,
+    existing_output,
     parse_duration,
     print_json,
     say,
     short_time,
 )
+from daemons.errors import WrongUseError
 from daemons.quiet import (
     OpenIncident,
     Silence,
@@ -94,8 +93,7 @@ def alerts(
     """
     if context.invoked_subcommand is not None:
         return
-    output = choose_output(output_dir)
-    check_readable(output.path)
+    output = existing_output(output_dir)
     require_alerts(output)
     if test:
         _test(output, as_json)
@@ -204,7 +202,7 @@ def unmute_alerts(
 def _output(context: typer.Context, output_dir: Path | None = None) -> OutputDir:
     """--output-dir may stand before the name of the subcommand, or after it."""
     before = context.parent.params.get("output_dir") if context.parent else None
-    return choose_output(output_dir or context.params.get("output_dir") or before)
+    return existing_output(output_dir or context.params.get("output_dir") or before)
 
 
 def _test(output: OutputDir, as_json: bool) -> None:
@@ -215,7 +213,7 @@ def _test(output: OutputDir, as_json: bool) -> None:
         targets = message_targets(config, os.environ)
         heart = dead_man(config, os.environ)
     except TargetError as error:
-        raise UsageError(str(error)) from error
+        raise WrongUseError(str(error)) from error
     now = time.time()
     note = message(output.path, [OpenIncident("test", "prl alerts --test", "no action is needed", now)], [], now)
     found = [_try(name, send, note) for name, send in [*targets, *([heart] if heart else [])]]

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from daemons.errors import ActionError
+from daemons.errors import ActionError, WrongUseError
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils import runtime
 from prime_rl.utils.process import StopFlag
@@ -32,6 +32,8 @@ JSON_VERSION = 1
 DEFAULT_OUTPUT_DIR = Path("outputs")
 WATCH_EVERY_S = 1.0
 MIN_LAST_COLUMN_CHARS = 16
+# Wider than any row: no text of a view is longer than a tenth of it.
+UNCUT_CHARS = 100_000
 # Lets "@ file.toml" and "--a.b value" through to the config parser.
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 # What such a command takes, in its usage line.
@@ -54,12 +56,6 @@ WatchOption = Annotated[bool, typer.Option("--watch", help="Refresh every second
 _UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-class UsageError(RuntimeError):
-    """Wrong usage of a command: one line, exit code 2."""
-
-    exit_code = 2
-
-
 def choose_output_dir(option: Path | None) -> Path:
     """--output-dir, else PRL_OUTPUT_DIR, else "outputs"."""
     return option or Path(os.environ.get("PRL_OUTPUT_DIR") or DEFAULT_OUTPUT_DIR)
@@ -75,16 +71,22 @@ def no_workspace(path: Path) -> str | None:
     return None if path.is_dir() else f"no workspace at {path}: start one with prl up, or name another"
 
 
-def check_readable(path: Path) -> Path:
-    """Return `path`. A missing workspace counts as an empty one; raises ActionError for one that cannot be read."""
+def existing_output(option: Path | None, *, may_miss: bool = False) -> OutputDir:
+    """The workspace of `choose_output`, which must be there unless it `may_miss`: then a missing one counts as empty.
+
+    Raises WrongUseError when it is missing, ActionError when it cannot be read.
+    """
+    output = choose_output(option)
     try:
-        with os.scandir(path):
-            return path
-    except FileNotFoundError:
-        return path
+        with os.scandir(output.path):
+            return output
+    except FileNotFoundError as error:
+        if may_miss:
+            return output
+        raise WrongUseError(f"{no_workspace(output.path)}") from error
     except OSError as error:
         raise ActionError(
-            f"cannot read workspace {path}: {error.strerror}; choose another with --output-dir"
+            f"cannot read workspace {output.path}: {error.strerror}; choose another with --output-dir"
         ) from error
 
 
@@ -124,14 +126,13 @@ def print_json(payload: dict[str, Any]) -> None:
 
 
 def console() -> Console:
-    """A console for the terminal; for a file or pipe 240 columns wide, so that grep finds whole cells."""
-    screen = Console(highlight=False, markup=False, emoji=False)
-    return screen if screen.is_terminal else Console(highlight=False, markup=False, emoji=False, width=240)
+    """A console for the terminal; for a file or pipe so wide that nothing is cut or folded: grep finds whole cells."""
+    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else UNCUT_CHARS)
 
 
 def cell(value: object, limit: int = 160) -> Text:
-    """A table cell of untrusted text; empty for None."""
-    return Text("" if value is None else one_line(str(value), limit))
+    """A table cell of untrusted text, on a terminal cut after `limit` characters; empty for None."""
+    return Text("" if value is None else one_line(str(value), limit if sys.stdout.isatty() else UNCUT_CHARS))
 
 
 def make_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
@@ -181,11 +182,11 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """As `parse_duration_s`. Raises UsageError."""
+    """As `parse_duration_s`. Raises WrongUseError."""
     try:
         return parse_duration_s(text)
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise WrongUseError(str(error)) from error
 
 
 def short_time(seconds: float | None) -> str:

@@ -17,7 +17,6 @@ from daemons.commands.common import (
     FittingTable,
     JsonOption,
     OutputDirOption,
-    UsageError,
     cell,
     choose_output_dir,
     console,
@@ -27,9 +26,10 @@ from daemons.commands.common import (
 )
 from daemons.commands.runs import SetOption, parse_overrides
 from daemons.details import hide_secret
+from daemons.errors import WrongUseError
 from prime_rl.configs import EXAMPLES
 from prime_rl.configs.admitted import flatten, read_effect
-from prime_rl.configs.base import BaseConfig, ConfigError, build, merge, parse_toml, read_text
+from prime_rl.configs.base import BaseConfig, build, merge, parse_toml, read_text
 from prime_rl.configs.explain import (
     KINDS,
     FieldFacts,
@@ -37,6 +37,7 @@ from prime_rl.configs.explain import (
     find_fields,
     json_schema,
     key_lines,
+    kind_of,
     line_of,
     nearest_keys,
 )
@@ -115,7 +116,7 @@ def explain(
     if not found:
         near = nearest_keys(key, kind)
         hint = f": did you mean {' or '.join(near)}?" if near else "; docs/config.md lists all keys"
-        raise UsageError(f"unknown key {key!r}{hint}")
+        raise WrongUseError(f"unknown key {key!r}{hint}")
     if as_json:
         print_json({"fields": [asdict(field) for field in found]})
         return
@@ -158,7 +159,7 @@ def examples(
     files = sorted(EXAMPLES.rglob("*.toml"))
     if copy is not None:
         if copy.exists():
-            raise UsageError(f"{copy} already exists: choose a new folder")
+            raise WrongUseError(f"{copy} already exists: choose a new folder")
         shutil.copytree(EXAMPLES, copy)
         say(f"copied {len(files)} configs to {copy}")
         return
@@ -185,7 +186,7 @@ def _file_of(name: str, place: Path) -> tuple[Path, bool]:
 
 def _check(kind: str | None) -> None:
     if kind is not None and kind not in KINDS:
-        raise UsageError(f"invalid kind {kind!r}: expected one of {', '.join(KINDS)}")
+        raise WrongUseError(f"invalid kind {kind!r}: expected one of {', '.join(KINDS)}")
 
 
 def _row(origin: Origin) -> list[str]:
@@ -221,11 +222,6 @@ class Origin:
     value: Any
     source: Source
     line: int | None = None
-
-
-def kind_of(data: Mapping[str, Any]) -> str:
-    """The kind of file that this is: the one whose check finds the fewest problems."""
-    return min(KINDS, key=lambda kind: _num_problems(KINDS[kind][0], data))
 
 
 def read_origins(
@@ -274,11 +270,3 @@ def _defaults(kind: str) -> dict[str, Any]:
     """Of the kinds whose fields all have one; values of a run are derived from nothing but its trainer."""
     model = KINDS[kind][0]
     return {} if any(field.is_required() for field in model.model_fields.values()) else dict(flatten(_dump(model())))
-
-
-def _num_problems(model: type[BaseConfig], data: Mapping[str, Any]) -> int:
-    try:
-        build(model, data, "")
-    except ConfigError as error:
-        return len(error.problems)
-    return 0

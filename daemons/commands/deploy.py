@@ -16,8 +16,9 @@ from typing import Annotated, Any
 import tomli_w
 import typer
 
-from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, UsageError, say
+from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, say
 from daemons.commands.lifecycle import choose_system
+from daemons.errors import WrongUseError
 from daemons.launchers.base import LaunchError, nodes_needed
 from daemons.specs import service_specs, without_nulls
 from prime_rl.configs.system import SystemConfig
@@ -186,7 +187,7 @@ def kubernetes(
     import yaml
 
     if not any(word.startswith("@") for word in context.args):
-        raise UsageError("missing @ FILE: the system file whose workspace is to be deployed")
+        raise WrongUseError("missing @ FILE: the system file whose workspace is to be deployed")
     system = choose_system(context.args, None, say=lambda line: None).system
     pods = Pods(image, name, gpus, cpus, memory, storage, storage_class)
     files = manifests(system, pods)

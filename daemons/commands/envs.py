@@ -25,7 +25,7 @@ from daemons.commands import complete
 from daemons.commands.common import JsonOption, OutputDirOption, choose_output, number, print_json, say
 from daemons.commands.runs import FileArgument
 from daemons.data_files import data_problems, plugin_problems
-from daemons.errors import ActionError, in_one_line, need_cpu
+from daemons.errors import ActionError, need_cpu
 from daemons.process import log_tail, python_module
 from daemons.specs import INFERENCE, module_of
 from prime_rl.configs.base import ConfigError
@@ -110,7 +110,7 @@ def _tried(output: OutputDir, file: Path, num: int, model: str) -> dict[str, Any
         )
     answer = json.loads(done.stdout) if done.returncode == 0 else {"error": "the process that tries it has crashed"}
     if "error" in answer:
-        raise ActionError(in_one_line(answer["error"]))
+        raise ActionError(answer["error"])
     return dict(answer)
 
 

@@ -29,13 +29,11 @@ from daemons.commands.acts import ReasonOption
 from daemons.commands.common import (
     JsonOption,
     OutputDirOption,
-    UsageError,
     WatchOption,
-    check_readable,
-    choose_output,
     choose_output_dir,
     complain,
     console,
+    existing_output,
     no_workspace,
     print_json,
     say,
@@ -45,7 +43,7 @@ from daemons.commands.common import (
 )
 from daemons.commands.runs import workspace_json, workspace_view
 from daemons.doctor import examine
-from daemons.errors import ActionError, WrongUseError, in_one_line, need_cpu, one_line_errors, record_act
+from daemons.errors import ActionError, WrongUseError, need_cpu, one_line_errors, record_act
 from daemons.logs import JOB_LOG, SRUN_LOG, end_of_lines, last_lines
 from daemons.machine import DiskReader
 from daemons.pidfile import read_info
@@ -62,6 +60,7 @@ from daemons.specs import (
     module_of,
 )
 from daemons.submit import is_for_a_job
+from daemons.trash import existing_run
 from daemons.workspace import SUPERVISOR, Workspace
 from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.configs.base import ConfigError, build, load_toml, merge
@@ -109,7 +108,7 @@ def up(
     Example: prl up @ configs/demo/system.toml --inference.port 8001
     """
     if as_json and not dry_run:
-        raise UsageError("--json is for prl up --dry-run")
+        raise WrongUseError("--json is for prl up --dry-run")
     if dry_run:
         _show_plan(choose_system(context.args, output_dir, say=lambda line: None), as_json)
         return
@@ -120,7 +119,7 @@ def up(
     wanted = choose_system(context.args, output_dir)
     output = OutputDir(wanted.system.output_dir)
     if foreground and is_for_a_job(wanted.system):
-        raise UsageError(
+        raise WrongUseError(
             '--foreground with deployment.engine = "slurm" outside an allocation: leave it out to submit a job'
         )
     if foreground:
@@ -210,9 +209,7 @@ def down(
 
     Example: prl down --output-dir outputs/demo
     """
-    output = choose_output(output_dir)
-    if none := no_workspace(output.path):
-        raise WrongUseError(none)
+    output = existing_output(output_dir)
     was_running = up_and_down.stop_workspace(output.path, timeout_s=timeout, say=say)
     say(f"{output.path}: stopped, no process is left" if was_running else f"{output.path}: nothing is running")
 
@@ -224,9 +221,7 @@ def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watc
 
     Example: prl status --watch
     """
-    path = check_readable(choose_output(output_dir).path)
-    if not watching and not as_json and (none := no_workspace(path)):  # a script may ask before `prl up` has made it
-        raise WrongUseError(none)
+    path = existing_output(output_dir, may_miss=watching or as_json).path
     reader, disk = WorkspaceReader(path), DiskReader(path)
 
     def view() -> RenderableType:
@@ -265,7 +260,7 @@ def logs(
 
     Example: prl logs run_reverse -f --grep "WARNING|ERROR"
     """
-    path = _log_path(choose_output(output_dir), name)
+    path = _log_path(existing_output(output_dir), name)
     wanted = _line_filter(grep)
     if not path.exists() and not follow:
         raise ActionError(f"log {path} not found: {name} has not been started yet")
@@ -291,13 +286,13 @@ def _follow(tail: FileTail, lines: list[bytes], wanted: Callable[[str], bool]) -
 
 
 def _line_filter(pattern: str | None) -> Callable[[str], bool]:
-    """A filter of lines as they are shown, without control characters. Raises UsageError."""
+    """A filter of lines as they are shown, without control characters. Raises WrongUseError."""
     if pattern is None:
         return lambda line: True
     try:
         search = re.compile(pattern).search
     except re.error as error:
-        raise UsageError(f"invalid regular expression --grep {pattern!r}: {error}") from error
+        raise WrongUseError(f"invalid regular expression --grep {pattern!r}: {error}") from error
     return lambda line: search(clean_text(line)) is not None
 
 
@@ -307,12 +302,9 @@ def _log_path(output: OutputDir, name: str) -> Path:
     if name in (JOB_LOG, SRUN_LOG) or daemon in services or kind_of(daemon) == INFERENCE:
         return output.log(name)
     try:
-        run = output.run(name)
+        return existing_run(output, name).log
     except LayoutError as error:
-        raise UsageError(f"{name!r} not found: expected {', '.join(services)} or a run's id ({error})") from error
-    if not run.path.is_dir():
-        raise ActionError(f"run {name!r} not found in {output.path}: prl runs list shows all runs")
-    return run.log
+        raise WrongUseError(f"{name!r} not found: expected {', '.join(services)} or a run's id ({error})") from error
 
 
 def doctor(
@@ -365,7 +357,7 @@ def restart(
 
     Example: prl restart inference
     """
-    up_and_down.restart_daemon(choose_output(output_dir).path, name, say=say)
+    up_and_down.restart_daemon(existing_output(output_dir).path, name, say=say)
     say(f"{name}: restarted")
 
 
@@ -388,7 +380,7 @@ def scale_inference(output_dir: Path, replicas: int, *, reason: str = "") -> int
             for each, data in settings:
                 build(SystemConfig, data, each.name)
         except ConfigError as error:
-            raise ActionError(in_one_line(f"cannot have {replicas} inference servers: {error}")) from error
+            raise ActionError(f"cannot have {replicas} inference servers: {error}") from error
         before = system.deployment.inference.replicas
         if before != replicas:
             for each, data in settings:
@@ -427,7 +419,7 @@ def scale(
 
     Example: prl scale inference 3
     """
-    place = choose_output_dir(output_dir)
+    place = existing_output(output_dir).path
     before = scale_inference(place, replicas, reason=reason)
     is_up = read_workspace(place).supervisor_alive
     if as_json:

@@ -16,9 +16,8 @@ from daemons.commands.common import (
     FittingTable,
     JsonOption,
     WatchOption,
-    check_readable,
-    choose_output_dir,
     console,
+    existing_output,
     flags_help,
     make_table,
     print_json,
@@ -83,7 +82,7 @@ def status(
 
     Example: prl multinode status --log-path outputs/group --json
     """
-    look = GroupLook(OutputDir(check_readable(choose_output_dir(log_path))))
+    look = GroupLook(existing_output(log_path, may_miss=keep or as_json))
     if keep and not as_json:
         watch(look.table)
         return

@@ -25,20 +25,17 @@ from daemons.commands.common import (
     FittingTable,
     JsonOption,
     OutputDirOption,
-    UsageError,
-    check_readable,
-    choose_output_dir,
     complain,
     console,
+    existing_output,
     make_table,
-    no_workspace,
     number,
     print_json,
     say,
 )
 from daemons.commands.runs import NO_RUNS, RunIdArgument
 from daemons.details import Difference, diff_runs
-from daemons.errors import ActionError, one_line_errors
+from daemons.errors import ActionError, WrongUseError, one_line_errors
 from daemons.exports import export_run
 from daemons.ranking import RUN, TAG, RunValues, Standing, notes, rank, read_contestants
 from daemons.workspace_reader import read_workspace
@@ -161,7 +158,7 @@ def usage(
 
     Example: prl usage --by tag
     """
-    place = check_readable(choose_output_dir(output_dir))
+    place = existing_output(output_dir, may_miss=as_json).path
     found = read_workspace_usage(place, by)
     for problem in found.unread:
         complain(f"not counted: {problem}")
@@ -206,7 +203,7 @@ def export(
     """
     progress = (lambda message: None) if as_json else say
     done = export_run(
-        choose_output_dir(output_dir),
+        existing_output(output_dir).path,
         run_id,
         out,
         step=step,
@@ -242,7 +239,7 @@ def export_metrics(
 
     Example: prl runs export-metrics run_reverse --csv metrics.csv
     """
-    place = check_readable(choose_output_dir(output_dir))
+    place = existing_output(output_dir).path
     rows = Workspace(place).metrics(*run_ids or ())
     if not rows:
         raise ActionError(
@@ -294,14 +291,16 @@ def best(
     Example: prl runs best --by optim.lr --tag sort
     """
     if as_json and as_csv:
-        raise UsageError("--json and --csv: choose one")
+        raise WrongUseError("--json and --csv: choose one")
     metric = REWARD if metric == "reward" else metric
-    place, tags = check_readable(choose_output_dir(output_dir)), set(tag or ())
+    place, tags = existing_output(output_dir, may_miss=as_json).path, set(tag or ())
     runs = read_contestants(place, [run for run in read_workspace(place).runs if tags <= set(run.tags)], metric)
     if runs and by not in (RUN, TAG) and not any(by in run.config for run in runs):
-        raise UsageError(f"--by {by}: no run has this key in its config; expected run, tag, or a key such as optim.lr")
+        expected = "expected run, tag, or a key such as optim.lr"
+        raise WrongUseError(f"--by {by}: no run has this key in its config; {expected}")
     if runs and not as_json and not any(run.steps for run in runs):
-        raise ActionError(f"no run has a value of {metric} yet: prl runs show ID --json has the names of its metrics")
+        named = f"prl runs show {runs[0].run_id} --json has the names of its metrics"
+        raise ActionError(f"no run has a value of {metric} yet: {named}")
     found = rank(runs, metric, by=by, last=last, step=step)
     # In the order of the ranking also for people who read CSV, which has no room for notes.
     told = notes(found, metric)
@@ -314,7 +313,7 @@ def best(
             names = " ".join(run.run_id for run in each.runs)
             rows.writerow([each.environment, each.step, each.place, each.name, each.value, each.se, each.num, names])
     elif not found:
-        say(no_workspace(place) or (f"no run has the tag {' and '.join(sorted(tags))}" if tags else NO_RUNS))
+        say(f"no run has the tag {' and '.join(sorted(tags))}" if tags else NO_RUNS)
     else:
         for environment in dict.fromkeys(each.environment for each in found):
             own = [each for each in found if each.environment == environment]
@@ -367,7 +366,7 @@ def diff(
 
     Example: prl runs diff run_a run_b
     """
-    found = diff_runs(check_readable(choose_output_dir(output_dir)), one, other)
+    found = diff_runs(existing_output(output_dir).path, one, other)
     if as_json:
         print_json({"runs": found.run_ids, "config": _rows_json(found.config), "result": _rows_json(found.result)})
         return
@@ -418,7 +417,7 @@ def chat(
     for name in (signal.SIGTERM, signal.SIGHUP):  # end as with Ctrl-C, which unloads the version
         signal.signal(name, signal.default_int_handler)
     settings = ChatSettings(system, max_tokens, temperature)
-    with Chat(check_readable(choose_output_dir(output_dir)), target, settings) as talk:
+    with Chat(existing_output(output_dir).path, target, settings) as talk:
         if sys.stdin.isatty():
             _talk(talk)
         else:

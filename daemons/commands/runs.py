@@ -27,13 +27,12 @@ from daemons.commands.common import (
     FittingTable,
     JsonOption,
     OutputDirOption,
-    UsageError,
     WatchOption,
     cell,
-    check_readable,
     choose_output_dir,
     complain,
     console,
+    existing_output,
     make_table,
     no_workspace,
     number,
@@ -43,14 +42,15 @@ from daemons.commands.common import (
     watch,
 )
 from daemons.details import RunDetails, read_details
+from daemons.errors import WrongUseError
 from daemons.machine import DiskView
 from daemons.pidfile import SupervisorInfo
 from daemons.trash import acting_on
-from daemons.workspace import DaemonView, RunView, Workspace
+from daemons.workspace import RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.base import NOT_FOUND, ConfigError, ConfigProblem, load_toml, merge, parse_set
 from prime_rl.configs.validate import key_of
-from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
+from prime_rl.contract.layout import OutputDir, check_run_id
 from prime_rl.contract.samples import Sample, read_samples
 from prime_rl.contract.status import STALLED, InferenceStatus, RunState, utc
 from prime_rl.utils.text import clean_strings, clean_text, one_line, size_text
@@ -221,17 +221,26 @@ def _place(run: RunView) -> str:
     return f"queue {run.queue_position}" if run.queue_position is not None else ""
 
 
-def daemons_table(daemons: Sequence[DaemonView]) -> RenderableType:
-    """A line per daemon; the last column has the reason of its state, or what it waits for."""
+def daemons_table(workspace: Workspace) -> RenderableType:
+    """A line per daemon; the last column has the reason of its state, or what it waits for.
+
+    Of an orchestrator that is done it is the reason of its run, which may have been paused first and ended then.
+    """
+    is_done = {daemon.name for daemon in workspace.daemons if daemon.state == "done"}
+    done = {run.run_id: run.reason for run in workspace.runs if run.run_id in is_done}
     rows = [
         [
             cell(daemon.name, 70),
             Text(daemon.state, style=_DAEMON_STYLES.get(daemon.state, "")),
             daemon.pid or "",
             daemon.num_restarts or "",
-            cell(daemon.reason or (f"waits for {daemon.waiting_on}" if daemon.waiting_on else None)),
+            cell(
+                done.get(daemon.name)
+                or daemon.reason
+                or (f"waits for {daemon.waiting_on}" if daemon.waiting_on else None)
+            ),
         ]
-        for daemon in daemons
+        for daemon in workspace.daemons
     ]
     return FittingTable(["daemon", "state", "pid", "restarts", "why"], rows, ("restarts", "pid", "why"))
 
@@ -249,7 +258,7 @@ def workspace_view(workspace: Workspace, disk: DiskView | None, holder: Supervis
     """The data that `prl status` prints. `holder`: who has the workspace's lock, by the pid file."""
     parts: list[RenderableType] = []
     if workspace.daemons:
-        parts += [daemons_table(workspace.daemons), Text("")]
+        parts += [daemons_table(workspace), Text("")]
     elif holder is not None and holder.lives_here():
         words = f"prl up is preparing ({holder}): it may have to build a base model, then it starts the daemons"
         parts.append(cell(words, 1_000))
@@ -300,7 +309,7 @@ def list_runs(
     Example: prl runs list --state active,waiting --tag lr-sweep --sort reward
     """
     states, tags = _states(state), set(tag or ())
-    path = check_readable(choose_output_dir(output_dir))
+    path = existing_output(output_dir, may_miss=watching or as_json).path
     reader = WorkspaceReader(path)
 
     def chosen() -> list[RunView]:
@@ -329,11 +338,8 @@ def show(run_id: RunIdArgument, output_dir: OutputDirOption = None, as_json: Jso
 
     Example: prl runs show run_reverse --json
     """
-    try:
-        check_run_id(run_id)
-    except LayoutError as error:
-        raise UsageError(str(error)) from error
-    workspace = WorkspaceReader(check_readable(choose_output_dir(output_dir))).read()
+    check_run_id(run_id)
+    workspace = WorkspaceReader(existing_output(output_dir).path).read()
     run = workspace.run(run_id)
     if run is None:
         reason = next((each.reason for each in workspace.refused if each.name == run_id), None)
@@ -360,7 +366,7 @@ def samples(
 
     Example: prl runs samples run_reverse -n 8
     """
-    with acting_on(choose_output_dir(output_dir), run_id, "reading") as (_, run):
+    with acting_on(existing_output(output_dir).path, run_id, "reading") as (_, run):
         found = read_samples(run.samples, number)
     if as_json:
         print_json({"samples": msgspec.to_builtins(found)})
@@ -421,7 +427,7 @@ def add(
     Example: prl runs add configs/demo/reverse.toml --set max_steps=20
     """
     if run_id is not None and len(files) > 1:
-        raise UsageError(f"--id names one run, and there are {len(files)} files: leave it out, or add one at a time")
+        raise WrongUseError(f"--id names one run, and there are {len(files)} files: leave it out, or add one at a time")
     place, changed = choose_output_dir(output_dir), parse_overrides(changes)
     if len(files) > 1:
         for file in files:
@@ -441,16 +447,13 @@ def _states(words: list[str] | None) -> set[RunState]:
     """`--state active,waiting --state failed` -> three states."""
     names = [name.strip() for word in words or [] for name in word.split(",") if name.strip()]
     if odd := [name for name in names if name not in list(RunState)]:
-        raise UsageError(f"invalid --state {odd[0]!r}: expected one of {', '.join(RunState)}")
+        raise WrongUseError(f"invalid --state {odd[0]!r}: expected one of {', '.join(RunState)}")
     return {RunState(name) for name in names}
 
 
 def parse_overrides(changes: list[str] | None) -> dict[str, object] | None:
-    """The values of `--set`, nested; None without it. Raises UsageError."""
-    try:
-        return parse_set(changes) if changes else None
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
+    """The values of `--set`, nested; None without it. Raises ConfigError."""
+    return parse_set(changes) if changes else None
 
 
 def details_json(details: RunDetails) -> dict[str, Any]:
@@ -471,7 +474,9 @@ def details_json(details: RunDetails) -> dict[str, Any]:
 
 def details_view(details: RunDetails) -> RenderableType:
     """The table that `prl runs show` prints; missing facts take no line."""
-    parts: list[RenderableType] = [_facts(details), *_section("problems", details.run.troubles)]
+    run = details.run
+    parts: list[RenderableType] = [_facts(details), *_section("problems", run.troubles)]
+    parts += _section("last problem", run.sign_texts[: run.state is not RunState.ACTIVE])
     for name, figures in details.metrics.items():
         evaluated = sorted(key for key in figures if key.startswith("eval/") and "/avg@" in key)
         shown = [f"{key} {figures[key]:.4g}" for key in (*_MAIN_FIGURES, *evaluated) if key in figures]
@@ -502,7 +507,9 @@ def details_view(details: RunDetails) -> RenderableType:
 def _facts(details: RunDetails) -> RenderableType:
     rows = []
     for name, value in run_json(details.run).items():
-        shown: object = value
+        shown: object = f"{value:.6g}" if isinstance(value, float) else value
+        if isinstance(value, tuple):
+            shown = ", ".join(map(str, value)) or None
         if name in ("updated_at", "added_at", "stalled_since") and isinstance(value, float):
             shown = utc(value)
         if name == "state":

@@ -16,16 +16,15 @@ from daemons.commands import complete
 from daemons.commands.common import (
     JsonOption,
     OutputDirOption,
-    UsageError,
-    check_readable,
-    choose_output_dir,
     complain,
     console,
+    existing_output,
     make_table,
     print_json,
     say,
 )
 from daemons.commands.runs import SetOption, parse_overrides
+from daemons.errors import WrongUseError
 from daemons.evaluation import NUM_EXAMPLES, Evaluated, evaluate, load_source
 from daemons.serving import serve_run, served_names, stop_serving
 from prime_rl.contract.evaluation import EvalProgress, EvalResult
@@ -80,7 +79,7 @@ def eval_targets(
     Example: prl eval base run_reverse run_reverse@v20 -n 50 -k 4
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as with Ctrl-C, which unloads the adapter
-    place = check_readable(choose_output_dir(output_dir))
+    place = existing_output(output_dir).path
     source = load_source(place, targets, env, data, scorer)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     screen = Console(stderr=True)
@@ -124,10 +123,10 @@ def serve(
 
     Example: prl serve run_reverse@v20
     """
-    place, urls = check_readable(choose_output_dir(output_dir)), list[str]()
+    place, urls = existing_output(output_dir, may_miss=as_json).path, list[str]()
     if target is None:
         if stop:
-            raise UsageError("--stop: name the run, such as prl serve --stop run_reverse")
+            raise WrongUseError("--stop: name the run, such as prl serve --stop run_reverse")
         text = "\n".join(served_names(place)) or f"{place}: no version is kept served; prl serve RUN[@vN] serves one"
     elif stop:
         name = stop_serving(place, target)

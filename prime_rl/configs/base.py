@@ -209,10 +209,20 @@ def parse_set(items: Sequence[str]) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Deep merge of tables; `over` wins; lists are replaced."""
+    """Deep merge of tables; `over` wins. A list is replaced, or its entries are changed by number, as in env.0.id.
+
+    Raises ConfigError for a number that the list does not have.
+    """
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
+        if isinstance(old, list) and isinstance(value, Mapping):
+            entries = {str(number): each for number, each in enumerate(old)}
+            if odd := value.keys() - entries.keys():
+                found = f"{min(odd)!r} is not an entry: expected the number of one, such as {key}.0"
+                raise ConfigError("the change", [ConfigProblem(key, found)])
+            merged[key] = list(merge(entries, value).values())
+            continue
         merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
 

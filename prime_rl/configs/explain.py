@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from prime_rl.configs.base import BaseConfig, models_in, tag_of
+from prime_rl.configs.base import BaseConfig, ConfigError, ConfigProblem, models_in, tag_of
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.multinode import MultinodeConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -61,6 +61,20 @@ class FieldFacts:
     is_required: bool
     is_table: bool
     choice: str = ""
+
+
+def kind_of(data: Mapping[str, Any], expected: str = "orch") -> str:
+    """The kind of file that this is: the one that has most of its top-level keys, of equals the expected one."""
+    return max((expected, *KINDS), key=lambda kind: len(data.keys() & KINDS[kind][0].model_fields.keys()))
+
+
+def check_kind(kind: str, data: Mapping[str, Any], source: str) -> None:
+    """Raises ConfigError, in one short line, for a file of another kind."""
+    if (found := kind_of(data, kind)) != kind:
+        names = {"orch": "a run's config", "system": "a workspace's system file"}
+        looks, wanted = (names.get(each, f"the config of {each}") for each in (found, kind))
+        words = f"looks like {looks}, not like {wanted}: use {KINDS[found][1].replace('FILE', source)}"
+        raise ConfigError(source, [ConfigProblem("", words)])
 
 
 @cache

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -323,6 +324,17 @@ def append_line(path: Path, line: str) -> None:
 
 
 @contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which ends with this process. Raises BlockingIOError when another process has it."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
 def staged_dir(final: Path) -> Iterator[Path]:
     """Fill a temporary folder beside `final`, then rename it into place; `final` must not be complete yet.
 
@@ -337,11 +349,11 @@ def staged_dir(final: Path) -> Iterator[Path]:
         for folder, _, names in os.walk(tmp):
             for path in (Path(folder, name) for name in names):
                 if path.stat().st_size:  # an empty file is nothing but its name, which the folder holds
-                    _sync(path)
-        _sync(tmp)
+                    sync_path(path)
+        sync_path(tmp)
         remove(final)
         os.rename(tmp, final)
-        _sync(final.parent)
+        sync_path(final.parent)
     except BaseException:
         _discard(tmp)
         raise
@@ -352,7 +364,7 @@ def mark_stable(step_dir: Path, *, sync: bool = True) -> None:
     """Write the `STABLE` marker: the folder is complete from now on. `staged_dir` syncs it by itself."""
     os.close(open_file(stable_marker(step_dir), os.O_WRONLY | os.O_CREAT))
     if sync:
-        _sync(step_dir)
+        sync_path(step_dir)
 
 
 def remove(path: Path) -> None:
@@ -373,7 +385,8 @@ def _discard(*temporary: Path) -> None:
             _left.add(path)
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Bring a file or a folder to the disk. Raises OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

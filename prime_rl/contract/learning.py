@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 REWARD = "reward/mean"
+# What is advised at most in place of a learning rate that broke a run.
+USUAL_LR = 1e-3
 # So many of the newest values of a figure are kept; the rules look at as many or fewer.
 NUM_KEPT = 10
 # A figure beyond this is as wrong as this one, and sums of it stay finite.
@@ -39,13 +41,11 @@ class Rule:
     why: str
     advice: str
 
-    def text(self, sign: Sign) -> str:
-        """The sign in one line: the number, the reason, and what to do."""
+    def text(self, sign: Sign, run_id: str, again: str) -> str:
+        """The sign in one line: the number, the reason, and what to do. `again`: how the run is begun again."""
         said = self.said.format(value=sign.value, limit=sign.limit, num=sign.num)
-        return f"{said}: {self.why}; {self.advice}"
+        return f"{said}: {self.why}; {self.advice.format(run_id=run_id, again=again)}"
 
-
-_AGAIN = "start again from before it: prl runs fork ID --step N --set optim.lr=LOWER"
 
 # In the order of importance. Each name is that of a sign.
 RULES: Mapping[str, Rule] = {
@@ -55,7 +55,7 @@ RULES: Mapping[str, Rule] = {
         0.5,
         "reward collapsed: mean {value:.3g} over 10 batches, was {limit:.3g} at best",
         "updates have destroyed what was learned",
-        _AGAIN,
+        "{again}",
     ),
     "no_signal": Rule(
         "signal",
@@ -63,7 +63,7 @@ RULES: Mapping[str, Rule] = {
         0.0,
         "no signal: no rollout of {num} batches in a row has an advantage",
         "within each group all rewards are equal, so the examples are too easy, too hard, or solved",
-        "look at prl runs samples, then change the examples or the reward; a solved run can be ended",
+        "look at prl runs samples {run_id}, then change the examples or the reward; a solved run can be ended",
     ),
     "no_gradient": Rule(
         "grad_norm",
@@ -71,7 +71,7 @@ RULES: Mapping[str, Rule] = {
         1e-6,
         "no gradient: grad_norm at most {value:.2g} for {num} updates",
         "the weights no longer change, as after a learning rate that was far too high, or without signal",
-        _AGAIN,
+        "{again}",
     ),
     "mismatch": Rule(
         "mismatch_kl",
@@ -87,7 +87,7 @@ RULES: Mapping[str, Rule] = {
         3.0,
         "entropy exploded: mean {value:.3g} nats over 10 updates, {limit:.3g} is three times that of the first 10",
         "answers turn into noise",
-        f"{_AGAIN}, or with a lower sampling.temperature",
+        "{again}, or with a lower sampling.temperature",
     ),
     "entropy_gone": Rule(
         "entropy",
@@ -95,15 +95,22 @@ RULES: Mapping[str, Rule] = {
         0.01,
         "entropy is gone: mean {value:.2g} nats over 10 updates, limit {limit:g}",
         "the policy gives one answer to each prompt, so nothing new is tried",
-        f"end the run if its reward is good enough; else {_AGAIN}",
+        "end the run if its reward is good enough; else {again}",
     ),
 }
 
 
-def sign_texts(signs: Iterable[Sign]) -> list[str]:
-    """The signs in words, in the order of importance. A name without a rule, of another version, is left out."""
+def sign_texts(signs: Iterable[Sign], run_id: str, step: int | None = None, lr: float | None = None) -> list[str]:
+    """The signs of a run in words, in the order of importance. A name without a rule, of another version, is left out.
+
+    `step`: the newest version on disk from before them, None when that is gone. `lr`: the learning rate that was used.
+    """
+    lower = "" if lr is None else f" --set optim.lr={min(lr / 3, USUAL_LR):.2g}"
+    again = "no version from before it is left: add the run again with a lower optim.lr"
+    if step is not None:
+        again = f"start again from before it: prl runs fork {run_id} --step {step}{lower}"
     known = {sign.name: sign for sign in signs}
-    return [rule.text(known[name]) for name, rule in RULES.items() if name in known]
+    return [rule.text(known[name], run_id, again) for name, rule in RULES.items() if name in known]
 
 
 class RewardTrend:

@@ -30,6 +30,12 @@ NOT_PLAIN = (
 )
 
 
+# By data type the bytes of a number. Of its last byte, sign and exponent: all that is below 2^17.
+_WIDTHS = {"F32": 4, "BF16": 2}
+_SOUND = bytes(byte for byte in range(256) if byte & 0x7F < 0x48)
+_LOOK_BYTES = 1 << 24
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """The part of `adapter_config.json` that a plain LoRA adapter needs. `base_model`: a name on the hub, or a path."""
@@ -70,6 +76,27 @@ def check_adapter_file(path: Path, *, follow_links: bool = False) -> None:
         begins_well = file.read(1) == b"{"
         if not begins_well or num_head_bytes + 8 > os.fstat(file.fileno()).st_size:
             raise ValueError(f"{path}: not a safetensors file, or only the beginning of one")
+
+
+def check_weights(path: Path) -> None:
+    """Raises ValueError when a number of a safetensors file is not finite or beyond any weight (2^17), else OSError.
+
+    Only the last byte of a number is looked at: it has the sign and most of the exponent.
+    """
+    check_adapter_file(path)
+    with os.fdopen(open_file(path), "rb") as file:
+        num_head_bytes = int.from_bytes(file.read(8), "little")
+        try:
+            for name, facts in json.loads(file.read(num_head_bytes)).items():
+                width = _WIDTHS.get(facts.get("dtype"))
+                begin, end = facts["data_offsets"] if width else (0, 0)
+                file.seek(8 + num_head_bytes + begin)
+                while begin < end and (data := file.read(min(_LOOK_BYTES, end - begin))):
+                    begin += len(data)
+                    if width and data[width - 1 :: width].translate(None, _SOUND):
+                        raise ValueError(f"the weights are not finite, or far too large ({str(name)[:200]})")
+        except (AttributeError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}: not a safetensors file: {error}") from error
 
 
 def untrained_modules(wanted: Sequence[str], takes: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from prime_rl.configs.shared import SamplingConfig
 from prime_rl.orchestrator.client import AdapterRefused, Completion, CompletionRequest, RequestRefused, UnknownModel
-from prime_rl.orchestrator.envs.base import Message, RolloutError
+from prime_rl.orchestrator.envs.base import Message, PolicyError, RolloutError
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.publication import Publication
 from prime_rl.utils.chat_template import SPECIAL_TOKENS, ChatTemplate, model_file, token_text
@@ -206,7 +206,7 @@ class TurnSampler:
                         self._num_refused += used not in self._answered
                         if self._num_refused >= MAX_ADAPTER_REFUSALS:
                             raise
-                        raise RolloutError(str(error)) from error
+                        raise PolicyError(f"the policy is at fault, not the example: {error}") from error
                     except UnknownModel:
                         if attempt == MAX_RESTORES:
                             raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,6 +169,15 @@ class FileTail:
 
     def _forget(self) -> None:
         self._offset, self._identity, self._mark, self._partial, self._skipping = 0, None, b"", b"", False
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The whole lines that a file has now, read in chunks."""
+    tail, more = FileTail(path), True
+    while more:
+        found = tail.read()
+        yield from found.lines
+        more = found.more
 
 
 def _look(fd: int) -> tuple[_Identity, int]:

@@ -223,13 +223,13 @@ async def test_the_console_sweeps_makes_urgent_compares_and_sets_a_budget(living
         await until(pilot, lambda: all(published(living, each) for each in seeds), "both to train")
         await until(pilot, lambda: {state_in(app, each) for each in seeds} == {"finished"}, "the end of both")
         ends = sorted(str(living.runs()[each]["reason"]) for each in seeds)
-        assert ends[0].startswith("None") and ends[1].startswith("halving: rung "), ends
+        assert ends[0].startswith("None") and ends[1].startswith("ended by halving at rung "), ends
 
         await pilot.press("escape")
         await select(app, pilot, seeds[0])
         await typed(app, pilot, f"diff {seeds[1]}")
         await until(pilot, lambda: f"prl runs diff {seeds[0]} {seeds[1]}" in screen_text(app), "the differences")
-        await until(pilot, lambda: "halving: rung" in screen_text(app), "how they ended")
+        await until(pilot, lambda: "by halving at rung" in screen_text(app), "how they ended")
         await pilot.press("escape")
 
         await until(pilot, lambda: {state_in(app, each) for each in (RUN, FORK)} == {"active"}, "their slots again")

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -132,7 +133,8 @@ def test_json_is_stable(inline: Inline) -> None:
         *("run_id", "state", "step", "max_steps", "reward", "reason", "waiting_on", "updated_at", "run_idx"),
         *("queue_position", "tokens_per_s", "async_level", "policy_version", "lr", "bottleneck", "model"),
         *("batch_size", "num_restarts", "added_at", "stalled_since", "tags", "weight", "priority"),
-        *("max_tokens", "max_hours", "problem", "examples_unusable", "signs", "crash_loop", "edited", "troubles"),
+        *("max_tokens", "max_hours", "problem", "examples_unusable", "signs", "crash_loop", "edited", "sound_step"),
+        "troubles",
     ]
     assert list(prl.json("status")) == [
         *("version", "output_dir", "supervisor_alive", "daemons", "slots", "runs", "refused", "disk", "bottleneck"),
@@ -154,13 +156,69 @@ def test_show_and_status_for_people(inline: Inline) -> None:
     assert " age " in inline("runs", "list").stdout
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["runs", "list", "--output-dir", str(tmp_path / "typo")]) == 0
-    said = capsys.readouterr().out.replace("\n", "")
-    assert said.startswith(f"no workspace at {tmp_path / 'typo'}: start one with prl up")
-    (tmp_path / "typo").mkdir()
-    assert run(["runs", "list", "--output-dir", str(tmp_path / "typo")]) == 0
+READING = """
+runs list|runs best|usage|serve|runs show run_x|runs samples run_x|runs export-metrics|runs diff run_a run_b|runs purge
+runs evict run_x --reason a|runs undelete run_x|logs trainer|restart trainer|chat base|alerts|multinode status
+""".replace("\n", "|").strip("|")
+
+
+@pytest.mark.parametrize("command", READING.split("|"))
+def test_a_folder_that_is_not_there_is_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "typo"
+    assert run([*command.split(), "--output-dir", str(missing)]) == 2
+    line = f"prl: no workspace at {missing}: start one with prl up, or name another\n"
+    assert capsys.readouterr() == ("", line) and not missing.exists()
+
+
+def test_with_json_a_missing_workspace_is_an_empty_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, key in (("runs list", "runs"), ("runs best", "standings"), ("usage", "rows"), ("status", "daemons")):
+        assert run([*command.split(), "--json", "--output-dir", str(tmp_path / "typo")]) == 0
+        assert json.loads(capsys.readouterr().out)[key] == []
+    assert run(["runs", "list", "--output-dir", str(tmp_path)]) == 0
     assert "no runs yet: add one with prl runs add" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("name", ["demo/system.toml", "reverse_text/trainer.toml", "reverse_text/inference.toml"])
+def test_a_file_of_another_kind_is_told_in_one_short_line(name: str, inline: Inline) -> None:
+    file, run_file = ROOT / "configs" / name, ROOT / "configs" / "demo" / "reverse.toml"
+    use = "prl up @" if "system" in name else f"prl {file.stem} @"
+    for command in ("add", "validate", "sweep --set seed=1"):
+        verb, *more = command.split()
+        said = inline("runs", verb, str(file), *more, exit_code=1).stderr
+        assert said.count("\n") == 1 and said.endswith(f", not like a run's config: use {use} {file}\n"), said
+    said = inline("up", "@", str(run_file), "--dry-run", exit_code=2).stderr
+    assert said == (
+        f"prl: {run_file}: looks like a run's config, not like a workspace's system file: use prl runs add {run_file}\n"
+    )
+    assert not inline.prl.output_dir.exists()
+
+
+def test_entries_of_a_list_are_set_by_their_number(inline: Inline) -> None:
+    file = str(inline.prl.run_file())
+    inline("runs", "add", file, "--id", "run_a", "--set", "env.0.id=sort-letters", "--set", "env.0.args.min_len=3")
+    assert inline.json("runs", "show", "run_a")["config"]["env"] == [{"id": "sort-letters", "args": {"min_len": 3}}]
+    inline("runs", "set", "run_a", "env.0.id=reverse-text", "env.0.args=null")
+    inline("runs", "sweep", file, "--set", "env.0.id=reverse-text,sort-letters", "--name", "s")
+    said = inline("runs", "add", file, "--set", "env.1.id=x", exit_code=1).stderr
+    assert said.endswith("env: '1' is not an entry: expected the number of one, such as env.0\n"), said
+
+
+def test_without_a_terminal_nothing_is_cut_and_figures_are_short(inline: Inline) -> None:
+    why = "no reward " * 500 + "end"
+    inline("runs", "add", str(inline.prl.run_file()), "--id", "run_a", "--set", "weight=0.30000000000000004")
+    inline("runs", "evict", "run_a", "--reason", why)
+    for command in (["status"], ["runs", "list"], ["runs", "show", "run_a"]):
+        assert why in inline(*command).stdout
+    shown = inline("runs", "show", "run_a").stdout.partition("config")[0]
+    assert "0.3\n" in shown.replace(" ", "") + "\n" and "0.30000" not in shown and "tags" not in shown
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_made(inline: Inline, monkeypatch: Any) -> None:
+    monkeypatch.setattr("daemons.up_and_down.need_daemons", lambda system: None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        said = inline("up", "--inference.port", port, "--model.name", str(inline.prl.model), exit_code=1).stderr
+    assert f"inference cannot listen on 127.0.0.1:{port}" in said and not inline.prl.output_dir.exists()
 
 
 def test_several_files_are_added_or_none(inline: Inline, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_sweep_with_halving_ends_with_one_winner(workspace: Workspace) -> None
         step, reason = runs[run_id]["step"], runs[run_id]["reason"]
         assert runs[run_id]["state"] == "finished" and first.step <= step <= MAX_STEPS
         # A very quick run is through before the supervisor looks.
-        assert step == MAX_STEPS or reason.startswith("halving: rung ")
+        assert step == MAX_STEPS or reason.startswith("ended by halving at rung ")
     audit = [json.loads(line) for line in workspace.paths.audit.read_text().splitlines()]
     assert {line["run_id"] for line in audit if line["action"] == "halving"} >= set(first.lost) | set(second.lost)
 

@@ -108,7 +108,7 @@ CASES: list[tuple[AlertKind, str, str, Workspace, list[SeenNode], int]] = [
     (
         "run_trouble",
         "run_a",
-        f"a step hangs; {sign_texts([NO_GRADIENT])[0]}",
+        f"a step hangs; {sign_texts([NO_GRADIENT], 'run_a')[0]}",
         workspace(replace(RUN, problem=text("a step hangs"), signs=(COLLAPSED, NO_GRADIENT))),
         [],
         10,

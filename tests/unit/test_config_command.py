@@ -17,10 +17,9 @@ from typer.main import get_command
 from daemons import actions
 from daemons.cli import app, run
 from daemons.commands import complete
-from daemons.commands.config import kind_of
 from prime_rl.configs import EXAMPLES
 from prime_rl.configs.base import ConfigError, build
-from prime_rl.configs.explain import KINDS, all_fields, find_fields, json_schema
+from prime_rl.configs.explain import KINDS, all_fields, find_fields, json_schema, kind_of
 from prime_rl.contract.layout import OutputDir
 from tests.patience import PATIENCE_S
 

@@ -370,6 +370,7 @@ def test_a_readmitted_run_gets_its_orchestrator_again() -> None:
     assert history.see(Seen(evicted=True), after_s=5) == []
     history.wanted = True
     assert history.see(after_s=5) == [Do.START]
+    assert history.daemon.num_restarts == 0, "what was paused or evicted is not restarted"
 
 
 def test_a_finished_run_that_was_evicted_and_readmitted_is_done_and_waits_for_nothing() -> None:

@@ -158,7 +158,7 @@ def test_six_runs_on_two_slots_end_with_one_winner(tmp_path: Path) -> None:
     assert {run_id for run_id, mark in ended.items() if mark.exists()} == set(ended) - {"run_2"}
     assert not any(sweep.run(run_id).paused.exists() for run_id in ended)
     assert ended["run_4"].read_text() == (
-        "halving: rung 2 of sweep s, step 9: reward/mean = 0.8, place 2 of 2, 0.9 was needed"
+        "ended by halving at rung 2 of sweep s, step 9: reward/mean = 0.8, place 2 of 2, 0.9 was needed"
     )
     lines = [line for line in sweep.audit() if line["run_id"] == "run_1"]
     assert [line["action"] for line in lines] == ["halving", "halving"]

@@ -6,12 +6,14 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from daemons.actions import ActionError, edited, rollback_run
 from daemons.cli import app
+from daemons.cli import run as prl
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.base import merge, parse_toml
 from prime_rl.configs.validate import load_run_config
@@ -57,6 +59,13 @@ def test_comments_stay(run: RunDir) -> None:
     assert text.startswith("# A run of reverse-text") and "resume_step = 20  # requested at" in text
     assert load_run_config(run.orch_toml).ckpt.resume_step == 20
     assert pending_request(run, 20) is not None
+
+
+def test_until_it_is_carried_out_the_run_is_at_the_step_that_it_goes_on_from(run: RunDir, capsys: Any) -> None:
+    rollback_run(run.path.parent, "run_a", 20)
+    assert (view := read_workspace(run.path.parent).run("run_a")) is not None and view.step == 20
+    assert prl(["runs", "set", "run_a", "max_steps=90", "--output-dir", str(run.path.parent)]) == 0
+    assert "run_a continues from step 20 after prl up" in capsys.readouterr().out
 
 
 def test_evicted_and_failed_runs_train_again(run: RunDir) -> None:
@@ -126,10 +135,7 @@ def test_a_workspace_with_daemons_is_asked_to_start_it(run: RunDir) -> None:
     assert run.orch_toml.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_command_and_its_old_name(run: RunDir) -> None:
+def test_the_command(run: RunDir) -> None:
     at = ["run_a", "--step", "20", "--output-dir", str(run.path.parent)]
     done = CliRunner().invoke(app, ["runs", "rollback", *at])
     assert (done.exit_code, done.output.strip()) == (0, "run_a: rolled back to step 20")
-    old = CliRunner().invoke(app, ["runs", "resume", *at])
-    assert (old.exit_code, old.stdout) == (0, done.stdout)
-    assert old.stderr.count("\n") == 1 and "is now prl runs rollback" in old.stderr

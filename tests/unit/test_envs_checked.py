@@ -14,15 +14,17 @@ import pytest
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.client import AccessDenied
 from prime_rl.orchestrator.envs import load_environments
-from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, RolloutError
+from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, PolicyError, RolloutError
 from prime_rl.orchestrator.envs.checked import (
     FAILURE_WINDOW,
     MIN_EXAMPLES,
+    MIN_ROLLOUTS,
     CheckedEnvironment,
     EnvironmentBroken,
     EnvironmentFault,
     ExampleUnusable,
     Interrupted,
+    Transient,
 )
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import MAX_REPLACEMENTS, GroupFailed, RolloutWorker
@@ -473,6 +475,21 @@ async def test_a_share_of_examples_ends_the_run_and_not_of_their_rollouts() -> N
     ):
         await env.rollout(example(21), Says(error=RolloutError("too long")))
     assert (env.num_dropped, len(env.unusable)) == (11, 11)
+
+
+async def test_a_policy_that_is_at_fault_makes_no_example_unusable_and_is_named() -> None:
+    async def does(policy: Policy) -> Outcome:
+        await policy.complete([])
+        raise AssertionError
+
+    env = checked(Does(does), share=0.5, num_examples=3, name="talk")
+    error = PolicyError("the policy is at fault, not the example: run_a@v3: its logits are not finite")
+    for number in range(MIN_ROLLOUTS - 1):
+        with pytest.raises(Transient, match="the policy is at fault"):
+            await env.rollout(example(number % 3), Says(error=error))
+    assert env.unusable == {}
+    with pytest.raises(EnvironmentBroken, match=r"last: the policy is at fault, not the example: run_a@v3"):
+        await env.rollout(example(0), Says(error=error))
 
 
 async def test_when_all_examples_are_unusable_the_run_ends_however_few_they_are() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from daemons.evaluation import ALL_ROWS, NUM_EXAMPLES, eval_config, load_source
+from daemons.errors import ActionError
+from daemons.evaluation import ALL_ROWS, NUM_EXAMPLES, eval_config, evaluate, load_source
 from prime_rl.configs.base import ConfigError
+from prime_rl.contract.files import locked
 from prime_rl.contract.layout import OutputDir
 from prime_rl.orchestrator.eval_job import Tally
 from tests.unit.test_orchestrator_pure import a_rollout
@@ -83,6 +85,20 @@ def test_rows_are_asked_as_the_run_is(tmp_path: Path, run_toml: Path) -> None:
     assert found["env"] == [asked] and not found["eval"]["env"] and found["sampling"]["max_tokens"] == 9
     alone = load_source(tmp_path, ["base"], None, rows)
     assert alone.config["env"][0]["args"] == {"path": str(rows), "num_eval_examples": ALL_ROWS}
+
+
+def test_the_adapter_that_a_killed_evaluation_copied_is_removed_by_the_next(tmp_path: Path, run_toml: Path) -> None:
+    folders = [OutputDir(tmp_path).evaluations / name for name in ("killed", "at_work")]
+    for folder in folders:
+        (folder / "0").mkdir(parents=True)
+        (folder / "samples.jsonl").touch()
+    source = load_source(tmp_path, ["run_a"], None, None)
+    with locked(folders[1]), pytest.raises(ActionError, match="run_none"):
+        evaluate(tmp_path, ["run_none"], source, changes={"client": {"base_url": "http://127.0.0.1:9/v1"}})
+    assert [sorted(path.name for path in folder.iterdir()) for folder in folders] == [
+        ["samples.jsonl"],
+        ["0", "samples.jsonl"],
+    ]
 
 
 def test_what_failed_or_was_not_done_counts_for_no_figure() -> None:

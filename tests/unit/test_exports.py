@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from daemons import exports
@@ -202,6 +203,21 @@ def test_what_cannot_be_exported_is_refused_in_one_line(run: RunDir, tmp_path: P
         export_run(run.path.parent, "run_b", tmp_path / "out")
     assert export(run, tmp_path / "out", merge=True, dry_run=True).kind == "merged"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["taken", "workspace"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e15])
+def test_weights_that_are_broken_are_refused(run: RunDir, tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    file = run.broadcast_dir(2) / "adapter_model.safetensors"
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+    next(iter(tensors.values())).view(-1)[-1] = 1e5
+    save_file(tensors, file)
+    export(run, tmp_path / "sound")
+    next(iter(tensors.values())).view(-1)[-1] = value
+    save_file(tensors, file)
+    with pytest.raises(ActionError, match=r"^nothing was written: the weights are not finite, or far too large"):
+        export(run, tmp_path / "broken")
+    assert not (tmp_path / "broken").exists()
 
 
 def test_what_a_killed_export_leaves_is_removed_by_the_next(run: RunDir, tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from daemons.cli import run as prl
 from daemons.workspace import LOOP_CRASHES, LOOP_S, daemon_view
 from daemons.workspace_reader import WorkspaceReader
-from prime_rl.contract.files import append_line, write_atomic
+from prime_rl.contract.files import append_line, mark_stable, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.learning import REWARD, RULES, Learning, Sign, sign_texts
 from prime_rl.contract.status import Crash, DaemonStatus, RunState, RunStatus, TrainerStatus, read_status
 from prime_rl.orchestrator.report import LearningWatch
+from prime_rl.utils.text import CleanText
 from tests.alerts_support import Troubles
 from tui.model.snapshot import make_snapshot
 
@@ -40,7 +41,7 @@ def signs_of(figure: str, values: list[float]) -> dict[str, Sign]:
 def test_a_run_without_a_gradient_is_told_with_the_number_of_updates() -> None:
     found = signs_of("grad_norm", [0.8, 0.5, *[0.0] * 28])
     assert found == {"no_gradient": Sign("no_gradient", 0.0, 1e-6, 28)}
-    assert "for 28 updates" in sign_texts(found.values())[0]
+    assert "for 28 updates" in sign_texts(found.values(), "run_a")[0]
     assert signs_of("grad_norm", [0.8, *[0.0] * 7]) == {} == signs_of("grad_norm", [*[0.0] * 20, 0.3])
 
 
@@ -103,7 +104,8 @@ def test_no_figures_raise_and_every_sign_is_json_that_is_read_again(lines: list[
         learning.feed(step, figures)
         found = learning.signs()
         assert msgspec.json.decode(msgspec.json.encode(found), type=list[Sign]) == found
-        assert len(sign_texts(found)) == len(found) and all("\n" not in text for text in sign_texts(found))
+        texts = sign_texts(found, "run_a")
+        assert len(texts) == len(found) and all("\n" not in text for text in texts)
 
 
 def test_learning_as_it_should_be_gives_no_sign() -> None:
@@ -158,6 +160,34 @@ def test_status_list_and_show_name_the_troubles(troubles: Troubles, capsys: Any)
     [run] = [each for each in json.loads(capsys.readouterr().out)["runs"] if each["run_id"] == "run_trouble"]
     assert len(run["troubles"]) == 3
     assert {"name": "no_gradient", "value": 0.0, "limit": 1e-06, "num": 28} in run["signs"]
+
+
+def test_the_advice_has_the_run_and_a_version_that_is_there(troubles: Troubles, capsys: Any) -> None:
+    signs = [Sign("reward_collapsed", 0.1, 0.8, 12), Sign("no_signal", 0.0, 0.0, 5)]
+    troubles.run("run_trouble", signs=signs, step=40)
+    run = troubles.output.run("run_trouble")
+
+    def advice() -> list[str]:
+        view = WorkspaceReader(troubles.output.path).read().run("run_trouble")
+        assert view is not None
+        return [text.partition("; ")[2] for text in view.sign_texts]
+
+    assert advice()[0] == "no version from before it is left: add the run again with a lower optim.lr"
+    assert advice()[1].startswith("look at prl runs samples run_trouble, then")
+    for folder in (run.checkpoint_dir(16), run.broadcast_dir(36), run.broadcast_dir(40)):
+        folder.mkdir(parents=True)
+        mark_stable(folder)
+    assert advice()[0].startswith("start again from before it: prl runs fork run_trouble --step 16 --set optim.lr=")
+    run.finished.write_text("its budget is used up")
+    assert prl(["runs", "show", "run_trouble", "--output-dir", str(troubles.output.path)]) == 0
+    assert "last problem\n  reward collapsed: " in capsys.readouterr().out
+
+
+def test_an_edit_is_told_beside_other_troubles(troubles: Troubles) -> None:
+    view = WorkspaceReader(troubles.output.path).read().run("run_trouble")
+    assert view is not None
+    edited = replace(view, edited=CleanText("edited, not in effect: seed"))
+    assert edited.why.endswith("; edited, not in effect: seed; 2 more problems")
 
 
 def test_a_status_of_an_earlier_version_has_no_signs(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from daemons.cli import run as prl
 from daemons.commands.runs import SortBy, sorted_runs
 from daemons.ranking import NO_TAG, TAG, RunValues, environment_of, notes, rank, standard_error, winners
 from daemons.workspace_reader import read_workspace
+from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import OutputDir
 
 REWARD = "reward/mean"
@@ -166,6 +167,15 @@ def test_best_prints_each_environment_and_what_to_know_of_it(workspace: OutputDi
     assert "2 environments" in err and "run_b" in err
     out, err = best(workspace, capsys, "--tag", "sort-letters", "--step", "2")
     assert "★  run_a" in out and "not ranked: run_b" in err and "environments" not in err
+
+
+def test_only_updates_that_are_done_count(workspace: OutputDir, capsys: Any) -> None:
+    for run_id in ("run_a", "run_b"):  # the second batch of run_a is made, and not yet trained on
+        folder = workspace.run(run_id).broadcast_dir(1)
+        folder.mkdir(parents=True)
+        mark_stable(folder)
+    found = json.loads(best(workspace, capsys, "--json", "--tag", "sort-letters")[0])["standings"]
+    assert [(each["step"], each["runs"][0]["step"], each["value"]) for each in found] == [(1, 1, 0.5), (1, 1, 0.2)]
 
 
 def test_best_is_stable_json_and_csv(workspace: OutputDir, capsys: Any) -> None:

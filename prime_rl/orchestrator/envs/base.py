@@ -61,6 +61,10 @@ class RolloutError(RuntimeError):
     """A request to the policy that cannot be a part of a rollout; the message has the reason."""
 
 
+class PolicyError(RolloutError):
+    """The policy itself is at fault, and no example: its adapter is refused."""
+
+
 def as_messages(messages: Any) -> list[Message]:
     """`messages` of an environment with what is sent of them; text parts of OpenAI's form become one text.
 

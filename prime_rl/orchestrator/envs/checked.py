@@ -32,6 +32,7 @@ from prime_rl.orchestrator.envs.base import (
     Message,
     Outcome,
     Policy,
+    PolicyError,
     RolloutError,
     Split,
     as_messages,
@@ -81,6 +82,8 @@ def fault_of(error: BaseException, *, at_first_turn: bool = False) -> Environmen
     """The fault that `error` of an environment's code is. `at_first_turn`: the policy has not answered yet."""
     if isinstance(error, EnvironmentFault):
         return error
+    if isinstance(error, PolicyError):
+        return Transient(one_line(str(error), 1000))
     if isinstance(error, RolloutError):
         return (ExampleUnusable if at_first_turn else EnvironmentFault)(one_line(str(error), 1000))
     text, cause, seen = one_line(f"{type(error).__name__}: {error}", 1000), error, [error]
