@@ -268,6 +268,7 @@ def test_errors_are_one_line_with_the_right_exit_code(
     inline: Inline, args: tuple[str, ...], code: int, message: str
 ) -> None:
     file = inline.prl.run_file()
+    inline.prl.output_dir.mkdir()
     done = inline(*[arg.replace("{file}", str(file)) for arg in args], exit_code=code)
     assert done.stderr.startswith("prl: ") and message in done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""
@@ -306,6 +307,7 @@ def test_a_question_that_has_no_answer_is_wrong_use(prl: Prl) -> None:
 
 
 def test_a_traceback_only_with_debug(prl: Prl) -> None:
+    prl.output_dir.mkdir()
     assert "Traceback" not in prl("runs", "show", "run_none", exit_code=1).stderr
     assert "Traceback" in prl("--debug", "runs", "show", "run_none", exit_code=1).stderr
 

@@ -213,6 +213,7 @@ def test_metrics_are_exported_as_csv(tmp_path: Path, capsys: Any) -> None:
     assert (tmp_path / "all.csv").read_text().splitlines()[1:4] == text.splitlines()[1:]
     assert prl(["runs", "export-metrics", "run_c", *place]) == 1
     assert "run 'run_c' not found" in capsys.readouterr().err
+    (tmp_path / "none").mkdir()
     assert prl(["runs", "export-metrics", "--output-dir", str(tmp_path / "none")]) == 1
     assert "no metrics of any run yet" in capsys.readouterr().err
 
