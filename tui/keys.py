@@ -145,6 +145,7 @@ class Command:
         words: some of what can stand there, each with a note.
         is_listed: ctrl+p has it with each of its words.
         repeats: it takes several of its words, with blanks between.
+        on_runs: it takes the ids of runs first.
     """
 
     name: str
@@ -157,11 +158,12 @@ class Command:
     words: Callable[[], Mapping[str, str]] = dict
     is_listed: bool = False
     repeats: bool = False
+    on_runs: bool = False
 
     @property
     def usage(self) -> str:
-        """The name with its argument, as a person types it: `weight [NUMBER]`."""
-        return f"{self.name} {self.argument}".rstrip()
+        """The name with its argument, as a person types it: `weight [RUN ...] [NUMBER]`."""
+        return f"{self.name} {'[RUN ...] ' * self.on_runs}{self.argument}".rstrip()
 
     def run(self, words: str) -> None:
         """Raises CommandError."""
@@ -170,7 +172,7 @@ class Command:
         elif self.alone:
             self.alone()
         else:
-            raise CommandError(f"missing words: {self.usage}" if self.take else f"{self.name} has no effect here")
+            raise CommandError(f"missing words: {self.usage}" if self.argument else f"{self.name} has no effect here")
 
 
 def parse(line: str, commands: Mapping[str, Command]) -> tuple[Command, str]:

@@ -39,10 +39,10 @@ class Rule:
     why: str
     advice: str
 
-    def text(self, sign: Sign) -> str:
-        """The sign in one line: the number, the reason, and what to do."""
+    def text(self, sign: Sign, *, is_short: bool = False) -> str:
+        """The sign in one line: the number, the reason, and what to do; `is_short`: only the number."""
         said = self.said.format(value=sign.value, limit=sign.limit, num=sign.num)
-        return f"{said}: {self.why}; {self.advice}"
+        return said if is_short else f"{said}: {self.why}; {self.advice}"
 
 
 _AGAIN = "start again from before it: prl runs fork ID --step N --set optim.lr=LOWER"
@@ -100,10 +100,10 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-def sign_texts(signs: Iterable[Sign]) -> list[str]:
+def sign_texts(signs: Iterable[Sign], *, is_short: bool = False) -> list[str]:
     """The signs in words, in the order of importance. A name without a rule, of another version, is left out."""
     known = {sign.name: sign for sign in signs}
-    return [rule.text(known[name]) for name, rule in RULES.items() if name in known]
+    return [rule.text(known[name], is_short=is_short) for name, rule in RULES.items() if name in known]
 
 
 class RewardTrend:

@@ -217,7 +217,9 @@ async def test_a_sweep_of_six_is_told_apart_at_80_columns(tmp_path: Path) -> Non
         for seed in (1, 2, 3):
             toml = orch_toml(lr=float(lr), env=envs.get((lr, seed), "reverse-text"))
             run_id = f"run_sweep-lr{lr}-seed{seed}"
-            toml = toml.replace("interval = 10", f"interval = {seed}").replace("warmup_steps = 5", f"warmup_steps = {seed}")
+            toml = toml.replace("interval = 10", f"interval = {seed}").replace(
+                "warmup_steps = 5", f"warmup_steps = {seed}"
+            )
             add_run(output, run_id, step=20, seed=seed, toml=toml, status={"state": "running"})
             planned.append(SweepRun(run_id, {"optim.lr": float(lr)}))
     output.sweep("lrs").parent.mkdir()

@@ -59,7 +59,14 @@ def test_only_keys_that_differ_are_named_and_a_missing_key_differs() -> None:
 
 
 def test_keys_that_end_alike_are_told_apart_and_the_most_varied_come_first() -> None:
-    values = {"ckpt.interval": 2, "eval.interval": 2, "optim.lr": 4, "env.0.id": 2, "env.0.args.n": 2, "env.1.args.n": 2}
+    values = {
+        "ckpt.interval": 2,
+        "eval.interval": 2,
+        "optim.lr": 4,
+        "env.0.id": 2,
+        "env.0.args.n": 2,
+        "env.1.args.n": 2,
+    }
     runs = [contender(f"run_{at}", [], config={key: str(at % num) for key, num in values.items()}) for at in range(4)]
     keys = differing_keys(runs)
     assert keys[0] == "optim.lr"

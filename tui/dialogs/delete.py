@@ -20,6 +20,7 @@ from textual.widgets import Button, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from daemons import actions
+from prime_rl.contract.learning import sign_texts
 from prime_rl.contract.status import LOST, STALLED, RunState
 from prime_rl.utils.text import size_text
 from tui import fmt
@@ -27,6 +28,7 @@ from tui.actions.jobs import Job, Perform, Progress, each, name_runs, prl_comman
 from tui.dialogs.form import JobDialog, Listing, listing
 from tui.messages import ActionEntry
 from tui.model.snapshot import RunRow
+from tui.readers.charts import CHANGE_WINDOW
 
 # Counting further would keep a thread busy long after the person has decided.
 MAX_FILES = 100_000
@@ -184,10 +186,8 @@ def _said(size: int, complete: bool) -> str:
     return size_text(size) if complete else f"more than {size_text(size)}"
 
 
-# A mean of five rewards below this share of the best mean is a collapse; a smaller change is ignored.
-COLLAPSE_SHARE = 0.5
+# A smaller rise of the reward is none.
 LEAST_GAIN = 0.005
-WINDOW = 5
 MAX_SUGGESTIONS = 5
 ALWAYS = ("makes room for another run", "the reward does not improve", "wrong configuration")
 
@@ -210,15 +210,11 @@ def _seen(row: RunRow) -> list[str]:
         found.append(row.note)
     if row.loss is not None and not math.isfinite(row.loss):
         found.append(f"the loss is {row.loss}")
-    rewards = row.tail.rewards
-    if len(rewards) >= 2 * WINDOW:
-        means = [sum(rewards[i : i + WINDOW]) / WINDOW for i in range(len(rewards) - WINDOW + 1)]
-        best, last = max(means), means[-1]
-        if best > 0 and last < COLLAPSE_SHARE * best:
-            found.append(f"the reward collapsed: {fmt.reward(last)} after {fmt.reward(best)}")
-        elif row.reward_change is not None and row.reward_change < LEAST_GAIN:
-            change = fmt.gain(row.reward_change)
-            found.append(f"the reward does not improve: {fmt.reward(last)}, {change} over {2 * WINDOW} steps")
+    signs = sign_texts(row.view.signs, is_short=True)
+    found += signs
+    if not signs and row.reward_change is not None and row.reward_change < LEAST_GAIN:
+        change = f"{fmt.reward(row.reward)}, {fmt.gain(row.reward_change)} over {2 * CHANGE_WINDOW} steps"
+        found.append(f"the reward does not improve: {change}")
     return found
 
 

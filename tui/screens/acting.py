@@ -2,8 +2,8 @@
 
 A screen acts by a job in a thread of the app, after a look at the disk or a question where that is needed. Every action
 runs through a function of `daemons`, the code of `prl`, and is shown together with the shell command that does the
-same; `ActionLogScreen` lists those of this session. Keys act on all of `target_rows()`; a sweep and a comparison start
-from one run and refuse several.
+same; `ActionLogScreen` lists those of this session. Keys act on all of `target_rows()`, a command on the runs that it
+names; a sweep and a comparison start from one run and refuse several.
 
 Not imported when the app is read-only. What an action needs is imported when its key is pressed, so that the app starts
 fast. The other screens with these keys are in `acting_places`.
@@ -15,6 +15,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -28,12 +29,12 @@ from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
 from tui.actions.jobs import Job, JobWorker, Progress, each, name_runs, prl_command
-from tui.keys import Command, CommandError
+from tui.keys import Command, CommandError, parse
 from tui.messages import ActionEntry
 from tui.model.snapshot import RunRow
 from tui.screens.base import WorkspaceScreen, take_words
@@ -100,6 +101,12 @@ def ids_of(rows: Sequence[RunRow]) -> list[str]:
 # A run in one of these has no slot to leave, and waits for none.
 _NO_PAUSE = (RunState.INVALID, RunState.FINISHED, RunState.EVICTED, RunState.FAILED)
 _NO_EVICT = (RunState.FINISHED, RunState.EVICTED)
+# Commands that take the ids of runs before their own words.
+_ON_RUNS = (
+    *("pause", "continue", "weight", "budget", "set", "apply", "restore", "fork", "sweep", "export", "diff"),
+    *("evict", "readmit", "delete", "clone"),
+)
+_PATHS = ("[FILE]", "[FOLDER]")
 
 
 class SteersRuns(Performs):
@@ -118,14 +125,43 @@ class SteersRuns(Performs):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Hide the keys that need a target run. Pause stays where it has no effect: its key tells why."""
-        if action in ("pause", "weight", "budget", "fork", "export") and not self.target_rows():
+        if action in ("pause", "weight", "budget", "fork", "export") and not self.chosen_rows():
             return False
         return super().check_action(action, parameters)
 
     def commands(self) -> dict[str, Command]:
+        """The commands of the keys and of `_on_runs`; each that acts on runs takes their ids first."""
+        found = self._on_runs()
+        for name in (*_ON_RUNS, *({"pin"} & found.keys())):
+            known = found.get(name) or Command(name, f"{name} runs")
+            take = functools.partial(self._command_on_runs, name, known.argument)
+            words = functools.partial(self._words_on_runs, known.words)
+            found[name] = replace(known, take=take, words=words, on_runs=True, repeats=True)
+        return found
+
+    def _words_on_runs(self, others: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
+        return {**dict.fromkeys(self.run_ids(), ""), **others()}
+
+    def _command_on_runs(self, name: str, argument: str, words: str) -> None:
+        """The first words are the ids of its runs; the last id of `diff` is the other run."""
+        rows = {row.run_id: row for row in self.snapshot.rows} if self.snapshot else {}
+        named: list[RunRow] = []
+        while (parts := words.split(maxsplit=1)) and parts[0] in rows and (len(parts) > 1 or name != "diff"):
+            named.append(rows[parts[0]])
+            words = "".join(parts[1:])
+        if parts and parts[0].startswith(RUN_PREFIX) and parts[0] not in rows and argument not in _PATHS:
+            raise CommandError(f"run {parts[0]!r} not found in this workspace; :runs lists them")
+        self.named = named
+        try:
+            command, words = parse(f"{name} {words}", self._on_runs())
+            command.run(words)
+        finally:
+            self.named = []
+
+    def _on_runs(self) -> dict[str, Command]:
         """The commands of the keys, most of which take words too; and `continue`, `set` and `diff`."""
         found = super().commands()
-        paused = [row for row in self.target_rows() if row.state == RunState.PAUSED]
+        paused = [row for row in self.chosen_rows() if row.state == RunState.PAUSED]
         go_on = (lambda: self._continue(paused)) if paused else None
         found["continue"] = Command("continue", "let paused runs go on", go_on, "Continue", "z" if paused else "")
         take_words(found, "pause", "pause runs", "[REASON]", self._command_pause)
@@ -136,7 +172,7 @@ class SteersRuns(Performs):
             ("apply", "put edits of orch.toml into effect"),
             ("restore", "take edits of orch.toml back"),
         ):
-            job = functools.partial(self._change_edits, name) if self.target_rows() else None
+            job = functools.partial(self._change_edits, name) if self.chosen_rows() else None
             found[name] = Command(name, text, job)
         take_words(found, "fork", "fork a run", "[VERSION]", self._open_fork)
         take_words(found, "sweep", "sweep over a config", "[FILE]", lambda words: self._open_sweep(words, ""))
@@ -164,17 +200,17 @@ class SteersRuns(Performs):
         """Open the dialog that sets one weight for the target runs."""
         from tui.dialogs.steer import WeightDialog
 
-        self.app.push_screen(WeightDialog(self.output_dir, self.target_rows(), self.perform))
+        self.app.push_screen(WeightDialog(self.output_dir, self.chosen_rows(), self.perform))
 
     def action_budget(self) -> None:
         """Open the dialog that sets the budget of the target runs, the same for each."""
         from tui.dialogs.steer import BudgetDialog
 
-        self.app.push_screen(BudgetDialog(self.output_dir, self.target_rows(), self.perform))
+        self.app.push_screen(BudgetDialog(self.output_dir, self.chosen_rows(), self.perform))
 
     def action_fork(self) -> None:
         """Open the dialog that forks the target runs, at the version that is chosen here."""
-        self._open_fork(self.target_version())
+        self._open_fork("" if self.named else self.target_version())
 
     def action_export(self) -> None:
         """Open the dialog that exports a version of the target runs."""
@@ -185,31 +221,31 @@ class SteersRuns(Performs):
 
         Several target runs are refused with a message.
         """
-        if not self.target_rows():
+        if not self.chosen_rows():
             self._open_sweep("", "")
         elif (row := self._only("a sweep")) is not None and self._is_unedited(row):
             file = OutputDir(self.output_dir).run(row.run_id).orch_toml
             self._open_sweep(str(file), row.run_id.removeprefix("run_")[:40])
 
     def _steerable(self) -> list[RunRow]:
-        return [row for row in self.target_rows() if row.state not in _NO_PAUSE]
+        return [row for row in self.chosen_rows() if row.state not in _NO_PAUSE]
 
     def _no_pause(self) -> str:
         from daemons.actions import NO_PAUSE
 
-        row, *others = self.target_rows()
+        row, *others = self.chosen_rows()
         more = f", and {len(others)} more cannot either" if others else ""
         return f"{row.run_id} cannot be paused: {NO_PAUSE[RunState(row.state)]}{more}"
 
     def _some(self) -> list[RunRow]:
         """The target runs. Raises CommandError without one."""
-        if rows := self.target_rows():
+        if rows := self.chosen_rows():
             return rows
         raise CommandError("this command needs a run: move the cursor to one; :runs lists them")
 
     def _only(self, what: str) -> RunRow | None:
         """The one run that `what` starts from. None of several, and why is shown."""
-        rows = self.target_rows()
+        rows = self.chosen_rows()
         if len(rows) > 1:
             words = f"{what} starts from one run, and {len(rows)} are marked: clear the marks with esc"
             self.notify(words, severity="warning", markup=False)
@@ -233,7 +269,7 @@ class SteersRuns(Performs):
     def _open_export(self, folder: str) -> None:
         from tui.dialogs.steer import ExportDialog
 
-        run_ids, version = ids_of(self._some()), self.target_version()
+        run_ids, version = ids_of(self._some()), "" if self.named else self.target_version()
         self.app.push_screen(ExportDialog(self.output_dir, run_ids, self.perform, version=version, out=folder))
 
     def _open_sweep(self, file: str, name: str) -> None:
@@ -318,7 +354,7 @@ class ActsOnRuns(SteersRuns):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Grey out keys without effect; hide keys without a run to act on."""
-        rows = self.target_rows()
+        rows = self.chosen_rows()
         if action in ("evict", "readmit", "delete", "clone") and not rows:
             return False
         if action == "readmit":
@@ -340,7 +376,7 @@ class ActsOnRuns(SteersRuns):
         """Ask for a reason and evict the target runs, except those that have no slot to leave for good."""
         from tui.dialogs.delete import EvictDialog, suggest
 
-        rows = [row for row in self.target_rows() if row.state not in _NO_EVICT]
+        rows = [row for row in self.chosen_rows() if row.state not in _NO_EVICT]
         if rows:
             reasons = suggest(rows, self.snapshot.rows if self.snapshot else ())
             self.app.push_screen(EvictDialog(self.output_dir, ids_of(rows), reasons, self.perform))
@@ -349,7 +385,7 @@ class ActsOnRuns(SteersRuns):
         """Readmit those of the target runs that can be readmitted; asks first when they are several."""
         from daemons import actions
 
-        run_ids = ids_of([row for row in self.target_rows() if _can_readmit(row)])
+        run_ids = ids_of([row for row in self.chosen_rows() if _can_readmit(row)])
         output_dir = self.output_dir
 
         def act(run_id: str, progress: Progress) -> str:
@@ -364,7 +400,7 @@ class ActsOnRuns(SteersRuns):
         """Open the dialog that deletes the target runs."""
         from tui.dialogs.delete import DeleteDialog
 
-        rows = self.target_rows()
+        rows = self.chosen_rows()
         if rows:
             self.app.push_screen(DeleteDialog(self.output_dir, rows, self._remember_deleted, self.perform))
 

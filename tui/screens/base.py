@@ -183,6 +183,8 @@ class WorkspaceScreen(Screen[None]):
         self.setting = setting
         self.snapshot: Snapshot | None = None
         self.entry: ActionEntry | None = None
+        # The runs that a command names, while it is carried out.
+        self.named: list[RunRow] = []
         self.command_line = CommandLine()
         self._is_ready = False
         self._keys_for: str | None = None
@@ -233,6 +235,10 @@ class WorkspaceScreen(Screen[None]):
         row = self.target_row()
         return [row] if row else []
 
+    def chosen_rows(self) -> list[RunRow]:
+        """The runs that the command names; without any, those that actions apply to."""
+        return self.named or self.target_rows()
+
     def target_daemon(self) -> str | None:
         """The daemon that actions apply to, by name; None without one."""
         row = self.target_row()
@@ -281,8 +287,12 @@ class WorkspaceScreen(Screen[None]):
                 yield Command(name, words[:1].lower() + words[1:], run, binding.description, key)
 
     def _run_key(self, owner: DOMNode, action: str) -> None:
+        named = self.named
+
         async def run() -> None:
+            self.named = named
             await self.app.run_action(action, default_namespace=owner)
+            self.named = []
 
         self.app.call_next(run)
 

@@ -392,7 +392,7 @@ class RunsScreen(PlaceScreen):
 
     def action_pin(self) -> None:
         """Pin the chosen runs; when all of them are pinned, unpin them."""
-        chosen, pins = [row.run_id for row in self.target_rows()], self.memory.workspace.pins
+        chosen, pins = [row.run_id for row in self.chosen_rows()], self.memory.workspace.pins
         others = [run_id for run_id in pins if run_id not in chosen]
         self._remember(pins=others if set(chosen) <= set(pins) else [*others, *chosen])
 
