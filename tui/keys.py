@@ -9,7 +9,7 @@ Keys are read from the bindings themselves, for the help screen and for docs/tui
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,13 +28,13 @@ _PLACES = {
     "Config": ("widgets.config_view:ConfigView",),
     "Logs": ("widgets.log_view:LogView",),
     "Events": ("widgets.config_view:EventsView",),
-    "Compare": ("screens.compare:CompareScreen",),
     "Checkpoints, system, nodes, problems": (
         "screens.system:SystemScreen",
         "screens.nodes:NodesScreen",
         "screens.problems:ProblemsScreen",
         "widgets.line_list:LineList",
     ),
+    "Compare": ("screens.compare:CompareScreen",),
     "Act": (
         "screens.acting:SteersRuns",
         "screens.acting:ActsOnRuns",
@@ -47,11 +47,10 @@ _PLACES = {
         "dialogs.form:JobDialog",
         "dialogs.form:FormDialog",
         "dialogs.add:AddDialog",
-        "dialogs.steer:DiffDialog",
         "screens.acting:ActionLogScreen",
     ),
     "Help, command line, choice of runs": (
-        "screens.base:HelpScreen",
+        "widgets.line_list:TextScreen",
         "screens.base:CommandScreen",
         "screens.compare:PickRuns",
     ),
@@ -90,6 +89,12 @@ def owners(read_only: bool = False) -> dict[str, list[type[DOMNode]]]:
             pairs = (name.split(":") for name in names)
             found[place] = [getattr(importlib.import_module(f"tui.{module}"), name) for module, name in pairs]
     return found
+
+
+def place_of(nodes: Sequence[DOMNode], read_only: bool) -> str:
+    """The place of `nodes` in the help, the last one that a class of theirs belongs to; that of all without one."""
+    places = {place: tuple(classes) for place, classes in owners(read_only).items() if place != "Act"}
+    return [place for place, classes in places.items() if any(isinstance(node, classes) for node in nodes)][-1]
 
 
 def bindings_of(owner: type[DOMNode]) -> Iterator[Binding]:

@@ -58,7 +58,7 @@ class AddDialog(JobDialog):
         & .field Static { width: 6; color: $foreground 60%; }
         & .field Input { width: 1fr; }
         & TextArea { height: 1fr; background: $background; margin: 1 0; scrollbar-size-vertical: 1; }
-        & #check { height: auto; max-height: 4; color: $foreground 60%; }
+        & #check { height: auto; max-height: 10; color: $foreground 60%; }
         & #check.-ok { color: $text-success; }
         & #check.-bad { color: $text-error; }
         & #outcome { margin-top: 0; }
@@ -231,7 +231,7 @@ class AddDialog(JobDialog):
         self.run_worker(work, thread=True, group="check", name="check the draft")
 
     def on_add_dialog_checked(self, message: Checked) -> None:
-        """Show the problems at their lines, or the summary and enable Start; the check of an older draft is ignored."""
+        """Show the problems at their lines, or summary and warnings and enable Start; of an older draft nothing."""
         if message.serial != self._serial_of_draft:
             return
         self._check = check = message.check
@@ -239,10 +239,12 @@ class AddDialog(JobDialog):
         line = self.query_one("#check", Static)
         line.set_class(check.ok, "-ok")
         line.set_class(not check.ok, "-bad")
-        shown = [f"✖ {problem}" for problem in check.problems[:MAX_SHOWN_PROBLEMS]]
-        if len(check.problems) > MAX_SHOWN_PROBLEMS:
-            shown.append(f"  and {len(check.problems) - MAX_SHOWN_PROBLEMS} more")
-        line.update(Content("\n".join(shown) if shown else f"✔ valid: {check.summary}"))
+        shown = [f"✔ valid: {check.summary}", *(f"▲ {doubt}" for doubt in check.doubts)]
+        if check.problems:
+            shown = [f"✖ {problem}" for problem in check.problems[:MAX_SHOWN_PROBLEMS]]
+            if (num_more := len(check.problems) - MAX_SHOWN_PROBLEMS) > 0:
+                shown.append(f"  and {num_more} more")
+        line.update(Content("\n".join(shown)))
         self.query_one("#start", Button).disabled = not check.ok
 
     @on(Button.Pressed, "#start")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from textual import on
@@ -24,7 +25,7 @@ from prime_rl.contract.learning import sign_texts
 from prime_rl.contract.status import LOST, STALLED, RunState
 from prime_rl.utils.text import size_text
 from tui import fmt
-from tui.actions.jobs import Job, Perform, Progress, each, name_runs, prl_command
+from tui.actions.jobs import Job, Perform, Progress, each, name_runs, prl_command, runs_job
 from tui.dialogs.form import JobDialog, Listing, listing
 from tui.messages import ActionEntry
 from tui.model.snapshot import RunRow
@@ -273,10 +274,5 @@ class EvictDialog(JobDialog):
         self._evict(self._suggestions[event.option_index])
 
     def _evict(self, reason: str) -> None:
-        output_dir, run_ids = self._output_dir, self._run_ids
-
-        def act(run_id: str, progress: Progress) -> str:
-            return actions.EVICT(output_dir, run_id, reason=reason)
-
-        command = prl_command(output_dir, "runs", "evict", *run_ids, "--reason", reason)
-        self.start(Job(command, each(run_ids, "evicted", act)))
+        act = partial(actions.EVICT, reason=reason)
+        self.start(runs_job(self._output_dir, "evict", self._run_ids, "evicted", act, "--reason", reason))

@@ -33,7 +33,7 @@ from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
-from tui.actions.jobs import Job, JobWorker, Progress, each, name_runs, prl_command
+from tui.actions.jobs import Job, JobWorker, name_runs, prl_command, runs_job
 from tui.keys import Command, CommandError, parse
 from tui.messages import ActionEntry
 from tui.model.snapshot import RunRow
@@ -253,11 +253,11 @@ class SteersRuns(Performs):
         return rows[0] if rows else None
 
     def _continue(self, rows: list[RunRow]) -> None:
-        from tui.actions.jobs import continue_job
+        from daemons.actions import CONTINUE
 
         run_ids = ids_of(rows)
         words = "They go on where they were, as soon as slots are free."
-        job = continue_job(self.output_dir, run_ids)
+        job = runs_job(self.output_dir, "continue", run_ids, "continue", CONTINUE)
         self._ask_for_many(f"continue {name_runs(run_ids)}", run_ids, words, "Continue", job)
 
     def _open_fork(self, version: str) -> None:
@@ -386,13 +386,8 @@ class ActsOnRuns(SteersRuns):
         from daemons import actions
 
         run_ids = ids_of([row for row in self.chosen_rows() if _can_readmit(row)])
-        output_dir = self.output_dir
-
-        def act(run_id: str, progress: Progress) -> str:
-            return actions.READMIT(output_dir, run_id)
-
         if run_ids:
-            job = Job(prl_command(output_dir, "runs", "readmit", *run_ids), each(run_ids, "readmitted", act))
+            job = runs_job(self.output_dir, "readmit", run_ids, "readmitted", actions.READMIT)
             words = "They continue from their newest checkpoints."
             self._ask_for_many(f"readmit {name_runs(run_ids)}", run_ids, words, "Readmit", job)
 
@@ -416,14 +411,10 @@ class ActsOnRuns(SteersRuns):
         if not trash:
             self.notify("the trash is empty: nothing to restore", markup=False)
             return
-        output_dir, deleted = self.output_dir, self.setting.deleted
+        deleted = self.setting.deleted
         last = [run_id for run_id in deleted.pop() if run_id in trash] if deleted else []
         run_ids = last or [trash[-1]]
-
-        def act(run_id: str, progress: Progress) -> str:
-            return actions.UNDELETE(output_dir, run_id)
-
-        self.perform(Job(prl_command(output_dir, "runs", "undelete", *run_ids), each(run_ids, "restored", act)))
+        self.perform(runs_job(self.output_dir, "undelete", run_ids, "restored", actions.UNDELETE))
 
     def action_clone(self) -> None:
         """Open the dialog that adds a run like the target, under the next free id; several targets are refused."""

@@ -94,7 +94,6 @@ class CompareScreen(PlaceScreen):
             self.filter_bar.input.value = text
             self.filter_bar.take(text)
         self.list.focus()
-        self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
         # When `PlaceScreen.on_mount` has asked for the runs: Textual calls it after this one.
         self.call_next(self.run_worker, self._watcher.run, thread=True, name="read the compared runs")
 
@@ -102,13 +101,8 @@ class CompareScreen(PlaceScreen):
         """Stop the thread that reads the compared runs."""
         self._watcher.stop()
 
-    def on_resize(self) -> None:
-        """Ask for curves of the new width, and redraw."""
-        self._ask()
-        self._redraw()
-
     def refill(self, snapshot: Snapshot) -> None:
-        """Ask for the runs that match the filter now, and redraw."""
+        """Ask for the runs that match the filter now and for curves of this width, and draw what is there."""
         self._ask()
         self._redraw()
 

@@ -49,6 +49,10 @@ KEY_ORDER = (
 )
 
 
+# By the first so many letters an edit is found in a text that may be cut.
+EDIT_CHARS = 40
+
+
 class _Pane(TabPane):
     """A tab that keys and clicks open, never a focus: one that comes late would bring back the tab before."""
 
@@ -288,9 +292,11 @@ class RunScreen(WorkspaceScreen):
         if row is None:
             return f"{self.run_id} was removed from the workspace; esc goes back"
         if row.state == RunState.INVALID:
-            # The config tab shows it in full, beside the line.
             return "" if self.tab == CONFIG else row.note
-        return row.note if row.state == LOST else row.reason or row.note
+        text = row.note if row.state == LOST else row.reason or row.note
+        if self.tab == CONFIG and row.view.edited:  # an error and an edit stand in the tab, in full
+            return text.partition(row.view.edited[:EDIT_CHARS])[0].rstrip("; ")
+        return text
 
     def _show(self) -> None:
         row = self.target_row()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -280,7 +281,9 @@ SYMBOLS = {"running": "◌", "done": "✔", "failed": "✖"}
 
 
 class CommandLine(Widget):
-    """Hidden until the first action."""
+    """Shown while an action runs, and for `SHOWN_S` after its end."""
+
+    SHOWN_S: ClassVar[float] = 30.0
 
     DEFAULT_CSS = """
     CommandLine { height: 1; display: none; background: $panel; padding: 0 1; }
@@ -289,8 +292,14 @@ class CommandLine(Widget):
     entry: reactive[ActionEntry | None] = reactive(None)
 
     def watch_entry(self, entry: ActionEntry | None) -> None:
-        """Show the line while there is an entry."""
+        """Show the line while there is an entry; one that has ended gives way."""
         self.set_class(entry is not None, "-used")
+        if entry is not None and entry.state != "running":
+            self.set_timer(self.SHOWN_S, lambda: self._forget(entry))
+
+    def _forget(self, entry: ActionEntry) -> None:
+        if self.entry is entry:
+            self.entry = None
 
     class Asked(Message):
         """The line was clicked."""
