@@ -149,8 +149,7 @@ class Command:
         take: takes what stands after the name, which `argument` describes; None where nothing may stand there.
         words: some of what can stand there, each with a note.
         is_listed: ctrl+p has it with each of its words.
-        repeats: it takes several of its words, with blanks between.
-        on_runs: it takes the ids of runs first.
+        on_runs: it takes the ids of runs first, and several of its words, with blanks between.
     """
 
     name: str
@@ -162,7 +161,6 @@ class Command:
     argument: str = ""
     words: Callable[[], Mapping[str, str]] = dict
     is_listed: bool = False
-    repeats: bool = False
     on_runs: bool = False
 
     @property
@@ -203,7 +201,7 @@ def complete(line: str, commands: Mapping[str, Command]) -> str | None:
         return next(fits, None)
     if name not in commands or not rest or rest != rest.lstrip():
         return None
-    before, gap, last = rest.rpartition(" ") if commands[name].repeats else ("", "", rest)
+    before, gap, last = rest.rpartition(" ") if commands[name].on_runs else ("", "", rest)
     found = next((word for word in commands[name].words() if last and word.startswith(last) and word != last), None)
     return f"{name} {before}{gap}{found}" if found else None
 

@@ -420,7 +420,7 @@ def test_forms_have_the_words_of_their_command() -> None:
 
 def test_live_keys_are_completed_one_after_another() -> None:
     keys = {"weight=": "", "budget.max_hours=": ""}
-    several = {"set": Command("set", "", words=lambda: keys, repeats=True)}
+    several = {"set": Command("set", "", words=lambda: keys, on_runs=True)}
     assert complete("set we", several) == "set weight="
     assert complete("set weight=2 bud", several) == "set weight=2 budget.max_hours="
     assert complete("set weight=2 ", several) is None

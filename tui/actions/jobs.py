@@ -179,12 +179,6 @@ def set_job(output_dir: Path, run_ids: Sequence[str], items: Sequence[str]) -> J
     return Job(one_line("; ".join(commands), 4000), each(run_ids, f"set {' '.join(items)}", act))
 
 
-def edit_job(output_dir: Path, run_ids: Sequence[str], command: str) -> Job:
-    """Put the edits of several runs into effect, or take them back. `command` is "apply" or "restore"."""
-    act, done = (actions.apply_edit, "applied") if command == "apply" else (actions.restore_config, "restored")
-    return runs_job(output_dir, command, run_ids, done, act)
-
-
 def check_live(items: Sequence[str], field: str) -> None:
     """Check values of keys that are read while a run trains. Raises FieldError."""
     with at_field(field):
@@ -247,11 +241,8 @@ def check_fork(output_dir: Path, form: ForkForm) -> str:
 
 def fork_job(output_dir: Path, form: ForkForm) -> Job:
     """Fork each run of `form`."""
-
-    def act(run_id: str, progress: Progress) -> str:
-        return _fork(output_dir, form, run_id)
-
-    return _job(output_dir, "fork", form, each(form.run_ids, "forked", act))
+    work = each(form.run_ids, "forked", lambda run_id, progress: _fork(output_dir, form, run_id))
+    return _job(output_dir, "fork", form, work)
 
 
 def _fork(output_dir: Path, form: ForkForm, run_id: str, *, dry_run: bool = False) -> str:
@@ -312,14 +303,9 @@ def check_export(output_dir: Path, form: ExportForm) -> str:
 
 def export_job(output_dir: Path, form: ExportForm) -> Job:
     """Export each run of `form`."""
-
-    def act(run_id: str, progress: Progress) -> str:
-        return _export(output_dir, form, run_id, progress)
-
-    # A merge holds the whole base model.
-    return _job(
-        output_dir, "export", form, each(form.run_ids, "exported", act, at_once=1 if form.merge else NUM_AT_ONCE)
-    )
+    act = functools.partial(_export, output_dir, form)
+    at_once = 1 if form.merge else NUM_AT_ONCE  # a merge holds the whole base model
+    return _job(output_dir, "export", form, each(form.run_ids, "exported", act, at_once=at_once))
 
 
 def _export(

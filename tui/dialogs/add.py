@@ -40,6 +40,7 @@ from tui.actions.jobs import (
     read_draft,
 )
 from tui.dialogs.form import JobDialog
+from tui.widgets.line_list import titled
 
 DEBOUNCE_S = 0.25
 MAX_SHOWN_PROBLEMS = 3
@@ -115,9 +116,7 @@ class AddDialog(JobDialog):
 
     def compose(self) -> ComposeResult:
         """Yield the list of templates, beside it path, id and text; below them the check and the buttons."""
-        with Vertical(classes="box") as box:
-            box.border_title = "add a run"
-            box.border_subtitle = "ctrl+s starts · tab moves · esc cancels"
+        with titled(Vertical(classes="box"), "add a run", "ctrl+s starts · tab moves · esc cancels"):
             with Horizontal(classes="body"):
                 yield OptionList(id="templates", markup=False, compact=True)
                 with Vertical(classes="right"):

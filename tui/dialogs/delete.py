@@ -30,6 +30,7 @@ from tui.dialogs.form import JobDialog, Listing, listing
 from tui.messages import ActionEntry
 from tui.model.snapshot import RunRow
 from tui.readers.charts import CHANGE_WINDOW
+from tui.widgets.line_list import titled
 
 # Counting further would keep a thread busy long after the person has decided.
 MAX_FILES = 100_000
@@ -91,9 +92,7 @@ class DeleteDialog(JobDialog):
 
     def compose(self) -> ComposeResult:
         """Yield the runs, the facts, the line for the name and the buttons; the sizes come later."""
-        with Vertical(classes="box") as box:
-            box.border_title = Content(f"delete {name_runs(self._run_ids)}")
-            box.border_subtitle = "esc cancels"
+        with titled(Vertical(classes="box"), f"delete {name_runs(self._run_ids)}", "esc cancels"):
             yield Listing(self._lines({}))
             yield Static(self._facts("..."), id="facts", markup=False)
             yield Static(self._warning(), classes="label", markup=False)
@@ -237,9 +236,7 @@ class EvictDialog(JobDialog):
     def compose(self) -> ComposeResult:
         """Yield the line for the reason and the suggestions; above them the runs, if there are several."""
         one = len(self._run_ids) == 1
-        with Vertical(classes="box") as box:
-            box.border_title = Content(f"evict {name_runs(self._run_ids)}")
-            box.border_subtitle = "esc cancels"
+        with titled(Vertical(classes="box"), f"evict {name_runs(self._run_ids)}", "esc cancels"):
             if not one:
                 yield listing(self._run_ids)
             words = "It frees its slot; its" if one else "They free their slots; their"

@@ -42,7 +42,7 @@ from tui.actions.jobs import (
 )
 from tui.dialogs.form import FormDialog, Tick
 from tui.model.snapshot import RunRow
-from tui.widgets.line_list import TextScreen
+from tui.widgets.line_list import TextScreen, titled
 
 
 class RunsForm(FormDialog):
@@ -169,9 +169,7 @@ class DiffDialog(TextScreen):
 
     def compose(self) -> ComposeResult:
         """Yield the table, and the shell command that prints the same."""
-        with Vertical(classes="box") as box:
-            box.border_title = Content("differences")
-            box.border_subtitle = "esc closes"
+        with titled(Vertical(classes="box"), "differences", "esc closes"):
             with VerticalScroll():
                 yield Static(describe(self._difference), markup=False)
             yield Static(Content(f"$ {self._command}"), classes="command", markup=False)

@@ -25,9 +25,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
-from textual.widgets import OptionList, Static
-from textual.widgets.option_list import Option
+from textual.widgets import Static
 
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import RunState
@@ -39,7 +37,8 @@ from tui.messages import ActionEntry
 from tui.model.snapshot import RunRow
 from tui.screens.base import WorkspaceScreen, take_words
 from tui.screens.runs import RunsScreen
-from tui.widgets.header import SYMBOLS, CommandLine
+from tui.widgets.header import OUTCOMES, CommandLine
+from tui.widgets.line_list import LineList, TextScreen, titled
 
 LookT = TypeVar("LookT")
 
@@ -136,7 +135,7 @@ class SteersRuns(Performs):
             known = found.get(name) or Command(name, f"{name} runs")
             take = functools.partial(self._command_on_runs, name, known.argument)
             words = functools.partial(self._words_on_runs, known.words)
-            found[name] = replace(known, take=take, words=words, on_runs=True, repeats=True)
+            found[name] = replace(known, take=take, words=words, on_runs=True)
         return found
 
     def _words_on_runs(self, others: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
@@ -165,9 +164,10 @@ class SteersRuns(Performs):
         go_on = (lambda: self._continue(paused)) if paused else None
         found["continue"] = Command("continue", "let paused runs go on", go_on, "Continue", "z" if paused else "")
         take_words(found, "pause", "pause runs", "[REASON]", self._command_pause)
-        take_words(found, "weight", "set the share of the trainer", "[NUMBER]", self._command_weight)
-        keys, runs = self._live_keys, self._other_runs
-        take_words(found, "set", "set keys of runs", "KEY=VALUE ...", self._command_set, keys, repeats=True)
+        about = "set the share of the trainer"
+        take_words(found, "weight", about, "[NUMBER]", lambda words: self._set([f"weight={words}"]))
+        about, keys = "set keys of runs", self._live_keys
+        take_words(found, "set", about, "KEY=VALUE ...", lambda words: self._set(words.split()), keys)
         for name, text in (
             ("apply", "put edits of orch.toml into effect"),
             ("restore", "take edits of orch.toml back"),
@@ -177,7 +177,7 @@ class SteersRuns(Performs):
         take_words(found, "fork", "fork a run", "[VERSION]", self._open_fork)
         take_words(found, "sweep", "sweep over a config", "[FILE]", lambda words: self._open_sweep(words, ""))
         take_words(found, "export", "export a version", "[FOLDER]", self._open_export)
-        take_words(found, "diff", "what differs from another run", "RUN", self._command_diff, runs)
+        take_words(found, "diff", "what differs from another run", "RUN", self._command_diff)
         return found
 
     def target_version(self) -> str:
@@ -285,12 +285,6 @@ class SteersRuns(Performs):
             raise CommandError(self._no_pause())
         self.perform(pause_job(self.output_dir, ids_of(rows), reason))
 
-    def _command_weight(self, words: str) -> None:
-        self._set([f"weight={words}"])
-
-    def _command_set(self, words: str) -> None:
-        self._set(words.split())
-
     def _set(self, items: list[str]) -> None:
         from daemons.actions import ActionError
         from tui.actions.jobs import set_job
@@ -301,9 +295,10 @@ class SteersRuns(Performs):
             raise CommandError(str(error)) from error
 
     def _change_edits(self, command: str) -> None:
-        from tui.actions.jobs import edit_job
+        from daemons.actions import apply_edit, restore_config
 
-        self.perform(edit_job(self.output_dir, ids_of(self._some()), command))
+        act, done = (apply_edit, "applied") if command == "apply" else (restore_config, "restored")
+        self.perform(runs_job(self.output_dir, command, ids_of(self._some()), done, act))
 
     def _is_unedited(self, row: RunRow) -> bool:
         """False, with a message, for a run whose file is not what it trains with."""
@@ -327,10 +322,6 @@ class SteersRuns(Performs):
             self.app.push_screen(DiffDialog(difference, command))
 
         self._after_look(lambda: diff_runs(self.output_dir, run_id, words), show, needs_screen=True)
-
-    def _other_runs(self) -> Mapping[str, str]:
-        own = self.target_row()
-        return {run_id: "" for run_id in self.run_ids() if own is None or run_id != own.run_id}
 
     def _live_keys(self) -> Mapping[str, str]:
         from prime_rl.configs.orchestrator import LIVE_KEYS, BudgetConfig
@@ -537,24 +528,19 @@ def _can_readmit(row: RunRow) -> bool:
 
 def describe(entry: ActionEntry, width: int) -> Text:
     """One line: when, how it went, the command."""
-    colour = {"running": "secondary", "done": "success", "failed": "error"}[entry.state]
+    symbol, colour = OUTCOMES[entry.state]
     when = time.strftime("%H:%M:%S", time.localtime(entry.at))
     command = fmt.shorten(entry.command, width - len(when) - 3)
-    return Text.assemble((f"{when} ", "muted"), (f"{SYMBOLS[entry.state]} ", colour), command)
+    return Text.assemble((f"{when} ", "muted"), (f"{symbol} ", colour), command)
 
 
-class ActionLogScreen(ModalScreen[None]):
+class ActionLogScreen(TextScreen):
     """Over any screen. The newest action is on top."""
 
     DEFAULT_CSS = """
     ActionLogScreen {
-        align: center middle;
-        & > Vertical {
-            width: 94%; max-width: 150; height: auto; max-height: 90%;
-            border: round $primary; border-title-color: $primary; border-subtitle-color: $foreground 50%;
-            background: $surface; padding: 0 1;
-        }
-        & OptionList { height: auto; max-height: 16; background: $surface; }
+        & > Vertical { width: 94%; max-width: 150; max-height: 90%; padding: 0 1; }
+        & LineList { max-height: 16; background: $surface; }
         & VerticalScroll { height: auto; max-height: 12; border-top: solid $border; padding: 0 1; }
         & Static { height: auto; }
     }
@@ -562,65 +548,52 @@ class ActionLogScreen(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,L", "dismiss", "Close"),
         Binding("y", "copy", "Copy the command"),
-        Binding("j", "move(1)", "Down", show=False),
-        Binding("k", "move(-1)", "Up", show=False),
     ]
 
     def __init__(self, entries: Callable[[], Sequence[ActionEntry]]) -> None:
         super().__init__()
         self._entries = entries
-        self._shown: list[ActionEntry] = []
-        self._options = OptionList(markup=False, compact=True)
+        self._list = LineList[int](opens=True)
         self._detail = Static(markup=False)
 
     def compose(self) -> ComposeResult:
         """Yield the list of actions, and below it all about the one under the cursor."""
-        with Vertical() as box:
-            box.border_title = "actions of this session"
-            box.border_subtitle = "y copies the command · esc closes"
-            yield self._options
+        with titled(Vertical(), "actions of this session", "y copies the command · esc closes"):
+            yield self._list
             with VerticalScroll(can_focus=False):
                 yield self._detail
 
     def on_mount(self) -> None:
         """Fill the list; the cursor stands on the newest action."""
         self._refill()
-        self._options.focus()
+        self._list.focus()
 
     def show_action(self, entry: ActionEntry) -> None:
-        """Fill the list again when the app reports an action; the cursor keeps its line."""
+        """Fill the list again when the app reports an action; the cursor stays on its own."""
         if self.is_mounted:
             self._refill()
 
     def _refill(self) -> None:
-        place = self._options.highlighted
-        self._shown = list(reversed(self._entries()))
-        width = max(min(self.app.size.width * 94 // 100, 150) - 8, 20)
-        self._options.clear_options()
-        self._options.add_options([Option(describe(entry, width)) for entry in self._shown])
-        if self._shown:
-            self._options.highlighted = min(place or 0, len(self._shown) - 1)
+        shown = self._entries()[::-1]
+
+        def make(index: int) -> Text:
+            return Text(" ").append_text(describe(shown[index], self._list.size.width - 1))
+
+        self._list.show([entry.serial for entry in shown], make)
         self._tell()
 
-    @on(OptionList.OptionHighlighted)
+    def _chosen(self) -> ActionEntry | None:
+        return next((entry for entry in self._entries() if entry.serial == self._list.selected), None)
+
+    @on(LineList.Moved)
     def _tell(self) -> None:
-        place = self._options.highlighted
-        entry = self._shown[place] if place is not None and place < len(self._shown) else None
+        entry = self._chosen()
         words = f"{entry.state}: {entry.detail or entry.text}\n\n$ {entry.command}" if entry else "no actions yet"
         self._detail.update(Content(words))
 
-    @on(OptionList.OptionSelected)
+    @on(LineList.Opened)
     def action_copy(self) -> None:
-        """Copy the command under the cursor to the clipboard; enter and a click do it too."""
-        place = self._options.highlighted
-        if place is not None and place < len(self._shown):
-            command = self._shown[place].command
-            self.app.copy_to_clipboard(command)
-            self.notify(f"copied: {command}", timeout=3, markup=False)
-
-    def action_move(self, by: int) -> None:
-        """Move the cursor one line: down for a positive `by`, else up."""
-        if by > 0:
-            self._options.action_cursor_down()
-        else:
-            self._options.action_cursor_up()
+        """Copy the command under the cursor to the clipboard; enter and a double click do it too."""
+        if (entry := self._chosen()) is not None:
+            self.app.copy_to_clipboard(entry.command)
+            self.notify(f"copied: {entry.command}", timeout=3, markup=False)

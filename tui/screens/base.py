@@ -35,7 +35,7 @@ from tui.model.levels import STATE_WORDS, STATES
 from tui.model.snapshot import RunRow, Snapshot
 from tui.widgets.filter_bar import FilterInput
 from tui.widgets.header import CommandLine, KeyFooter, WorkspaceHeader
-from tui.widgets.line_list import TextScreen
+from tui.widgets.line_list import TextScreen, titled
 
 if TYPE_CHECKING:
     from tui.readers.machine import Finding, Probe
@@ -330,13 +330,10 @@ def take_words(
     words: Callable[[], Mapping[str, str]] = dict,
     *,
     is_listed: bool = False,
-    repeats: bool = False,
 ) -> None:
     """Let the command of that name take words too; without a key for it now it needs them."""
     known = commands.get(name) or Command(name, about, title=name.capitalize())
-    commands[name] = replace(
-        known, help=about, argument=argument, take=take, words=words, is_listed=is_listed, repeats=repeats
-    )
+    commands[name] = replace(known, help=about, argument=argument, take=take, words=words, is_listed=is_listed)
 
 
 class PlaceScreen(WorkspaceScreen):
@@ -459,9 +456,7 @@ class HelpScreen(TextScreen):
 
     def compose(self) -> ComposeResult:
         """Yield the text in a box that scrolls, in two parts: the second begins with the place."""
-        with VerticalScroll() as box:
-            box.border_title = "help"
-            box.border_subtitle = "esc closes"
+        with titled(VerticalScroll(), "help", "esc closes"):
             yield Static(self._text[: self._first], markup=False)
             yield Static(self._text[self._first :], id="here", markup=False)
 

@@ -38,7 +38,7 @@ from tui.screens.base import PlaceScreen, Setting, take_words
 from tui.watcher import RunWatcher
 from tui.widgets.chart import COLOURS, LABEL_WIDTH, Chart
 from tui.widgets.filter_bar import FilterBar
-from tui.widgets.line_list import LineList
+from tui.widgets.line_list import LineList, titled
 
 # Before the name of a group in a list of lines: what no run id has.
 GROUP = "\0"
@@ -400,10 +400,9 @@ class PickRuns(ModalScreen[tuple[str, ...] | None]):
 
     def compose(self) -> ComposeResult:
         """Yield the input and, below it, the runs that contain what is typed."""
-        with Vertical() as box:
-            several = self._limit > 1
-            box.border_title = f"compare with up to {self._limit} runs" if several else self._title
-            box.border_subtitle = "tab marks · enter takes · esc closes" if several else "enter takes · esc closes"
+        several = self._limit > 1
+        title = f"compare with up to {self._limit} runs" if several else self._title
+        with titled(Vertical(), title, f"{'tab marks · ' * several}enter takes · esc closes"):
             yield self.input
             yield self.list
 

@@ -203,10 +203,6 @@ class NodesScreen(PlaceScreen):
         """Let the app look as often as before."""
         self.guide.look_closely(False)
 
-    @on(LineList.Moved)
-    def _moved(self) -> None:
-        self._show_node()
-
     def refill(self, snapshot: Snapshot) -> None:
         """Draw all; the cursor stays on its node."""
         group = snapshot.group
@@ -235,6 +231,7 @@ class NodesScreen(PlaceScreen):
         self.phases.update(joined(phase_lines(group, width, max(room, 3))))
         self._show_node()
 
+    @on(LineList.Moved)
     def _show_node(self) -> None:
         group = self.snapshot.group if self.snapshot else None
         row = group.row(int(self.nodes.selected)) if group and self.nodes.selected else None

@@ -88,10 +88,6 @@ class ProblemsScreen(PlaceScreen):
         problem = self.selected_problem()
         return problem.name if problem and problem.target in ("daemon", "run") else None
 
-    @on(LineList.Moved)
-    def _moved(self) -> None:
-        self._show_detail()
-
     @on(LineList.Opened)
     def _opened(self) -> None:
         problem = self.selected_problem()
@@ -104,6 +100,7 @@ class ProblemsScreen(PlaceScreen):
         else:
             self.notify(problem.text, title=problem.name, markup=False)
 
+    @on(LineList.Moved)
     def _show_detail(self) -> None:
         problem = self.selected_problem()
         self.detail.display = problem is not None

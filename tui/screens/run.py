@@ -49,10 +49,6 @@ KEY_ORDER = (
 )
 
 
-# By the first so many letters an edit is found in a text that may be cut.
-EDIT_CHARS = 40
-
-
 class _Pane(TabPane):
     """A tab that keys and clicks open, never a focus: one that comes late would bring back the tab before."""
 
@@ -293,10 +289,9 @@ class RunScreen(WorkspaceScreen):
             return f"{self.run_id} was removed from the workspace; esc goes back"
         if row.state == RunState.INVALID:
             return "" if self.tab == CONFIG else row.note
-        text = row.note if row.state == LOST else row.reason or row.note
-        if self.tab == CONFIG and row.view.edited:  # an error and an edit stand in the tab, in full
-            return text.partition(row.view.edited[:EDIT_CHARS])[0].rstrip("; ")
-        return text
+        if self.tab == CONFIG and row.view.edited:  # the tab has the edit in full
+            return row.reason or ""
+        return row.note if row.state == LOST else row.reason or row.note
 
     def _show(self) -> None:
         row = self.target_row()

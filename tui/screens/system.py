@@ -273,15 +273,12 @@ class SystemScreen(PlaceScreen):
         self.look = message.look
         self.redraw()
 
-    @on(LineList.Moved)
-    def _moved(self) -> None:
-        self._show_detail()
-
     @on(LineList.Opened)
     def _opened(self) -> None:
         if row := self.target_row():
             self.guide.open_run(row.run_id)
 
+    @on(LineList.Moved)
     def _show_detail(self) -> None:
         daemons = self.snapshot.daemons if self.snapshot else ()
         daemon = next((each for each in daemons if each.name == self.daemons.selected), None)

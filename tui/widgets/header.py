@@ -277,7 +277,7 @@ class RunHeader(Widget):
         return Text("\n").join(run_lines(self.row, self.size.width, self.now, self.num_problems))
 
 
-SYMBOLS = {"running": "◌", "done": "✔", "failed": "✖"}
+OUTCOMES = {"running": ("◌", "secondary"), "done": ("✔", "success"), "failed": ("✖", "error")}
 
 
 class CommandLine(Widget):
@@ -313,8 +313,8 @@ class CommandLine(Widget):
         entry = self.entry
         if entry is None:
             return Text()
-        colour = {"running": "secondary", "done": "success", "failed": "error"}[entry.state]
-        outcome = Text.assemble((f"{SYMBOLS[entry.state]} {entry.text}", colour), no_wrap=True, end="")
+        symbol, colour = OUTCOMES[entry.state]
+        outcome = Text.assemble((f"{symbol} {entry.text}", colour), no_wrap=True, end="")
         outcome.truncate(max(self.size.width * 2 // 3, 10), overflow="ellipsis")
         return spread(Text.assemble(("$ ", "muted"), entry.command, no_wrap=True), outcome, self.size.width)
 

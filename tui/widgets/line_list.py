@@ -12,14 +12,17 @@ from rich.style import Style
 from rich.text import Text
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
+from textual.content import Content
 from textual.events import Click
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.screen import ModalScreen
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
+from textual.widget import Widget
 
 KeyT = TypeVar("KeyT")
+WidgetT = TypeVar("WidgetT", bound=Widget)
 
 
 def joined(lines: Sequence[Text]) -> Text:
@@ -176,6 +179,12 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
         line.no_wrap, line.end = True, ""
         line.truncate(width, overflow="ellipsis")
         return Strip(line.render(self.app.console)).adjust_cell_length(width).apply_style(base)
+
+
+def titled(box: WidgetT, title: str, subtitle: str) -> WidgetT:
+    """`box` with words in the upper and the lower edge of its frame, as plain text."""
+    box.border_title, box.border_subtitle = Content(title), Content(subtitle)
+    return box
 
 
 class TextScreen(ModalScreen[None]):
