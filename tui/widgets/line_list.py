@@ -193,7 +193,7 @@ class TextScreen(ModalScreen[None]):
     DEFAULT_CSS = """
     TextScreen {
         align: center middle;
-        & > * {
+        & > Vertical, & > VerticalScroll {
             height: auto; max-height: 95%; padding: 0 2; background: $surface; scrollbar-size-vertical: 1;
             border: round $primary; border-title-color: $primary; border-subtitle-color: $foreground 50%;
         }
