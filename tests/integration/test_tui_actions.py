@@ -317,12 +317,12 @@ async def test_add_checks_as_you_type_and_takes_the_edited_text(workspace: Outpu
 
 
 async def test_what_validate_warns_of_is_told_whole_before_a_run_is_added(workspace: OutputDir, configs: Path) -> None:
-    text = orch_toml(lr=0.05).replace("batch_size = 64", "batch_size = 8").replace("tokens = 64", "tokens = 512")
+    text = orch_toml(lr=0.05).replace("batch_size = 64", "batch_size = 8")
     (configs / "demo" / "fresh.toml").write_text(text)
     async with opened(workspace.path, size=(80, 24)) as (app, pilot):
         await add_dialog(app, pilot)
         await pilot.press("enter")
-        for words in ("✔ valid", "▲ line 17: optim.lr", "1e-5 to 1e-3 is usual", "raise seq_len", "are usual"):
+        for words in ("✔ valid", "▲ line 17: optim.lr", "1e-5 to 1e-3 is usual", "batch_size: found 8"):
             await until(pilot, lambda words=words: words in screen_text(app), words)
 
 

@@ -199,7 +199,7 @@ async def test_help_begins_at_the_keys_of_the_screen(workspace: OutputDir) -> No
         def top() -> list[str]:
             return [line.strip(" │▁▂▃▄▅▆▇█") for line in screen_text(app).splitlines()[1:4]]
 
-        for keys, title in (("", "Runs"), ("6", "Compare"), ("2", "Charts")):
+        for keys, title in (("", "Runs"), ("6", "Compare")):
             await pilot.press(*keys, "question_mark")
             await until(pilot, lambda title=title: title in top(), f"{title} at the top")
             await pilot.press("escape", "1")
