@@ -40,9 +40,11 @@ from tui.app import PrlApp
 from tui.model.snapshot import Disk
 from tui.screens.base import CommandScreen
 from tui.watcher import WorkspaceWatcher
+from tui.widgets.header import CommandLine
 
 # What the app has told stays told, however late a test looks.
 PrlApp.NOTIFICATION_TIMEOUT = PATIENCE_S
+CommandLine.SHOWN_S = PATIENCE_S
 NOW = 1_790_000_000.0
 MODEL = "models/base"
 HOSTILE = "\x1b]2;owned\x07\x1b[31mred [bold]not bold[/] [/] \u202eevil"

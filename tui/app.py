@@ -283,5 +283,7 @@ class PrlApp(KeysInOrder):
     def _push(self, screen: WorkspaceScreen) -> None:
         home = self.screen_stack[1]
         if isinstance(home, WorkspaceScreen):
-            screen.snapshot, screen.entry = home.snapshot, home.entry
+            screen.snapshot = home.snapshot
+            running = home.entry is not None and home.entry.state == "running"
+            screen.entry = home.entry if running else None  # what has ended is not told on the next screen
         self.push_screen(screen)

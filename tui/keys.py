@@ -9,7 +9,7 @@ Keys are read from the bindings themselves, for the help screen and for docs/tui
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,13 +28,13 @@ _PLACES = {
     "Config": ("widgets.config_view:ConfigView",),
     "Logs": ("widgets.log_view:LogView",),
     "Events": ("widgets.config_view:EventsView",),
-    "Compare": ("screens.compare:CompareScreen",),
     "Checkpoints, system, nodes, problems": (
         "screens.system:SystemScreen",
         "screens.nodes:NodesScreen",
         "screens.problems:ProblemsScreen",
         "widgets.line_list:LineList",
     ),
+    "Compare": ("screens.compare:CompareScreen",),
     "Act": (
         "screens.acting:SteersRuns",
         "screens.acting:ActsOnRuns",
@@ -47,11 +47,10 @@ _PLACES = {
         "dialogs.form:JobDialog",
         "dialogs.form:FormDialog",
         "dialogs.add:AddDialog",
-        "dialogs.steer:DiffDialog",
         "screens.acting:ActionLogScreen",
     ),
     "Help, command line, choice of runs": (
-        "screens.base:HelpScreen",
+        "widgets.line_list:TextScreen",
         "screens.base:CommandScreen",
         "screens.compare:PickRuns",
     ),
@@ -90,6 +89,12 @@ def owners(read_only: bool = False) -> dict[str, list[type[DOMNode]]]:
             pairs = (name.split(":") for name in names)
             found[place] = [getattr(importlib.import_module(f"tui.{module}"), name) for module, name in pairs]
     return found
+
+
+def place_of(nodes: Sequence[DOMNode], read_only: bool) -> str:
+    """The place of `nodes` in the help, the last one that a class of theirs belongs to; that of all without one."""
+    places = {place: tuple(classes) for place, classes in owners(read_only).items() if place != "Act"}
+    return [place for place, classes in places.items() if any(isinstance(node, classes) for node in nodes)][-1]
 
 
 def bindings_of(owner: type[DOMNode]) -> Iterator[Binding]:
@@ -144,7 +149,7 @@ class Command:
         take: takes what stands after the name, which `argument` describes; None where nothing may stand there.
         words: some of what can stand there, each with a note.
         is_listed: ctrl+p has it with each of its words.
-        repeats: it takes several of its words, with blanks between.
+        on_runs: it takes the ids of runs first, and several of its words, with blanks between.
     """
 
     name: str
@@ -156,12 +161,12 @@ class Command:
     argument: str = ""
     words: Callable[[], Mapping[str, str]] = dict
     is_listed: bool = False
-    repeats: bool = False
+    on_runs: bool = False
 
     @property
     def usage(self) -> str:
-        """The name with its argument, as a person types it: `weight [NUMBER]`."""
-        return f"{self.name} {self.argument}".rstrip()
+        """The name with its argument, as a person types it: `weight [RUN ...] [NUMBER]`."""
+        return f"{self.name} {'[RUN ...] ' * self.on_runs}{self.argument}".rstrip()
 
     def run(self, words: str) -> None:
         """Raises CommandError."""
@@ -170,7 +175,7 @@ class Command:
         elif self.alone:
             self.alone()
         else:
-            raise CommandError(f"missing words: {self.usage}" if self.take else f"{self.name} has no effect here")
+            raise CommandError(f"missing words: {self.usage}" if self.argument else f"{self.name} has no effect here")
 
 
 def parse(line: str, commands: Mapping[str, Command]) -> tuple[Command, str]:
@@ -196,7 +201,7 @@ def complete(line: str, commands: Mapping[str, Command]) -> str | None:
         return next(fits, None)
     if name not in commands or not rest or rest != rest.lstrip():
         return None
-    before, gap, last = rest.rpartition(" ") if commands[name].repeats else ("", "", rest)
+    before, gap, last = rest.rpartition(" ") if commands[name].on_runs else ("", "", rest)
     found = next((word for word in commands[name].words() if last and word.startswith(last) and word != last), None)
     return f"{name} {before}{gap}{found}" if found else None
 

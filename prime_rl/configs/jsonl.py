@@ -252,15 +252,14 @@ def _rows_of(named: str) -> Iterator[dict[str, Any]]:
 
 def file_problem(args: JsonlArgs, place: Place) -> tuple[str, str] | None:
     """The first problem of the files: the argument that names it, and what is wrong. Runs no code of them."""
-    name = "path"
+    name, path = "path", Path(args.path)
     try:
-        read_rows(place(args.path), args)
+        read_rows(path := place(args.path), args)
         if args.code:
-            name = "reward"
-            _check_code(place(args.code), args.function)
-    except FileNotFoundError as error:
-        words = "not found: a path is relative to the config file, and prl runs add copies it into the run"
-        return name, f"{error.filename} {words}"
+            name, path = "reward", place(args.code)
+            _check_code(path, args.function)
+    except FileNotFoundError:
+        return name, f"{path} not found: a path is relative to the config file, and prl runs add copies it into the run"
     except (ValueError, OSError) as error:
         return name, str(error)
     return None

@@ -41,10 +41,9 @@ class Rule:
     why: str
     advice: str
 
-    def text(self, sign: Sign, run_id: str, again: str) -> str:
-        """The sign in one line: the number, the reason, and what to do. `again`: how the run is begun again."""
-        said = self.said.format(value=sign.value, limit=sign.limit, num=sign.num)
-        return f"{said}: {self.why}; {self.advice.format(run_id=run_id, again=again)}"
+    def text(self, sign: Sign) -> str:
+        """The sign in numbers."""
+        return self.said.format(value=sign.value, limit=sign.limit, num=sign.num)
 
 
 # In the order of importance. Each name is that of a sign.
@@ -101,7 +100,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def sign_texts(signs: Iterable[Sign], run_id: str, step: int | None = None, lr: float | None = None) -> list[str]:
-    """The signs of a run in words, in the order of importance. A name without a rule, of another version, is left out.
+    """The signs of a run in one line each, in the order of importance: the number, the reason, and what to do.
 
     `step`: the newest version on disk from before them, None when that is gone. `lr`: the learning rate that was used.
     """
@@ -109,8 +108,21 @@ def sign_texts(signs: Iterable[Sign], run_id: str, step: int | None = None, lr: 
     again = "no version from before it is left: add the run again with a lower optim.lr"
     if step is not None:
         again = f"start again from before it: prl runs fork {run_id} --step {step}{lower}"
+    return [
+        f"{rule.text(sign)}: {rule.why}; {rule.advice.format(run_id=run_id, again=again)}"
+        for rule, sign in _known(signs)
+    ]
+
+
+def short_texts(signs: Iterable[Sign]) -> list[str]:
+    """The signs of a run in numbers, in the order of importance."""
+    return [rule.text(sign) for rule, sign in _known(signs)]
+
+
+def _known(signs: Iterable[Sign]) -> list[tuple[Rule, Sign]]:
+    """A name without a rule, of another version, is left out."""
     known = {sign.name: sign for sign in signs}
-    return [rule.text(known[name], run_id, again) for name, rule in RULES.items() if name in known]
+    return [(rule, known[name]) for name, rule in RULES.items() if name in known]
 
 
 class RewardTrend:

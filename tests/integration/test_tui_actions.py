@@ -21,13 +21,14 @@ from textual.widgets import Button, Input, OptionList, Static
 from daemons import actions
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunStatus, read_status
+from prime_rl.utils.text import one_line
 from tests.patience import PATIENCE_S
-from tests.tui_support import add_run, build_workspace, opened_app, orch_toml, until
+from tests.tui_support import add_run, build_workspace, opened_app, orch_toml, screen_text, until
 from tui.actions.jobs import Job
 from tui.app import PrlApp
 from tui.dialogs.add import AddDialog, TomlArea
 from tui.dialogs.delete import ALWAYS, DeleteDialog, EvictDialog
-from tui.messages import ActionEntry
+from tui.messages import ActionChanged, ActionEntry, ActionState
 from tui.screens.acting import ActsOnRuns
 from tui.screens.runs import RunsScreen
 from tui.widgets.header import CommandLine
@@ -313,6 +314,36 @@ async def test_add_checks_as_you_type_and_takes_the_edited_text(workspace: Outpu
         await pilot.press("ctrl+s")
         assert (await outcome(app, pilot)).text == "run_mine: added"
     assert RunDir(workspace.path / "run_mine").orch_toml.read_text().startswith("#nonsense = 1\n")
+
+
+async def test_what_validate_warns_of_is_told_whole_before_a_run_is_added(workspace: OutputDir, configs: Path) -> None:
+    text = orch_toml(lr=0.05).replace("batch_size = 64", "batch_size = 8")
+    (configs / "demo" / "fresh.toml").write_text(text)
+    async with opened(workspace.path, size=(80, 24)) as (app, pilot):
+        await add_dialog(app, pilot)
+        await pilot.press("enter")
+        for words in ("✔ valid", "▲ line 17: optim.lr", "1e-5 to 1e-3 is usual", "batch_size: found 8"):
+            await until(pilot, lambda words=words: words in screen_text(app), words)
+
+
+async def test_the_line_of_an_action_gives_way(workspace: OutputDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the next screen at once, else after a while; not while it runs."""
+    words = one_line("done")
+    async with opened(workspace.path) as (app, pilot):
+
+        def report(state: ActionState) -> None:
+            app.post_message(ActionChanged(ActionEntry(1, words, state, words, words)))
+
+        report("running")
+        await until(pilot, lambda: entry_of(app) is not None, "the line")
+        report("done")
+        await pilot.press("3")
+        line = app.screen.query_one(CommandLine)
+        await until(pilot, lambda: line.is_mounted, "the next screen")
+        assert line.entry is None or line.entry.state == "running"
+        monkeypatch.setattr(CommandLine, "SHOWN_S", 0.01)
+        report("done")
+        await until(pilot, lambda: line.entry is None and not line.has_class("-used"), "the end of the line")
 
 
 @pytest.mark.slow

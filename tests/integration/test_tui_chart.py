@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from textual.geometry import Size
 
+from prime_rl.contract.layout import OutputDir
 from tests.tui_run_support import opened_run
-from tests.tui_support import build_workspace
+from tests.tui_support import add_run, build_workspace, screen_text
 from tui.widgets.chart import Chart
 
 
@@ -24,3 +25,19 @@ async def test_one_that_has_grown_and_was_not_told_yet_is_drawn(
                 patched.setattr(Chart, "size", grown)
                 lines = [chart.render_line(y) for y in range(grown.height)]
             assert {line.cell_length for line in lines} == {grown.width}
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 50)])
+async def test_the_names_of_six_runs_are_told_whole_or_by_what_differs(tmp_path: Path, size: tuple[int, int]) -> None:
+    output = OutputDir(tmp_path)
+    run_ids = tuple(f"run_reverse-text-with-a-long-name-lr{lr}-seed{seed}" for lr in (1, 2) for seed in (1, 2, 3))
+    for run_id in run_ids:
+        add_run(output, run_id, step=20, status={"state": "running"})
+    async with opened_run(tmp_path, run_ids[0], size=size) as o:
+        o.screen.charts.compare_with(run_ids[1:])
+        ends = [run_id[-5:] for run_id in run_ids]
+
+        def line() -> list[str]:
+            return [piece.strip() for piece in screen_text(o.app).splitlines()[4].split("━")[1:]]
+
+        await o.until(lambda: [name[-5:] for name in line()] == ends and len(set(line())) == 6, f"six names: {line()}")

@@ -7,11 +7,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
 from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.notes import SweepPlan, SweepRun
 from tests.tui_support import add_run, build_workspace, command, opened_app, orch_toml, screen_text, until
 from tui.app import PrlApp
 from tui.readers.charts import SMOOTHINGS
@@ -208,19 +210,26 @@ async def test_a_run_that_comes_and_one_whose_folder_goes_change_the_list(worksp
 
 
 async def test_a_sweep_of_six_is_told_apart_at_80_columns(tmp_path: Path) -> None:
-    """In the table, in the legend of the chart, and by columns with a name."""
-    output = OutputDir(tmp_path)
+    """In the table, in the legend of the chart, and by columns: first what was swept, whatever else differs more."""
+    output, planned = OutputDir(tmp_path), []
     envs = {("5e-4", 1): "sort-letters"}
     for lr in ("5e-4", "2e-3"):
         for seed in (1, 2, 3):
             toml = orch_toml(lr=float(lr), env=envs.get((lr, seed), "reverse-text"))
-            add_run(output, f"run_sweep-lr{lr}-seed{seed}", step=20, seed=seed, toml=toml, status={"state": "running"})
+            run_id = f"run_sweep-lr{lr}-seed{seed}"
+            toml = toml.replace("interval = 10", f"interval = {seed}").replace(
+                "warmup_steps = 5", f"warmup_steps = {seed}"
+            )
+            add_run(output, run_id, step=20, seed=seed, toml=toml, status={"state": "running"})
+            planned.append(SweepRun(run_id, {"optim.lr": float(lr)}))
+    output.sweep("lrs").parent.mkdir()
+    output.sweep("lrs").write_bytes(msgspec.json.encode(SweepPlan("lrs", "base.toml", planned)))
     async with opened_app(tmp_path, size=(80, 24)) as (app, pilot):
         words = [f"lr{lr}-seed{seed}" for lr in ("5e-4", "2e-3") for seed in (1, 2, 3)]
         home = Opened(app, pilot)
         await home.sees("SEEN", *(f"ru…{each}" for each in words))
         await command(pilot, "compare")
-        await home.sees("ENV.ID", *(f"━ lr{each[2]}e…eed{each[-1]}" for each in words))
+        await home.sees("RESULT  LR      ", *(f"━ lr{each[2]}e…eed{each[-1]}" for each in words))
 
 
 async def test_slash_begins_with_an_empty_line(workspace: OutputDir) -> None:

@@ -193,6 +193,18 @@ async def test_help_and_daemons_open_scroll_and_close(workspace: OutputDir) -> N
             assert isinstance(app.screen, RunsScreen)
 
 
+async def test_help_begins_at_the_keys_of_the_screen(workspace: OutputDir) -> None:
+    async with opened(workspace.path, size=(80, 24)) as (app, pilot):
+
+        def top() -> list[str]:
+            return [line.strip(" │▁▂▃▄▅▆▇█") for line in screen_text(app).splitlines()[1:4]]
+
+        for keys, title in (("", "Runs"), ("6", "Compare")):
+            await pilot.press(*keys, "question_mark")
+            await until(pilot, lambda title=title: title in top(), f"{title} at the top")
+            await pilot.press("escape", "1")
+
+
 @pytest.mark.slow
 async def test_columns_follow_the_width(workspace: OutputDir) -> None:
     async with opened(workspace.path, size=(80, 24)) as (app, pilot):

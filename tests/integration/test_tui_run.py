@@ -10,6 +10,7 @@ from textual.content import Content
 from textual.events import DescendantFocus, MouseScrollDown, MouseScrollUp
 from textual.widgets import Static
 
+from prime_rl.configs.admitted import read_effect, write_admitted
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.tui_run_support import RUN, SIZE, Opened, opened_run
 from tests.tui_support import add_history, build_workspace, metrics_lines, screen_text
@@ -299,6 +300,16 @@ async def test_an_invalid_run_shows_its_error_at_its_line(workspace: OutputDir) 
         text = str(o.screen.config.query_one("#config-text", Static).render())
         marked = [line for line in text.splitlines() if line.startswith("▶")]
         assert len(marked) == 1 and "learning_rate" in marked[0]
+
+
+async def test_an_edit_that_is_not_in_effect_is_told_once(workspace: OutputDir) -> None:
+    run = RunDir(workspace.path / RUN)
+    write_admitted(run, read_effect(run), 0)
+    run.orch_toml.write_text(run.orch_toml.read_text().replace("rank = 8", "rank = 4"))
+    async with opened_run(workspace.path) as o:
+        for tab in ("charts", "config"):
+            await see(o, tab, "edited, not in effect")
+            await o.until(lambda: screen_text(o.app).count("not in effect") == 1, f"one of it on {tab}")
 
 
 @pytest.mark.slow

@@ -79,6 +79,27 @@ async def test_pause_with_a_reason_and_continue(workspace: OutputDir) -> None:
     assert audit(workspace) == [("pause", QUEUED), ("continue", QUEUED)]
 
 
+async def test_a_command_acts_on_the_runs_that_it_names(workspace: OutputDir) -> None:
+    """Its other words are for those runs, on every screen; a run that is not there is no reason of a pause."""
+    named = RunDir(workspace.path / "run_queued-b")
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, QUEUED)
+        await typed(app, pilot, "pause run_nix")
+        await until(pilot, lambda: any("'run_nix' not found" in each.message for each in app._notifications), "why")
+        await typed(app, pilot, "pause run_queued-b run_upper others first")
+        await outcome(app, pilot)
+        assert named.paused.read_text() == RunDir(workspace.path / "run_upper").paused.read_text() == "others first"
+        await typed(app, pilot, "set run_queued-b weight=2")
+        assert (await outcome(app, pilot, of="runs set")).command.startswith("prl runs set run_queued-b weight=2")
+        await pilot.press("4")
+        await typed(app, pilot, "evict run_queued-b")
+        await until(pilot, lambda: "evict run_queued-b" in screen_text(app), "the dialog")
+        await pilot.press("escape")
+        await typed(app, pilot, "diff run_queued-b run_upper")
+        await until(pilot, lambda: "runs diff run_queued-b run_upper" in screen_text(app), "the difference")
+    assert not RunDir(workspace.path / QUEUED).paused.exists()
+
+
 @pytest.mark.slow
 async def test_pause_many_and_continue_them_by_command(workspace: OutputDir) -> None:
     runs = [RunDir(workspace.path / name) for name in (QUEUED, "run_queued-b")]
@@ -399,7 +420,7 @@ def test_forms_have_the_words_of_their_command() -> None:
 
 def test_live_keys_are_completed_one_after_another() -> None:
     keys = {"weight=": "", "budget.max_hours=": ""}
-    several = {"set": Command("set", "", words=lambda: keys, repeats=True)}
+    several = {"set": Command("set", "", words=lambda: keys, on_runs=True)}
     assert complete("set we", several) == "set weight="
     assert complete("set weight=2 bud", several) == "set weight=2 budget.max_hours="
     assert complete("set weight=2 ", several) is None

@@ -95,6 +95,7 @@ def test_the_command(output: OutputDir, capsys: pytest.CaptureFixture[str]) -> N
     assert cli.run(["usage", "--by", "day", "--output-dir", str(output.path)]) == 0
     table = capsys.readouterr().out
     assert "1970-01-02" in table and "total" in table and "22.0 s" in table
+    (output.path / "nothing").mkdir()
     assert cli.run(["usage", "--output-dir", str(output.path / "nothing")]) == 0
     assert "no usage yet" in capsys.readouterr().out
 

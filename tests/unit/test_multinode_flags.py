@@ -242,6 +242,9 @@ def test_the_status_names_the_dead_and_the_awaited(tmp_path: Path, capsys: Any) 
     assert run(["multinode", "status", "--output-dir", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["NODE", "HOST", "HEALTH"] and "1 rollout (awaited)" in lines[2]
+    assert run(["multinode", "status", "--log-path", str(tmp_path / "none")]) == 2
+    assert "no workspace at" in capsys.readouterr().err
+    (tmp_path / "none").mkdir()
     assert run(["multinode", "status", "--log-path", str(tmp_path / "none")]) == 0
     assert "no node has started" in capsys.readouterr().out
 

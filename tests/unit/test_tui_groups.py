@@ -9,7 +9,7 @@ import pytest
 
 from daemons.ranking import NO_VALUE, RUN, TAG, rank, winners
 from tui.readers.charts import ChartView, History
-from tui.readers.compare import MAX_CURVES, Contender, Group, compare_chart, differing_keys, make_groups
+from tui.readers.compare import MAX_CURVES, Contender, Group, compare_chart, differing_keys, make_groups, short_keys
 
 
 def contender(
@@ -52,9 +52,27 @@ def test_only_keys_that_differ_are_named_and_a_missing_key_differs() -> None:
         contender("run_c", [], config={"seed": "3", "optim.lr": "3e-4", "tags": "z", "batch_size": "8", "stop": "1"}),
     ]
     assert differing_keys(runs) == ("optim.lr", "stop", "seed")
+    assert differing_keys(runs, ["seed", "stop"]) == ("seed", "stop", "optim.lr"), "what was swept comes first"
     assert differing_keys(runs[:1]) == ()
     invalid = contender("run_d", [])
     assert differing_keys([*runs, invalid]) == differing_keys(runs), "a run without a valid config tells nothing"
+
+
+def test_keys_that_end_alike_are_told_apart_and_the_most_varied_come_first() -> None:
+    values = {
+        "ckpt.interval": 2,
+        "eval.interval": 2,
+        "optim.lr": 4,
+        "env.0.id": 2,
+        "env.0.args.n": 2,
+        "env.1.args.n": 2,
+    }
+    runs = [contender(f"run_{at}", [], config={key: str(at % num) for key, num in values.items()}) for at in range(4)]
+    keys = differing_keys(runs)
+    assert keys[0] == "optim.lr"
+    assert differing_keys(runs, ["ckpt", "env.0.id"])[:2] == ("ckpt.interval", "env.0.id"), "a whole table too"
+    heads = {**{key: key for key in values}, "optim.lr": "lr", "env.0.id": "env.id"}
+    assert short_keys(keys) == heads and len(set(heads.values())) == len(values)
 
 
 @pytest.mark.parametrize(("metric", "order"), [("reward/mean", ["b", "a", "none"]), ("loss", ["a", "b", "none"])])

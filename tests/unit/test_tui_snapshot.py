@@ -22,6 +22,7 @@ from prime_rl.contract.status import (
     read_status,
     utc,
 )
+from prime_rl.utils.text import one_line
 from tests.tui_support import HOSTILE, NOW, build_workspace, write_status
 from tui.model import snapshot as snapshot_module
 from tui.model.levels import STATES, Level
@@ -69,6 +70,12 @@ def test_the_header_of_a_demo_says_how_it_ends_when_all_runs_are_done(workspace:
     for shown, is_demo, says in ((snapshot, True, False), (done, False, False), (done, True, True)):
         line = workspace_lines(shown, 80, read_only=False, is_demo=is_demo)[0].plain
         assert ("q ends the demo" in line) is says
+
+
+def test_at_80_columns_the_header_names_the_end_of_the_bottleneck_too(workspace: OutputDir) -> None:
+    words = one_line("run_reverse-text-sweep-lr2e-3-seed1 waits for inference")
+    line = workspace_lines(replace(look(workspace), bottleneck=words), 80, read_only=False)[1].plain
+    assert "-seed1 waits for inference" in line and "problems" in line
 
 
 def test_a_run_that_gives_no_sign_of_life_is_lost_and_says_since_when(workspace: OutputDir) -> None:

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from daemons.workspace_reader import WorkspaceReader
+from prime_rl.contract.learning import REWARD, Learning
 from tests.tui_support import NOW, build_workspace
 from tui.actions.jobs import each, free_id
 from tui.dialogs.delete import ALWAYS, MAX_SUGGESTIONS, suggest
 from tui.model.snapshot import RunRow, make_snapshot
+from tui.readers.charts import change
 from tui.readers.workspace_metrics import RunTail
 
 
@@ -21,13 +23,20 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunRow]:
 
 
 def with_rewards(row: RunRow, *rewards: float) -> RunRow:
-    return replace(row, tail=RunTail(rewards=rewards), reward_change=sum(rewards[-5:]) / 5 - sum(rewards[-10:-5]) / 5)
+    """As the orchestrator and the console judge them."""
+    learning = Learning()
+    for step, reward in enumerate(rewards):
+        learning.feed(step, {REWARD: reward})
+    view = replace(row.view, signs=tuple(learning.signs()))
+    return replace(row, tail=RunTail(rewards=rewards), view=view, reward=rewards[-1], reward_change=change(rewards))
 
 
 def test_what_is_seen_comes_first(rows: dict[str, RunRow]) -> None:
     active, all_rows = rows["run_reverse-lr1e-3"], list(rows.values())
-    fallen = suggest([with_rewards(active, *[0.8] * 10, *[0.1] * 5)], all_rows)
-    assert fallen[0] == "the reward collapsed: 0.100 after 0.800"
+    fallen = suggest([with_rewards(active, *[0.8] * 10, *[0.1] * 10)], all_rows)
+    assert fallen[0] == "reward collapsed: mean 0.1 over 10 batches, was 0.8 at best"
+    noisy = suggest([with_rewards(active, *[0.8] * 10, *[0.0, 0.6] * 5)], all_rows)
+    assert "collapsed" not in "".join(noisy), "the one rule of a collapse decides: less is noise"
     assert fallen[1] == "makes room for run_queued-a, which waits for a slot"
     flat = suggest([with_rewards(active, *[0.3] * 12)], all_rows)
     assert flat[0].startswith("the reward does not improve: 0.300") and ALWAYS[1] not in flat

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from daemons import actions, quiet, up_and_down
-from daemons.actions import CONTINUE, PAUSE, ActionError, parse_changes, set_run_keys
+from daemons.actions import PAUSE, ActionError, parse_changes, set_run_keys
 from daemons.adding import fork_run
 from daemons.errors import expand_home, in_one_line
 from daemons.exports import export_run
 from daemons.sweeps import Sweep, parse_axis, sweep_runs
 from daemons.workspace import Workspace
 from prime_rl.configs import EXAMPLES
-from prime_rl.configs.base import ConfigError, build, parse_set
+from prime_rl.configs.base import ConfigError, ConfigProblem, build, parse_set
 from prime_rl.configs.explain import key_lines, line_of
 from prime_rl.configs.orchestrator import RunLifetime
 from prime_rl.contract.files import open_file, read_text
@@ -104,6 +104,14 @@ def each(run_ids: Sequence[str], done: str, act: Callable[[str, Progress], str],
     return work
 
 
+def runs_job(
+    output_dir: Path, verb: str, run_ids: Sequence[str], done: str, act: Callable[[Path, str], str], *words: str
+) -> Job:
+    """`prl runs VERB IDS WORDS`, by `act` of the folder and each run; of several is said that they are `done`."""
+    work = each(run_ids, done, lambda run_id, progress: act(output_dir, run_id))
+    return Job(prl_command(output_dir, "runs", verb, *run_ids, *words), work)
+
+
 MAX_DETAIL_CHARS = 8_000
 
 
@@ -155,21 +163,8 @@ def at_field(field: str, others: Mapping[str, str] = {}) -> Iterator[None]:
 
 def pause_job(output_dir: Path, run_ids: Sequence[str], reason: str = "") -> Job:
     """Pause runs; `reason` is kept in `paused.txt`."""
-
-    def act(run_id: str, progress: Progress) -> str:
-        return PAUSE(output_dir, run_id, reason=reason)
-
     words = ["--reason", reason] if reason else []
-    return Job(prl_command(output_dir, "runs", "pause", *run_ids, *words), each(run_ids, "paused", act))
-
-
-def continue_job(output_dir: Path, run_ids: Sequence[str]) -> Job:
-    """End the pause of runs."""
-
-    def act(run_id: str, progress: Progress) -> str:
-        return CONTINUE(output_dir, run_id)
-
-    return Job(prl_command(output_dir, "runs", "continue", *run_ids), each(run_ids, "continue", act))
+    return runs_job(output_dir, "pause", run_ids, "paused", functools.partial(PAUSE, reason=reason), *words)
 
 
 def set_job(output_dir: Path, run_ids: Sequence[str], items: Sequence[str]) -> Job:
@@ -182,15 +177,6 @@ def set_job(output_dir: Path, run_ids: Sequence[str], items: Sequence[str]) -> J
 
     commands = [prl_command(output_dir, "runs", "set", run_id, *items) for run_id in run_ids]
     return Job(one_line("; ".join(commands), 4000), each(run_ids, f"set {' '.join(items)}", act))
-
-
-def edit_job(output_dir: Path, run_ids: Sequence[str], command: str) -> Job:
-    """Put the edits of several runs into effect, or take them back. `command` is "apply" or "restore"."""
-    from daemons import actions
-
-    do, done = (actions.apply_edit, "applied") if command == "apply" else (actions.restore_config, "restored")
-    work = each(run_ids, done, lambda run_id, progress: do(output_dir, run_id))
-    return Job(prl_command(output_dir, "runs", command, *run_ids), work)
 
 
 def check_live(items: Sequence[str], field: str) -> None:
@@ -255,11 +241,8 @@ def check_fork(output_dir: Path, form: ForkForm) -> str:
 
 def fork_job(output_dir: Path, form: ForkForm) -> Job:
     """Fork each run of `form`."""
-
-    def act(run_id: str, progress: Progress) -> str:
-        return _fork(output_dir, form, run_id)
-
-    return _job(output_dir, "fork", form, each(form.run_ids, "forked", act))
+    work = each(form.run_ids, "forked", lambda run_id, progress: _fork(output_dir, form, run_id))
+    return _job(output_dir, "fork", form, work)
 
 
 def _fork(output_dir: Path, form: ForkForm, run_id: str, *, dry_run: bool = False) -> str:
@@ -320,14 +303,9 @@ def check_export(output_dir: Path, form: ExportForm) -> str:
 
 def export_job(output_dir: Path, form: ExportForm) -> Job:
     """Export each run of `form`."""
-
-    def act(run_id: str, progress: Progress) -> str:
-        return _export(output_dir, form, run_id, progress)
-
-    # A merge holds the whole base model.
-    return _job(
-        output_dir, "export", form, each(form.run_ids, "exported", act, at_once=1 if form.merge else NUM_AT_ONCE)
-    )
+    act = functools.partial(_export, output_dir, form)
+    at_once = 1 if form.merge else NUM_AT_ONCE  # a merge holds the whole base model
+    return _job(output_dir, "export", form, each(form.run_ids, "exported", act, at_once=at_once))
 
 
 def _export(
@@ -455,11 +433,12 @@ class DraftProblem:
 
 @dataclass(frozen=True)
 class Check:
-    """The result of checking a draft; `command` adds it in a shell."""
+    """The result of checking a draft; `command` adds it in a shell. `doubts`: what is valid and rarely meant."""
 
     problems: tuple[DraftProblem, ...]
     summary: CleanText
     command: CleanText
+    doubts: tuple[DraftProblem, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -529,22 +508,22 @@ def check_draft(output_dir: Path, text: str, run_id: str, source: Path | None = 
                 problems.append(DraftProblem(one_line(f"{run_id} already exists: choose another id")))
         except LayoutError as error:
             problems.append(DraftProblem(one_line(str(error), 300)))
-    summary = ""
+    summary, lines = "", key_lines(text.splitlines())
+
+    def at_lines(found: Sequence[ConfigProblem]) -> list[DraftProblem]:
+        texts = (f"{each.key}: {each.message}" if each.key else each.message for each in found)
+        places = (each.line or line_of(each.key, lines) for each in found)
+        return list(map(DraftProblem, (one_line(text, 300) for text in texts), places))
+
     with draft_file(text, "draft") as path:
-        found = actions.check_file(output_dir, path, beside=source)
-        if not found:
+        problems += at_lines(actions.check_file(output_dir, path, beside=source))
+        doubts = at_lines(actions.check_doubts(output_dir, path))
+        if not problems:
             config = actions.validate_file(output_dir, path, beside=source)
             envs = ", ".join(env.name or env.id for env in config.env)
             summary = f"{envs} · {config.max_steps} steps of {config.batch_size} samples · lr {config.optim.lr:g}"
-    lines = key_lines(text.splitlines())
-    problems += [
-        DraftProblem(
-            one_line(f"{each.key}: {each.message}" if each.key else each.message, 300),
-            each.line or line_of(each.key, lines),
-        )
-        for each in found
-    ]
-    return Check(tuple(problems), one_line(summary, 300), add_command(output_dir, text, run_id, source))
+    command = add_command(output_dir, text, run_id, source)
+    return Check(tuple(problems), one_line(summary, 300), command, tuple(doubts))
 
 
 def free_id(run_id: str, taken: Collection[str]) -> str:

@@ -40,6 +40,7 @@ from tui.actions.jobs import (
     read_draft,
 )
 from tui.dialogs.form import JobDialog
+from tui.widgets.line_list import titled
 
 DEBOUNCE_S = 0.25
 MAX_SHOWN_PROBLEMS = 3
@@ -58,7 +59,7 @@ class AddDialog(JobDialog):
         & .field Static { width: 6; color: $foreground 60%; }
         & .field Input { width: 1fr; }
         & TextArea { height: 1fr; background: $background; margin: 1 0; scrollbar-size-vertical: 1; }
-        & #check { height: auto; max-height: 4; color: $foreground 60%; }
+        & #check { height: auto; max-height: 10; color: $foreground 60%; }
         & #check.-ok { color: $text-success; }
         & #check.-bad { color: $text-error; }
         & #outcome { margin-top: 0; }
@@ -115,9 +116,7 @@ class AddDialog(JobDialog):
 
     def compose(self) -> ComposeResult:
         """Yield the list of templates, beside it path, id and text; below them the check and the buttons."""
-        with Vertical(classes="box") as box:
-            box.border_title = "add a run"
-            box.border_subtitle = "ctrl+s starts · tab moves · esc cancels"
+        with titled(Vertical(classes="box"), "add a run", "ctrl+s starts · tab moves · esc cancels"):
             with Horizontal(classes="body"):
                 yield OptionList(id="templates", markup=False, compact=True)
                 with Vertical(classes="right"):
@@ -231,7 +230,7 @@ class AddDialog(JobDialog):
         self.run_worker(work, thread=True, group="check", name="check the draft")
 
     def on_add_dialog_checked(self, message: Checked) -> None:
-        """Show the problems at their lines, or the summary and enable Start; the check of an older draft is ignored."""
+        """Show the problems at their lines, or summary and warnings and enable Start; of an older draft nothing."""
         if message.serial != self._serial_of_draft:
             return
         self._check = check = message.check
@@ -239,10 +238,12 @@ class AddDialog(JobDialog):
         line = self.query_one("#check", Static)
         line.set_class(check.ok, "-ok")
         line.set_class(not check.ok, "-bad")
-        shown = [f"✖ {problem}" for problem in check.problems[:MAX_SHOWN_PROBLEMS]]
-        if len(check.problems) > MAX_SHOWN_PROBLEMS:
-            shown.append(f"  and {len(check.problems) - MAX_SHOWN_PROBLEMS} more")
-        line.update(Content("\n".join(shown) if shown else f"✔ valid: {check.summary}"))
+        shown = [f"✔ valid: {check.summary}", *(f"▲ {doubt}" for doubt in check.doubts)]
+        if check.problems:
+            shown = [f"✖ {problem}" for problem in check.problems[:MAX_SHOWN_PROBLEMS]]
+            if (num_more := len(check.problems) - MAX_SHOWN_PROBLEMS) > 0:
+                shown.append(f"  and {num_more} more")
+        line.update(Content("\n".join(shown)))
         self.query_one("#start", Button).disabled = not check.ok
 
     @on(Button.Pressed, "#start")

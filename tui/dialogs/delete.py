@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from textual import on
@@ -20,13 +21,16 @@ from textual.widgets import Button, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from daemons import actions
+from prime_rl.contract.learning import short_texts
 from prime_rl.contract.status import LOST, STALLED, RunState
 from prime_rl.utils.text import size_text
 from tui import fmt
-from tui.actions.jobs import Job, Perform, Progress, each, name_runs, prl_command
+from tui.actions.jobs import Job, Perform, Progress, each, name_runs, prl_command, runs_job
 from tui.dialogs.form import JobDialog, Listing, listing
 from tui.messages import ActionEntry
 from tui.model.snapshot import RunRow
+from tui.readers.charts import CHANGE_WINDOW
+from tui.widgets.line_list import titled
 
 # Counting further would keep a thread busy long after the person has decided.
 MAX_FILES = 100_000
@@ -88,9 +92,7 @@ class DeleteDialog(JobDialog):
 
     def compose(self) -> ComposeResult:
         """Yield the runs, the facts, the line for the name and the buttons; the sizes come later."""
-        with Vertical(classes="box") as box:
-            box.border_title = Content(f"delete {name_runs(self._run_ids)}")
-            box.border_subtitle = "esc cancels"
+        with titled(Vertical(classes="box"), f"delete {name_runs(self._run_ids)}", "esc cancels"):
             yield Listing(self._lines({}))
             yield Static(self._facts("..."), id="facts", markup=False)
             yield Static(self._warning(), classes="label", markup=False)
@@ -184,10 +186,8 @@ def _said(size: int, complete: bool) -> str:
     return size_text(size) if complete else f"more than {size_text(size)}"
 
 
-# A mean of five rewards below this share of the best mean is a collapse; a smaller change is ignored.
-COLLAPSE_SHARE = 0.5
+# A smaller rise of the reward is none.
 LEAST_GAIN = 0.005
-WINDOW = 5
 MAX_SUGGESTIONS = 5
 ALWAYS = ("makes room for another run", "the reward does not improve", "wrong configuration")
 
@@ -210,15 +210,11 @@ def _seen(row: RunRow) -> list[str]:
         found.append(row.note)
     if row.loss is not None and not math.isfinite(row.loss):
         found.append(f"the loss is {row.loss}")
-    rewards = row.tail.rewards
-    if len(rewards) >= 2 * WINDOW:
-        means = [sum(rewards[i : i + WINDOW]) / WINDOW for i in range(len(rewards) - WINDOW + 1)]
-        best, last = max(means), means[-1]
-        if best > 0 and last < COLLAPSE_SHARE * best:
-            found.append(f"the reward collapsed: {fmt.reward(last)} after {fmt.reward(best)}")
-        elif row.reward_change is not None and row.reward_change < LEAST_GAIN:
-            change = fmt.gain(row.reward_change)
-            found.append(f"the reward does not improve: {fmt.reward(last)}, {change} over {2 * WINDOW} steps")
+    signs = short_texts(row.view.signs)
+    found += signs
+    if not signs and row.reward_change is not None and row.reward_change < LEAST_GAIN:
+        change = f"{fmt.reward(row.reward)}, {fmt.gain(row.reward_change)} over {2 * CHANGE_WINDOW} steps"
+        found.append(f"the reward does not improve: {change}")
     return found
 
 
@@ -240,9 +236,7 @@ class EvictDialog(JobDialog):
     def compose(self) -> ComposeResult:
         """Yield the line for the reason and the suggestions; above them the runs, if there are several."""
         one = len(self._run_ids) == 1
-        with Vertical(classes="box") as box:
-            box.border_title = Content(f"evict {name_runs(self._run_ids)}")
-            box.border_subtitle = "esc cancels"
+        with titled(Vertical(classes="box"), f"evict {name_runs(self._run_ids)}", "esc cancels"):
             if not one:
                 yield listing(self._run_ids)
             words = "It frees its slot; its" if one else "They free their slots; their"
@@ -277,10 +271,5 @@ class EvictDialog(JobDialog):
         self._evict(self._suggestions[event.option_index])
 
     def _evict(self, reason: str) -> None:
-        output_dir, run_ids = self._output_dir, self._run_ids
-
-        def act(run_id: str, progress: Progress) -> str:
-            return actions.EVICT(output_dir, run_id, reason=reason)
-
-        command = prl_command(output_dir, "runs", "evict", *run_ids, "--reason", reason)
-        self.start(Job(command, each(run_ids, "evicted", act)))
+        act = partial(actions.EVICT, reason=reason)
+        self.start(runs_job(self._output_dir, "evict", self._run_ids, "evicted", act, "--reason", reason))

@@ -30,6 +30,7 @@ from prime_rl.configs.base import ConfigError
 from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.actions.jobs import Job, Perform
 from tui.messages import ActionEntry
+from tui.widgets.line_list import titled
 
 
 class JobDialog(ModalScreen[None]):
@@ -138,9 +139,7 @@ class ConfirmDialog(JobDialog):
 
     def compose(self) -> ComposeResult:
         """Yield the lines, the words, the shell command and the buttons."""
-        with Vertical(classes="box") as box:
-            box.border_title = Content(self._title)
-            box.border_subtitle = "esc cancels"
+        with titled(Vertical(classes="box"), self._title, "esc cancels"):
             yield Listing(self._lines)
             yield Static(Content(self._words), markup=False)
             yield Static(Content(f"$ {self._job.command}"), classes="command", markup=False)
@@ -179,9 +178,7 @@ class ChooseDialog(JobDialog):
 
     def compose(self) -> ComposeResult:
         """Yield the words and the list of choices."""
-        with Vertical(classes="box") as box:
-            box.border_title = Content(self._title)
-            box.border_subtitle = "enter confirms · esc cancels"
+        with titled(Vertical(classes="box"), self._title, "enter confirms · esc cancels"):
             yield Static(Content(self._words), markup=False)
             yield OptionList(*(Option(Content(each.label)) for each in self._choices), markup=False, compact=True)
             yield Static(id="outcome", markup=False)
@@ -260,9 +257,8 @@ class FormDialog(JobDialog):
 
     def compose(self) -> ComposeResult:
         """Yield the fields of the subclass, then room for the check, the shell command and the buttons."""
-        with Vertical(classes="box") as box:
-            box.border_title = Content(f"{self.head or self.verb.lower()} {self._subject}")
-            box.border_subtitle = "ctrl+s confirms · esc cancels"
+        title = f"{self.head or self.verb.lower()} {self._subject}"
+        with titled(Vertical(classes="box"), title, "ctrl+s confirms · esc cancels"):
             yield from self.compose_fields()
             with VerticalScroll(id="check-box", can_focus=False):
                 yield Static("...", id="check", markup=False)

@@ -11,10 +11,8 @@ from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static, TextArea
 from textual.widgets.button import ButtonVariant
 
@@ -44,6 +42,7 @@ from tui.actions.jobs import (
 )
 from tui.dialogs.form import FormDialog, Tick
 from tui.model.snapshot import RunRow
+from tui.widgets.line_list import TextScreen, titled
 
 
 class RunsForm(FormDialog):
@@ -152,27 +151,17 @@ class BudgetDialog(RunsForm):
 MAX_VALUE = 40  # cells of a value; the config tab has all of it
 
 
-class DiffDialog(ModalScreen[None]):
+class DiffDialog(TextScreen):
     """Two parts: config, result."""
 
     DEFAULT_CSS = """
     DiffDialog {
-        align: center middle;
-        & .box {
-            width: auto; min-width: 40; max-width: 98%; height: auto; max-height: 98%;
-            border: round $primary; border-title-color: $primary; border-subtitle-color: $foreground 50%;
-            background: $surface; padding: 0 2;
-        }
+        & .box { width: auto; min-width: 40; max-width: 98%; }
         & VerticalScroll { width: auto; max-width: 100%; height: auto; max-height: 40; scrollbar-size-vertical: 1; }
         & VerticalScroll Static { width: auto; }
         & .command { color: $foreground 60%; margin-top: 1; width: auto; }
     }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q", "dismiss", "Close"),
-        Binding("j", "scroll(1)", "Down", show=False),
-        Binding("k", "scroll(-1)", "Up", show=False),
-    ]
 
     def __init__(self, difference: RunDifference, command: CleanText) -> None:
         super().__init__()
@@ -180,16 +169,10 @@ class DiffDialog(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         """Yield the table, and the shell command that prints the same."""
-        with Vertical(classes="box") as box:
-            box.border_title = Content("differences")
-            box.border_subtitle = "esc closes"
+        with titled(Vertical(classes="box"), "differences", "esc closes"):
             with VerticalScroll():
                 yield Static(describe(self._difference), markup=False)
             yield Static(Content(f"$ {self._command}"), classes="command", markup=False)
-
-    def action_scroll(self, step: int) -> None:
-        """Scroll by `step` lines, up when it is negative."""
-        self.query_one(VerticalScroll).scroll_relative(y=step, animate=False)
 
 
 def describe(difference: RunDifference) -> Text:

@@ -256,7 +256,10 @@ def downsample(steps: Sequence[float], values: Sequence[float], limit: int) -> t
     return [steps[i] for i in kept], [values[i] for i in kept]
 
 
-def change(values: Sequence[float], window: int = 5) -> float | None:
+CHANGE_WINDOW = 5
+
+
+def change(values: Sequence[float], window: int = CHANGE_WINDOW) -> float | None:
     """Mean of the newest `window` values less the mean of the `window` before; None when there are too few."""
     if len(values) < 2 * window:
         return None

@@ -6,6 +6,7 @@ Runs are grouped by a tag or a config key, with mean and spread of each group. R
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import Counter
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from daemons.ranking import RUN, TAG, Standing, notes, rank, winners
 from prime_rl.configs.base import ConfigError
-from prime_rl.contract.layout import RunDir
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.notes import SweepPlan, list_sweeps, read_plan
 from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
 from tui.readers.charts import EVAL_PREFIX, ChartData, ChartView, Curve, History, RunMetrics, thin, window
@@ -28,6 +30,8 @@ CAPACITY = 4096
 READ_SLICE_S = 0.25
 METRICS = ("reward/mean", "loss", "entropy", "mismatch_kl", "grad_norm", "completion_len/mean", "tokens_per_s")
 MAX_CURVES = 8
+# Keys that several tables of a config have.
+NAMES_OF_MANY = ("id", "name", "type")
 
 
 @dataclass(frozen=True)
@@ -70,17 +74,33 @@ class Group:
     spread: float | None
 
 
-def differing_keys(runs: Sequence[Contender]) -> tuple[str, ...]:
-    """The config keys that are not the same in all runs with a valid config, those with the fewest values first."""
-    found: dict[str, set[str]] = {}
-    runs = [run for run in runs if run.config]
-    for run in runs:
-        for key in run.config:
-            found.setdefault(key, set())
-    for key, values in found.items():
-        values.update(run.config.get(key, fmt.DASH) for run in runs)
+def differing_keys(runs: Sequence[Contender], swept: Sequence[str] = ()) -> tuple[str, ...]:
+    """The config keys that are not the same in all runs with a valid config.
+
+    Those that a sweep has set (`swept`, also tables) come first, then those with the most values, last the seed, which
+    a person repeats and does not choose.
+    """
+    configs = [run.config for run in runs if run.config]
+    keys = dict.fromkeys(itertools.chain(*configs))
+    found = {key: {config.get(key, fmt.DASH) for config in configs} for key in keys}
     different = [key for key, values in found.items() if len(values) > 1 and key != "tags"]
-    return tuple(sorted(different, key=lambda key: (len(found[key]), key)))
+
+    def place(key: str) -> tuple[int, bool, int, str]:
+        places = (at for at, each in enumerate(swept) if f"{key}.".startswith(f"{each}."))
+        return next(places, len(swept)), key == "seed", -len(found[key]), key
+
+    return tuple(sorted(different, key=place))
+
+
+def short_keys(keys: Sequence[str]) -> dict[str, str]:
+    """The end of each dotted key, without its numbers: as many parts as tell it from all others, `lr` of `optim.lr`."""
+    ends: dict[str, list[str]] = {}
+    for key in keys:
+        parts = [part for part in key.split(".") if not part.isdecimal()]
+        least = 1 + (parts[-1] in NAMES_OF_MANY)
+        ends[key] = [".".join(parts[-num:]) for num in range(least, len(parts) + 1)]
+    num_of = Counter(itertools.chain(*ends.values()))
+    return {key: next((end for end in own if num_of[end] == 1), key) for key, own in ends.items()}
 
 
 def make_groups(standings: Sequence[Standing[Contender]]) -> tuple[Group, ...]:
@@ -190,6 +210,7 @@ class CompareReader:
         self._metric = ""
         self._readers: dict[str, RunMetrics] = {}
         self._configs: dict[str, tuple[object, dict[str, str]]] = {}
+        self._plans: dict[str, SweepPlan] = {}
 
     def read(
         self, request: CompareRequest, is_wanted: Callable[[], bool] = lambda: True
@@ -232,6 +253,15 @@ class CompareReader:
         self._configs[run_id] = (stamp, values)
         return True
 
+    def _swept(self) -> list[str]:
+        """The keys that sweeps have set in the compared runs, in the order of their plans, which never change."""
+        output = OutputDir(self._output_dir)
+        for name in list_sweeps(output):
+            if name not in self._plans and (plan := read_plan(output, name)) is not None:
+                self._plans[name] = plan
+        runs = (run for plan in self._plans.values() for run in plan.runs if run.run_id in self._readers)
+        return list(dict.fromkeys(key for run in runs for key in run.set))
+
     def _data(self, request: CompareRequest, is_reading: bool) -> CompareData:
         evals: set[str] = set()
         contenders = []
@@ -240,7 +270,7 @@ class CompareReader:
             evals.update(key for key in histories if key.startswith(EVAL_PREFIX))
             history, has_failed = histories.get(request.metric), run_id in request.failed
             contenders.append(Contender(run_id, tags, self._configs[run_id][1], history, has_failed))
-        keys = differing_keys(contenders)
+        keys = differing_keys(contenders, self._swept())
         by = request.by if request.by in (RUN, TAG, *keys) else RUN
         runs = rank(contenders, request.metric, step=request.step)
         groups = make_groups(rank(contenders, request.metric, by=by, step=request.step))

@@ -2,8 +2,8 @@
 
 A screen acts by a job in a thread of the app, after a look at the disk or a question where that is needed. Every action
 runs through a function of `daemons`, the code of `prl`, and is shown together with the shell command that does the
-same; `ActionLogScreen` lists those of this session. Keys act on all of `target_rows()`; a sweep and a comparison start
-from one run and refuse several.
+same; `ActionLogScreen` lists those of this session. Keys act on all of `target_rows()`, a command on the runs that it
+names; a sweep and a comparison start from one run and refuse several.
 
 Not imported when the app is read-only. What an action needs is imported when its key is pressed, so that the app starts
 fast. The other screens with these keys are in `acting_places`.
@@ -15,6 +15,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -24,21 +25,20 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
-from textual.widgets import OptionList, Static
-from textual.widgets.option_list import Option
+from textual.widgets import Static
 
-from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
-from tui.actions.jobs import Job, JobWorker, Progress, each, name_runs, prl_command
-from tui.keys import Command, CommandError
+from tui.actions.jobs import Job, JobWorker, name_runs, prl_command, runs_job
+from tui.keys import Command, CommandError, parse
 from tui.messages import ActionEntry
 from tui.model.snapshot import RunRow
 from tui.screens.base import WorkspaceScreen, take_words
 from tui.screens.runs import RunsScreen
-from tui.widgets.header import SYMBOLS, CommandLine
+from tui.widgets.header import OUTCOMES, CommandLine
+from tui.widgets.line_list import LineList, TextScreen, titled
 
 LookT = TypeVar("LookT")
 
@@ -100,6 +100,12 @@ def ids_of(rows: Sequence[RunRow]) -> list[str]:
 # A run in one of these has no slot to leave, and waits for none.
 _NO_PAUSE = (RunState.INVALID, RunState.FINISHED, RunState.EVICTED, RunState.FAILED)
 _NO_EVICT = (RunState.FINISHED, RunState.EVICTED)
+# Commands that take the ids of runs before their own words.
+_ON_RUNS = (
+    *("pause", "continue", "weight", "budget", "set", "apply", "restore", "fork", "sweep", "export", "diff"),
+    *("evict", "readmit", "delete", "clone"),
+)
+_PATHS = ("[FILE]", "[FOLDER]")
 
 
 class SteersRuns(Performs):
@@ -118,30 +124,60 @@ class SteersRuns(Performs):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Hide the keys that need a target run. Pause stays where it has no effect: its key tells why."""
-        if action in ("pause", "weight", "budget", "fork", "export") and not self.target_rows():
+        if action in ("pause", "weight", "budget", "fork", "export") and not self.chosen_rows():
             return False
         return super().check_action(action, parameters)
 
     def commands(self) -> dict[str, Command]:
+        """The commands of the keys and of `_on_runs`; each that acts on runs takes their ids first."""
+        found = self._on_runs()
+        for name in (*_ON_RUNS, *({"pin"} & found.keys())):
+            known = found.get(name) or Command(name, f"{name} runs")
+            take = functools.partial(self._command_on_runs, name, known.argument)
+            words = functools.partial(self._words_on_runs, known.words)
+            found[name] = replace(known, take=take, words=words, on_runs=True)
+        return found
+
+    def _words_on_runs(self, others: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
+        return {**dict.fromkeys(self.run_ids(), ""), **others()}
+
+    def _command_on_runs(self, name: str, argument: str, words: str) -> None:
+        """The first words are the ids of its runs; the last id of `diff` is the other run."""
+        rows = {row.run_id: row for row in self.snapshot.rows} if self.snapshot else {}
+        named: list[RunRow] = []
+        while (parts := words.split(maxsplit=1)) and parts[0] in rows and (len(parts) > 1 or name != "diff"):
+            named.append(rows[parts[0]])
+            words = "".join(parts[1:])
+        if parts and parts[0].startswith(RUN_PREFIX) and parts[0] not in rows and argument not in _PATHS:
+            raise CommandError(f"run {parts[0]!r} not found in this workspace; :runs lists them")
+        self.named = named
+        try:
+            command, words = parse(f"{name} {words}", self._on_runs())
+            command.run(words)
+        finally:
+            self.named = []
+
+    def _on_runs(self) -> dict[str, Command]:
         """The commands of the keys, most of which take words too; and `continue`, `set` and `diff`."""
         found = super().commands()
-        paused = [row for row in self.target_rows() if row.state == RunState.PAUSED]
+        paused = [row for row in self.chosen_rows() if row.state == RunState.PAUSED]
         go_on = (lambda: self._continue(paused)) if paused else None
         found["continue"] = Command("continue", "let paused runs go on", go_on, "Continue", "z" if paused else "")
         take_words(found, "pause", "pause runs", "[REASON]", self._command_pause)
-        take_words(found, "weight", "set the share of the trainer", "[NUMBER]", self._command_weight)
-        keys, runs = self._live_keys, self._other_runs
-        take_words(found, "set", "set keys of runs", "KEY=VALUE ...", self._command_set, keys, repeats=True)
+        about = "set the share of the trainer"
+        take_words(found, "weight", about, "[NUMBER]", lambda words: self._set([f"weight={words}"]))
+        about, keys = "set keys of runs", self._live_keys
+        take_words(found, "set", about, "KEY=VALUE ...", lambda words: self._set(words.split()), keys)
         for name, text in (
             ("apply", "put edits of orch.toml into effect"),
             ("restore", "take edits of orch.toml back"),
         ):
-            job = functools.partial(self._change_edits, name) if self.target_rows() else None
+            job = functools.partial(self._change_edits, name) if self.chosen_rows() else None
             found[name] = Command(name, text, job)
         take_words(found, "fork", "fork a run", "[VERSION]", self._open_fork)
         take_words(found, "sweep", "sweep over a config", "[FILE]", lambda words: self._open_sweep(words, ""))
         take_words(found, "export", "export a version", "[FOLDER]", self._open_export)
-        take_words(found, "diff", "what differs from another run", "RUN", self._command_diff, runs)
+        take_words(found, "diff", "what differs from another run", "RUN", self._command_diff)
         return found
 
     def target_version(self) -> str:
@@ -164,17 +200,17 @@ class SteersRuns(Performs):
         """Open the dialog that sets one weight for the target runs."""
         from tui.dialogs.steer import WeightDialog
 
-        self.app.push_screen(WeightDialog(self.output_dir, self.target_rows(), self.perform))
+        self.app.push_screen(WeightDialog(self.output_dir, self.chosen_rows(), self.perform))
 
     def action_budget(self) -> None:
         """Open the dialog that sets the budget of the target runs, the same for each."""
         from tui.dialogs.steer import BudgetDialog
 
-        self.app.push_screen(BudgetDialog(self.output_dir, self.target_rows(), self.perform))
+        self.app.push_screen(BudgetDialog(self.output_dir, self.chosen_rows(), self.perform))
 
     def action_fork(self) -> None:
         """Open the dialog that forks the target runs, at the version that is chosen here."""
-        self._open_fork(self.target_version())
+        self._open_fork("" if self.named else self.target_version())
 
     def action_export(self) -> None:
         """Open the dialog that exports a version of the target runs."""
@@ -185,31 +221,31 @@ class SteersRuns(Performs):
 
         Several target runs are refused with a message.
         """
-        if not self.target_rows():
+        if not self.chosen_rows():
             self._open_sweep("", "")
         elif (row := self._only("a sweep")) is not None and self._is_unedited(row):
             file = OutputDir(self.output_dir).run(row.run_id).orch_toml
             self._open_sweep(str(file), row.run_id.removeprefix("run_")[:40])
 
     def _steerable(self) -> list[RunRow]:
-        return [row for row in self.target_rows() if row.state not in _NO_PAUSE]
+        return [row for row in self.chosen_rows() if row.state not in _NO_PAUSE]
 
     def _no_pause(self) -> str:
         from daemons.actions import NO_PAUSE
 
-        row, *others = self.target_rows()
+        row, *others = self.chosen_rows()
         more = f", and {len(others)} more cannot either" if others else ""
         return f"{row.run_id} cannot be paused: {NO_PAUSE[RunState(row.state)]}{more}"
 
     def _some(self) -> list[RunRow]:
         """The target runs. Raises CommandError without one."""
-        if rows := self.target_rows():
+        if rows := self.chosen_rows():
             return rows
         raise CommandError("this command needs a run: move the cursor to one; :runs lists them")
 
     def _only(self, what: str) -> RunRow | None:
         """The one run that `what` starts from. None of several, and why is shown."""
-        rows = self.target_rows()
+        rows = self.chosen_rows()
         if len(rows) > 1:
             words = f"{what} starts from one run, and {len(rows)} are marked: clear the marks with esc"
             self.notify(words, severity="warning", markup=False)
@@ -217,11 +253,11 @@ class SteersRuns(Performs):
         return rows[0] if rows else None
 
     def _continue(self, rows: list[RunRow]) -> None:
-        from tui.actions.jobs import continue_job
+        from daemons.actions import CONTINUE
 
         run_ids = ids_of(rows)
         words = "They go on where they were, as soon as slots are free."
-        job = continue_job(self.output_dir, run_ids)
+        job = runs_job(self.output_dir, "continue", run_ids, "continue", CONTINUE)
         self._ask_for_many(f"continue {name_runs(run_ids)}", run_ids, words, "Continue", job)
 
     def _open_fork(self, version: str) -> None:
@@ -233,7 +269,7 @@ class SteersRuns(Performs):
     def _open_export(self, folder: str) -> None:
         from tui.dialogs.steer import ExportDialog
 
-        run_ids, version = ids_of(self._some()), self.target_version()
+        run_ids, version = ids_of(self._some()), "" if self.named else self.target_version()
         self.app.push_screen(ExportDialog(self.output_dir, run_ids, self.perform, version=version, out=folder))
 
     def _open_sweep(self, file: str, name: str) -> None:
@@ -249,12 +285,6 @@ class SteersRuns(Performs):
             raise CommandError(self._no_pause())
         self.perform(pause_job(self.output_dir, ids_of(rows), reason))
 
-    def _command_weight(self, words: str) -> None:
-        self._set([f"weight={words}"])
-
-    def _command_set(self, words: str) -> None:
-        self._set(words.split())
-
     def _set(self, items: list[str]) -> None:
         from daemons.actions import ActionError
         from tui.actions.jobs import set_job
@@ -265,9 +295,10 @@ class SteersRuns(Performs):
             raise CommandError(str(error)) from error
 
     def _change_edits(self, command: str) -> None:
-        from tui.actions.jobs import edit_job
+        from daemons.actions import apply_edit, restore_config
 
-        self.perform(edit_job(self.output_dir, ids_of(self._some()), command))
+        act, done = (apply_edit, "applied") if command == "apply" else (restore_config, "restored")
+        self.perform(runs_job(self.output_dir, command, ids_of(self._some()), done, act))
 
     def _is_unedited(self, row: RunRow) -> bool:
         """False, with a message, for a run whose file is not what it trains with."""
@@ -292,10 +323,6 @@ class SteersRuns(Performs):
 
         self._after_look(lambda: diff_runs(self.output_dir, run_id, words), show, needs_screen=True)
 
-    def _other_runs(self) -> Mapping[str, str]:
-        own = self.target_row()
-        return {run_id: "" for run_id in self.run_ids() if own is None or run_id != own.run_id}
-
     def _live_keys(self) -> Mapping[str, str]:
         from prime_rl.configs.orchestrator import LIVE_KEYS, BudgetConfig
 
@@ -318,7 +345,7 @@ class ActsOnRuns(SteersRuns):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Grey out keys without effect; hide keys without a run to act on."""
-        rows = self.target_rows()
+        rows = self.chosen_rows()
         if action in ("evict", "readmit", "delete", "clone") and not rows:
             return False
         if action == "readmit":
@@ -340,7 +367,7 @@ class ActsOnRuns(SteersRuns):
         """Ask for a reason and evict the target runs, except those that have no slot to leave for good."""
         from tui.dialogs.delete import EvictDialog, suggest
 
-        rows = [row for row in self.target_rows() if row.state not in _NO_EVICT]
+        rows = [row for row in self.chosen_rows() if row.state not in _NO_EVICT]
         if rows:
             reasons = suggest(rows, self.snapshot.rows if self.snapshot else ())
             self.app.push_screen(EvictDialog(self.output_dir, ids_of(rows), reasons, self.perform))
@@ -349,14 +376,9 @@ class ActsOnRuns(SteersRuns):
         """Readmit those of the target runs that can be readmitted; asks first when they are several."""
         from daemons import actions
 
-        run_ids = ids_of([row for row in self.target_rows() if _can_readmit(row)])
-        output_dir = self.output_dir
-
-        def act(run_id: str, progress: Progress) -> str:
-            return actions.READMIT(output_dir, run_id)
-
+        run_ids = ids_of([row for row in self.chosen_rows() if _can_readmit(row)])
         if run_ids:
-            job = Job(prl_command(output_dir, "runs", "readmit", *run_ids), each(run_ids, "readmitted", act))
+            job = runs_job(self.output_dir, "readmit", run_ids, "readmitted", actions.READMIT)
             words = "They continue from their newest checkpoints."
             self._ask_for_many(f"readmit {name_runs(run_ids)}", run_ids, words, "Readmit", job)
 
@@ -364,7 +386,7 @@ class ActsOnRuns(SteersRuns):
         """Open the dialog that deletes the target runs."""
         from tui.dialogs.delete import DeleteDialog
 
-        rows = self.target_rows()
+        rows = self.chosen_rows()
         if rows:
             self.app.push_screen(DeleteDialog(self.output_dir, rows, self._remember_deleted, self.perform))
 
@@ -380,14 +402,10 @@ class ActsOnRuns(SteersRuns):
         if not trash:
             self.notify("the trash is empty: nothing to restore", markup=False)
             return
-        output_dir, deleted = self.output_dir, self.setting.deleted
+        deleted = self.setting.deleted
         last = [run_id for run_id in deleted.pop() if run_id in trash] if deleted else []
         run_ids = last or [trash[-1]]
-
-        def act(run_id: str, progress: Progress) -> str:
-            return actions.UNDELETE(output_dir, run_id)
-
-        self.perform(Job(prl_command(output_dir, "runs", "undelete", *run_ids), each(run_ids, "restored", act)))
+        self.perform(runs_job(self.output_dir, "undelete", run_ids, "restored", actions.UNDELETE))
 
     def action_clone(self) -> None:
         """Open the dialog that adds a run like the target, under the next free id; several targets are refused."""
@@ -510,24 +528,19 @@ def _can_readmit(row: RunRow) -> bool:
 
 def describe(entry: ActionEntry, width: int) -> Text:
     """One line: when, how it went, the command."""
-    colour = {"running": "secondary", "done": "success", "failed": "error"}[entry.state]
+    symbol, colour = OUTCOMES[entry.state]
     when = time.strftime("%H:%M:%S", time.localtime(entry.at))
     command = fmt.shorten(entry.command, width - len(when) - 3)
-    return Text.assemble((f"{when} ", "muted"), (f"{SYMBOLS[entry.state]} ", colour), command)
+    return Text.assemble((f"{when} ", "muted"), (f"{symbol} ", colour), command)
 
 
-class ActionLogScreen(ModalScreen[None]):
+class ActionLogScreen(TextScreen):
     """Over any screen. The newest action is on top."""
 
     DEFAULT_CSS = """
     ActionLogScreen {
-        align: center middle;
-        & > Vertical {
-            width: 94%; max-width: 150; height: auto; max-height: 90%;
-            border: round $primary; border-title-color: $primary; border-subtitle-color: $foreground 50%;
-            background: $surface; padding: 0 1;
-        }
-        & OptionList { height: auto; max-height: 16; background: $surface; }
+        & > Vertical { width: 94%; max-width: 150; max-height: 90%; padding: 0 1; }
+        & LineList { max-height: 16; background: $surface; }
         & VerticalScroll { height: auto; max-height: 12; border-top: solid $border; padding: 0 1; }
         & Static { height: auto; }
     }
@@ -535,65 +548,52 @@ class ActionLogScreen(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,L", "dismiss", "Close"),
         Binding("y", "copy", "Copy the command"),
-        Binding("j", "move(1)", "Down", show=False),
-        Binding("k", "move(-1)", "Up", show=False),
     ]
 
     def __init__(self, entries: Callable[[], Sequence[ActionEntry]]) -> None:
         super().__init__()
         self._entries = entries
-        self._shown: list[ActionEntry] = []
-        self._options = OptionList(markup=False, compact=True)
+        self._list = LineList[int](opens=True)
         self._detail = Static(markup=False)
 
     def compose(self) -> ComposeResult:
         """Yield the list of actions, and below it all about the one under the cursor."""
-        with Vertical() as box:
-            box.border_title = "actions of this session"
-            box.border_subtitle = "y copies the command · esc closes"
-            yield self._options
+        with titled(Vertical(), "actions of this session", "y copies the command · esc closes"):
+            yield self._list
             with VerticalScroll(can_focus=False):
                 yield self._detail
 
     def on_mount(self) -> None:
         """Fill the list; the cursor stands on the newest action."""
         self._refill()
-        self._options.focus()
+        self._list.focus()
 
     def show_action(self, entry: ActionEntry) -> None:
-        """Fill the list again when the app reports an action; the cursor keeps its line."""
+        """Fill the list again when the app reports an action; the cursor stays on its own."""
         if self.is_mounted:
             self._refill()
 
     def _refill(self) -> None:
-        place = self._options.highlighted
-        self._shown = list(reversed(self._entries()))
-        width = max(min(self.app.size.width * 94 // 100, 150) - 8, 20)
-        self._options.clear_options()
-        self._options.add_options([Option(describe(entry, width)) for entry in self._shown])
-        if self._shown:
-            self._options.highlighted = min(place or 0, len(self._shown) - 1)
+        shown = self._entries()[::-1]
+
+        def make(index: int) -> Text:
+            return Text(" ").append_text(describe(shown[index], self._list.size.width - 1))
+
+        self._list.show([entry.serial for entry in shown], make)
         self._tell()
 
-    @on(OptionList.OptionHighlighted)
+    def _chosen(self) -> ActionEntry | None:
+        return next((entry for entry in self._entries() if entry.serial == self._list.selected), None)
+
+    @on(LineList.Moved)
     def _tell(self) -> None:
-        place = self._options.highlighted
-        entry = self._shown[place] if place is not None and place < len(self._shown) else None
+        entry = self._chosen()
         words = f"{entry.state}: {entry.detail or entry.text}\n\n$ {entry.command}" if entry else "no actions yet"
         self._detail.update(Content(words))
 
-    @on(OptionList.OptionSelected)
+    @on(LineList.Opened)
     def action_copy(self) -> None:
-        """Copy the command under the cursor to the clipboard; enter and a click do it too."""
-        place = self._options.highlighted
-        if place is not None and place < len(self._shown):
-            command = self._shown[place].command
-            self.app.copy_to_clipboard(command)
-            self.notify(f"copied: {command}", timeout=3, markup=False)
-
-    def action_move(self, by: int) -> None:
-        """Move the cursor one line: down for a positive `by`, else up."""
-        if by > 0:
-            self._options.action_cursor_down()
-        else:
-            self._options.action_cursor_up()
+        """Copy the command under the cursor to the clipboard; enter and a double click do it too."""
+        if (entry := self._chosen()) is not None:
+            self.app.copy_to_clipboard(entry.command)
+            self.notify(f"copied: {entry.command}", timeout=3, markup=False)

@@ -28,13 +28,14 @@ from textual.suggester import Suggester
 from textual.widgets import Input, Static
 
 from prime_rl.utils.text import one_line
-from tui.keys import Command, CommandError, complete, key_rows, parse
+from tui.keys import Command, CommandError, complete, key_rows, parse, place_of
 from tui.memory import Memory
 from tui.messages import ActionEntry
 from tui.model.levels import STATE_WORDS, STATES
 from tui.model.snapshot import RunRow, Snapshot
 from tui.widgets.filter_bar import FilterInput
 from tui.widgets.header import CommandLine, KeyFooter, WorkspaceHeader
+from tui.widgets.line_list import TextScreen, titled
 
 if TYPE_CHECKING:
     from tui.readers.machine import Finding, Probe
@@ -183,6 +184,8 @@ class WorkspaceScreen(Screen[None]):
         self.setting = setting
         self.snapshot: Snapshot | None = None
         self.entry: ActionEntry | None = None
+        # The runs that a command names, while it is carried out.
+        self.named: list[RunRow] = []
         self.command_line = CommandLine()
         self._is_ready = False
         self._keys_for: str | None = None
@@ -233,6 +236,10 @@ class WorkspaceScreen(Screen[None]):
         row = self.target_row()
         return [row] if row else []
 
+    def chosen_rows(self) -> list[RunRow]:
+        """The runs that the command names; without any, those that actions apply to."""
+        return self.named or self.target_rows()
+
     def target_daemon(self) -> str | None:
         """The daemon that actions apply to, by name; None without one."""
         row = self.target_row()
@@ -281,8 +288,12 @@ class WorkspaceScreen(Screen[None]):
                 yield Command(name, words[:1].lower() + words[1:], run, binding.description, key)
 
     def _run_key(self, owner: DOMNode, action: str) -> None:
+        named = self.named
+
         async def run() -> None:
+            self.named = named
             await self.app.run_action(action, default_namespace=owner)
+            self.named = []
 
         self.app.call_next(run)
 
@@ -305,8 +316,9 @@ class WorkspaceScreen(Screen[None]):
         self.app.push_screen(CommandScreen(self.commands()))
 
     def action_help(self) -> None:
-        """`?` opens the page of keys, filter terms and states."""
-        self.app.push_screen(HelpScreen(self.setting.read_only))
+        """`?` opens the page of keys, filter terms and states, at the keys of what has the focus."""
+        nodes = self.focused.ancestors_with_self if self.focused else [self]
+        self.app.push_screen(HelpScreen(self.setting.read_only, place_of(nodes, self.setting.read_only)))
 
 
 def take_words(
@@ -318,20 +330,16 @@ def take_words(
     words: Callable[[], Mapping[str, str]] = dict,
     *,
     is_listed: bool = False,
-    repeats: bool = False,
 ) -> None:
     """Let the command of that name take words too; without a key for it now it needs them."""
     known = commands.get(name) or Command(name, about, title=name.capitalize())
-    commands[name] = replace(
-        known, help=about, argument=argument, take=take, words=words, is_listed=is_listed, repeats=repeats
-    )
+    commands[name] = replace(known, help=about, argument=argument, take=take, words=words, is_listed=is_listed)
 
 
 class PlaceScreen(WorkspaceScreen):
     """A screen of `PLACES`: header, `compose_body`, the line of the last action, the keys.
 
-    A subclass gives `compose_body` and shows `self.snapshot` in `refill`, which is called for each new look once the
-    widgets are there.
+    A subclass gives `compose_body` and `refill`.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -358,7 +366,7 @@ class PlaceScreen(WorkspaceScreen):
         raise NotImplementedError
 
     def refill(self, snapshot: Snapshot) -> None:
-        """A subclass draws `snapshot` in the body."""
+        """A subclass draws `snapshot` in the body; called for a new look, size or theme, once the widgets are there."""
         raise NotImplementedError
 
     def on_mount(self) -> None:
@@ -368,8 +376,13 @@ class PlaceScreen(WorkspaceScreen):
         """
         self._is_ready = True
         self.command_line.entry = self.entry
+        self.app.theme_changed_signal.subscribe(self, lambda _: self.redraw())
         if self.snapshot is not None:
             self.show_workspace(self.snapshot)
+
+    def on_resize(self) -> None:
+        """Draw all for the new size."""
+        self.redraw()
 
     def show_workspace(self, snapshot: Snapshot) -> None:
         """Keep the snapshot; once the widgets are there, draw it in header and body."""
@@ -377,6 +390,11 @@ class PlaceScreen(WorkspaceScreen):
         if self.can_show:
             self.header.show(snapshot)
             self.refill(snapshot)
+
+    def redraw(self) -> None:
+        """Draw the body again, if there are a snapshot and the widgets."""
+        if self.snapshot is not None and self.can_show:
+            self.refill(self.snapshot)
 
     @on(WorkspaceHeader.ProblemsAsked)
     def _problems_asked(self) -> None:
@@ -426,40 +444,26 @@ def describe_help(read_only: bool) -> Text:
     return text
 
 
-class HelpScreen(ModalScreen[None]):
-    """The help, over the screen on which it was opened."""
+class HelpScreen(TextScreen):
+    """The keys and the meaning of symbols, in two parts."""
 
-    DEFAULT_CSS = """
-    HelpScreen {
-        align: center middle;
-        & > VerticalScroll {
-            width: 78; height: auto; max-height: 95%;
-            border: round $primary; border-title-color: $primary; background: $surface; padding: 0 2;
-            scrollbar-size-vertical: 1;
-        }
-        & Static { height: auto; }
-    }
-    """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,question_mark", "dismiss", "Close"),
-        Binding("j", "scroll(1)", "Down", show=False),
-        Binding("k", "scroll(-1)", "Up", show=False),
-    ]
+    DEFAULT_CSS = "HelpScreen { & > VerticalScroll { width: 78; } & Static { height: auto; } }"
 
-    def __init__(self, read_only: bool) -> None:
+    def __init__(self, read_only: bool, place: str) -> None:
         super().__init__()
-        self._read_only = read_only
+        self._text = describe_help(read_only)
+        self._first = f"\n{self._text.plain}".index(f"\n{place}\n")
 
     def compose(self) -> ComposeResult:
-        """Yield the whole text in a box that scrolls."""
-        with VerticalScroll() as box:
-            box.border_title = "help"
-            box.border_subtitle = "esc closes"
-            yield Static(describe_help(self._read_only), markup=False)
+        """Yield the text in a box that scrolls, in two parts: the second begins with the place."""
+        with titled(VerticalScroll(), "help", "esc closes"):
+            yield Static(self._text[: self._first], markup=False)
+            yield Static(self._text[self._first :], id="here", markup=False)
 
-    def action_scroll(self, direction: int) -> None:
-        """Scroll by so many lines, up for a negative number."""
-        self.query_one(VerticalScroll).scroll_relative(y=direction, animate=False)
+    def on_mount(self) -> None:
+        """Begin at the keys of the place where the help was opened."""
+        box, here = self.query_one(VerticalScroll), self.query_one("#here")
+        self.call_after_refresh(box.scroll_to_widget, here, animate=False, top=True)
 
 
 class _Completer(Suggester):

@@ -32,20 +32,19 @@ from tui.readers.compare import (
     Contender,
     Group,
     drawn_groups,
+    short_keys,
 )
 from tui.screens.base import PlaceScreen, Setting, take_words
 from tui.watcher import RunWatcher
 from tui.widgets.chart import COLOURS, LABEL_WIDTH, Chart
 from tui.widgets.filter_bar import FilterBar
-from tui.widgets.line_list import LineList
+from tui.widgets.line_list import LineList, titled
 
 # Before the name of a group in a list of lines: what no run id has.
 GROUP = "\0"
 NAME_WIDTHS = (22, 34)
 BORDERS = 2
 MAX_VALUE = 14
-# Keys that several tables of a config have.
-_NAMES_OF_MANY = ("id", "name", "type")
 MAX_NOTES = 2
 KEY_ORDER = ("open", "filter", "group_by", "metric", "smooth", "back", "help")
 
@@ -95,7 +94,6 @@ class CompareScreen(PlaceScreen):
             self.filter_bar.input.value = text
             self.filter_bar.take(text)
         self.list.focus()
-        self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
         # When `PlaceScreen.on_mount` has asked for the runs: Textual calls it after this one.
         self.call_next(self.run_worker, self._watcher.run, thread=True, name="read the compared runs")
 
@@ -103,13 +101,8 @@ class CompareScreen(PlaceScreen):
         """Stop the thread that reads the compared runs."""
         self._watcher.stop()
 
-    def on_resize(self) -> None:
-        """Ask for curves of the new width, and redraw."""
-        self._ask()
-        self._redraw()
-
     def refill(self, snapshot: Snapshot) -> None:
-        """Ask for the runs that match the filter now, and redraw."""
+        """Ask for the runs that match the filter now and for curves of this width, and draw what is there."""
         self._ask()
         self._redraw()
 
@@ -276,7 +269,8 @@ def about_line(data: CompareData) -> Text:
             )
         )
     if len(data.best) == 1:
-        settings = [f"{key} = {data.best[0][0].config.get(key, fmt.DASH)}" for key in data.keys[:3]]
+        best, short = data.best[0][0], short_keys(data.keys)
+        settings = [f"{short[key]} = {best.config.get(key, fmt.DASH)}" for key in data.keys[:3]]
         if settings:
             line.append(f"  {', '.join(settings)}", "muted")
     if data.num_left_out:
@@ -299,15 +293,16 @@ class Table:
             group.name: COLOURS[index % len(COLOURS)] for index, group in enumerate(drawn_groups(data.groups))
         }
         room = width - self._name - 22 - 8 * self._has_groups
-        self._keys: list[tuple[str, int]] = []
-        self._names = fmt.short_names(tuple(run.run_id for group in data.groups for run in group.runs), self._name)
-        for key in data.keys:
-            texts = [run.config.get(key, fmt.DASH) for group in data.groups for run in group.runs]
-            column = min(max(len(_short(key)), *map(len, texts)), MAX_VALUE)
-            if room < column + 2:
-                break
-            self._keys.append((key, column))
-            room -= column + 2
+        runs = [run for group in data.groups for run in group.runs]
+        self._names = fmt.short_names(tuple(run.run_id for run in runs), self._name)
+        self._columns: list[tuple[str, str, int]] = []
+        for key, head in short_keys(data.keys).items():
+            texts = [run.config.get(key, fmt.DASH) for run in runs if run.config]
+            column = min(max(len(head), *map(len, texts)), MAX_VALUE)
+            is_told = len({fmt.shorten_middle(text, column) for text in texts}) > 1  # else what differs is cut out
+            if is_told and room >= column + 2:
+                self._columns.append((key, head, column))
+                room -= column + 2
         self._lines: dict[str, tuple[Group, Contender | None]] = {}
         for group in data.groups:
             if not _is_alone(group):
@@ -316,10 +311,10 @@ class Table:
                 self._lines.setdefault(run.run_id, (group, run))
 
     def heading(self) -> Text:
-        """The heads of the columns: the last part of each config key stands for it."""
-        values = "".join(f"  {fmt.shorten_middle(_short(key).upper(), width):<{width}}" for key, width in self._keys)
+        """The heads of the columns: the end of each config key stands for it."""
+        heads = (f"  {fmt.shorten_middle(head.upper(), width):<{width}}" for _, head, width in self._columns)
         spread = f" {'±':>7}" if self._has_groups else ""
-        return Text(f"     {'RUN':<{self._name}} {'STEP':>6} {'RESULT':>7}{spread}{values}")
+        return Text(f"     {'RUN':<{self._name}} {'STEP':>6} {'RESULT':>7}{spread}{''.join(heads)}")
 
     @property
     def keys(self) -> list[str]:
@@ -354,7 +349,7 @@ class Table:
             (f"{fmt.reward(result):>7}", "success" if is_best else "text"),
             " " * 8 * self._has_groups,
         )
-        for key, width in self._keys:
+        for key, _, width in self._columns:
             line.append(f"  {fmt.shorten_middle(run.config.get(key, fmt.DASH), width):<{width}}", "text")
         return line
 
@@ -366,12 +361,6 @@ class Table:
 
 def _is_alone(group: Group) -> bool:
     return len(group.runs) == 1 and group.name == group.runs[0].run_id
-
-
-def _short(key: str) -> str:
-    """The end of a dotted key, for the head of a column: `lr` of `optim.lr`, but `env.id` of `env.0.id`."""
-    *others, last = [part for part in key.split(".") if not part.isdecimal()]
-    return ".".join([*others[-1:], last]) if last in _NAMES_OF_MANY else last
 
 
 class PickRuns(ModalScreen[tuple[str, ...] | None]):
@@ -411,10 +400,9 @@ class PickRuns(ModalScreen[tuple[str, ...] | None]):
 
     def compose(self) -> ComposeResult:
         """Yield the input and, below it, the runs that contain what is typed."""
-        with Vertical() as box:
-            several = self._limit > 1
-            box.border_title = f"compare with up to {self._limit} runs" if several else self._title
-            box.border_subtitle = "tab marks · enter takes · esc closes" if several else "enter takes · esc closes"
+        several = self._limit > 1
+        title = f"compare with up to {self._limit} runs" if several else self._title
+        with titled(Vertical(), title, f"{'tab marks · ' * several}enter takes · esc closes"):
             yield self.input
             yield self.list
 

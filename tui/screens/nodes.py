@@ -196,30 +196,16 @@ class NodesScreen(PlaceScreen):
         yield self.nothing
 
     def on_mount(self) -> None:
-        """Redraw at each change of the theme from here on, and let the app look more often."""
-        self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
+        """Let the app look more often."""
         self.guide.look_closely(True)
 
     def on_unmount(self) -> None:
         """Let the app look as often as before."""
         self.guide.look_closely(False)
 
-    def on_resize(self) -> None:
-        """Redraw: lines and phases are made for the width and the height."""
-        self._redraw()
-
     def refill(self, snapshot: Snapshot) -> None:
-        """Redraw all; the cursor stays on its node."""
-        self._redraw()
-
-    @on(LineList.Moved)
-    def _moved(self) -> None:
-        self._show_node()
-
-    def _redraw(self) -> None:
-        if self.snapshot is None or not self.can_show:
-            return
-        group = self.snapshot.group
+        """Draw all; the cursor stays on its node."""
+        group = snapshot.group
         for widget in (self.group, self.nodes, self.phases, self.node):
             widget.display = group is not None
         self.nothing.display = group is None
@@ -245,6 +231,7 @@ class NodesScreen(PlaceScreen):
         self.phases.update(joined(phase_lines(group, width, max(room, 3))))
         self._show_node()
 
+    @on(LineList.Moved)
     def _show_node(self) -> None:
         group = self.snapshot.group if self.snapshot else None
         row = group.row(int(self.nodes.selected)) if group and self.nodes.selected else None

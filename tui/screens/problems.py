@@ -67,17 +67,16 @@ class ProblemsScreen(PlaceScreen):
         yield self.nothing
         yield self.detail
 
-    def on_mount(self) -> None:
-        """Redraw at each change of the theme from here on."""
-        self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
-
-    def on_resize(self) -> None:
-        """Redraw: the lines are made for the width."""
-        self._redraw()
-
     def refill(self, snapshot: Snapshot) -> None:
-        """Redraw all; the cursor stays on its problem."""
-        self._redraw()
+        """Draw all; the cursor stays on its problem."""
+        now = self.setting.clock()
+        keys = [key_of(problem) for problem in snapshot.problems]
+        lines = [problem_line(problem, now, self.size.width) for problem in snapshot.problems]
+        self.set_class(not lines, "-none")
+        self.problems.show(keys, lines.__getitem__, [Text("   AGE   WHAT")])
+        if lines and self.focused is None:
+            self.problems.focus()
+        self._show_detail()
 
     def target_row(self) -> RunRow | None:
         """The run that has the selected problem; None for other problems."""
@@ -88,10 +87,6 @@ class ProblemsScreen(PlaceScreen):
         """The daemon that has the selected problem, or the orchestrator of the run that has it; else None."""
         problem = self.selected_problem()
         return problem.name if problem and problem.target in ("daemon", "run") else None
-
-    @on(LineList.Moved)
-    def _moved(self) -> None:
-        self._show_detail()
 
     @on(LineList.Opened)
     def _opened(self) -> None:
@@ -105,19 +100,7 @@ class ProblemsScreen(PlaceScreen):
         else:
             self.notify(problem.text, title=problem.name, markup=False)
 
-    def _redraw(self) -> None:
-        snapshot = self.snapshot
-        if snapshot is None or not self.can_show:
-            return
-        now = self.setting.clock()
-        keys = [key_of(problem) for problem in snapshot.problems]
-        lines = [problem_line(problem, now, self.size.width) for problem in snapshot.problems]
-        self.set_class(not lines, "-none")
-        self.problems.show(keys, lines.__getitem__, [Text("   AGE   WHAT")])
-        if lines and self.focused is None:
-            self.problems.focus()
-        self._show_detail()
-
+    @on(LineList.Moved)
     def _show_detail(self) -> None:
         problem = self.selected_problem()
         self.detail.display = problem is not None

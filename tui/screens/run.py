@@ -288,8 +288,9 @@ class RunScreen(WorkspaceScreen):
         if row is None:
             return f"{self.run_id} was removed from the workspace; esc goes back"
         if row.state == RunState.INVALID:
-            # The config tab shows it in full, beside the line.
             return "" if self.tab == CONFIG else row.note
+        if self.tab == CONFIG and row.view.edited:  # the tab has the edit in full
+            return row.reason or ""
         return row.note if row.state == LOST else row.reason or row.note
 
     def _show(self) -> None:

@@ -17,7 +17,6 @@ from textual import on
 from textual.app import ComposeResult, RenderResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
-from textual.events import Resize
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
@@ -286,11 +285,6 @@ class RunsScreen(PlaceScreen):
         if isinstance(message.data, CurvesData):
             self.preview.show_curves(message.data)
 
-    def on_resize(self, event: Resize) -> None:
-        """Show or hide the curves by the new height."""
-        self._fit_preview(event.size.height)
-        self._show_selected()
-
     def _fit_preview(self, height: int) -> None:
         is_tall = height >= TALL or (height >= ALMOST_TALL and height - len(self.table.run_ids) >= LEFT_OVER)
         if is_tall is not self.preview.has_class("-tall"):
@@ -356,7 +350,7 @@ class RunsScreen(PlaceScreen):
 
     def _take_findings(self, findings: Sequence[Finding]) -> None:
         self._findings = findings
-        self._refill()
+        self.redraw()
 
     def action_filter(self) -> None:
         """Open the filter line, which gets the focus."""
@@ -392,7 +386,7 @@ class RunsScreen(PlaceScreen):
 
     def action_pin(self) -> None:
         """Pin the chosen runs; when all of them are pinned, unpin them."""
-        chosen, pins = [row.run_id for row in self.target_rows()], self.memory.workspace.pins
+        chosen, pins = [row.run_id for row in self.chosen_rows()], self.memory.workspace.pins
         others = [run_id for run_id in pins if run_id not in chosen]
         self._remember(pins=others if set(chosen) <= set(pins) else [*others, *chosen])
 
@@ -403,7 +397,7 @@ class RunsScreen(PlaceScreen):
     def _remember(self, **changes: object) -> None:
         self.memory.workspace = msgspec.structs.replace(self.memory.workspace, **changes)
         self.guide.save_memory()
-        self._refill()
+        self.redraw()
 
     def _command_sort(self, words: str) -> None:
         column, _, way = words.partition(" ")
@@ -441,10 +435,6 @@ class RunsScreen(PlaceScreen):
     def _moved(self) -> None:
         """The cursor is drawn first: the curves take several times as long."""
         self.call_after_refresh(self._show_selected)
-
-    def _refill(self) -> None:
-        if self.snapshot is not None and self.can_show:
-            self.refill(self.snapshot)
 
     def _show_selected(self) -> None:
         if not self.can_show:

@@ -235,8 +235,7 @@ class SystemScreen(PlaceScreen):
         yield self.detail
 
     def on_mount(self) -> None:
-        """Redraw at each change of the theme from here on, and start the thread that measures the machine."""
-        self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
+        """Start the thread that measures the machine."""
         self.run_worker(self._watcher.run, thread=True, name="measure the machine")
 
     def on_unmount(self) -> None:
@@ -244,9 +243,8 @@ class SystemScreen(PlaceScreen):
         self._watcher.stop()
 
     def on_resize(self) -> None:
-        """Redraw; below 34 lines the blank lines between the parts are left out."""
+        """Below 34 lines leave out the blank lines between the parts."""
         self.set_class(self.size.height < 34, "-small")
-        self._redraw()
 
     def target_row(self) -> RunRow | None:
         """An orchestrator is a daemon by the name of its run."""
@@ -258,28 +256,8 @@ class SystemScreen(PlaceScreen):
         return self.daemons.selected
 
     def refill(self, snapshot: Snapshot) -> None:
-        """Redraw all, and let the thread measure the daemons of this look from here on."""
+        """Draw all, and let the thread measure the daemons of this look from here on."""
         self._watcher.take(snapshot.workspace)
-        self._redraw()
-
-    def on_system_changed(self, message: SystemChanged) -> None:
-        """Keep what was measured, and redraw."""
-        self.look = message.look
-        self._redraw()
-
-    @on(LineList.Moved)
-    def _moved(self) -> None:
-        self._show_detail()
-
-    @on(LineList.Opened)
-    def _opened(self) -> None:
-        if row := self.target_row():
-            self.guide.open_run(row.run_id)
-
-    def _redraw(self) -> None:
-        snapshot = self.snapshot
-        if snapshot is None or not self.can_show:
-            return
         width = max(self.size.width - 2, 20)
         self.machine.update(joined(machine_lines(self.look, width)))
         self.trainer.update(joined(trainer_lines(snapshot, self.look, width)))
@@ -290,6 +268,17 @@ class SystemScreen(PlaceScreen):
         self.daemons.show([daemon.name for daemon in snapshot.daemons], lines.__getitem__, [daemon_heading(names)])
         self._show_detail()
 
+    def on_system_changed(self, message: SystemChanged) -> None:
+        """Keep what was measured, and redraw."""
+        self.look = message.look
+        self.redraw()
+
+    @on(LineList.Opened)
+    def _opened(self) -> None:
+        if row := self.target_row():
+            self.guide.open_run(row.run_id)
+
+    @on(LineList.Moved)
     def _show_detail(self) -> None:
         daemons = self.snapshot.daemons if self.snapshot else ()
         daemon = next((each for each in daemons if each.name == self.daemons.selected), None)

@@ -361,6 +361,8 @@ class Chart(Widget):
             title += ["  ", (self._change(self._data.change), "muted")]
         self.border_title = Content.from_rich_text(Text.assemble(*title), self.app.console)
         bare = self._legend(curves, 0)
+        if bare.cell_length > self.size.width - 4:
+            bare = self._legend(curves, 0, gap=" ")
         room = self.size.width - 4 - bare.cell_length
         names = tuple(curve.name for curve in curves)
         letters = name_letters(names, room)
@@ -373,7 +375,9 @@ class Chart(Widget):
         is_told = width >= MIN_LETTERS and len(set(short.values())) == len(names)
         self.border_subtitle = self._legend(curves, 0, short) if is_told else bare
 
-    def _legend(self, curves: list[Curve], num_letters: int, names: Mapping[str, str] | None = None) -> Content:
+    def _legend(
+        self, curves: list[Curve], num_letters: int, names: Mapping[str, str] | None = None, gap: str = "  "
+    ) -> Content:
         """Mark, name (its first letters) and value of several curves; or marks and `names`."""
         if len(curves) == 1 and not curves[0].name:
             return Content("")
@@ -385,7 +389,7 @@ class Chart(Widget):
                 parts += [" " if index else "", (f"{mark} ", colour), names[curve.name]]
                 continue
             name = f"{curve.name[:num_letters]} " if num_letters else ""
-            parts += ["  " if index else "", (f"{mark} ", colour), name, (self._figure(self._value(curve)), colour)]
+            parts += [gap if index else "", (f"{mark} ", colour), name, (self._figure(self._value(curve)), colour)]
         return Content.from_rich_text(Text.assemble(*parts), self.app.console)
 
     def _value(self, curve: Curve) -> float | None:

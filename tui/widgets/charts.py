@@ -18,12 +18,14 @@ from textual.events import MouseScrollDown, MouseScrollUp, Resize
 from textual.message import Message
 from textual.widgets import Static
 
+from tui import fmt
 from tui.readers.charts import SMOOTHINGS, ChartsData, ChartSpec, ChartView, window
 from tui.widgets.chart import COLOURS, LABEL_WIDTH, Chart
 
 MIN_CHART_WIDTH = 38
 MIN_CHART_HEIGHT = 8
 MAX_COLUMNS = 3
+MIN_NAME = 8  # letters of a run's name in the line above the charts
 ZOOM = 2.0
 PAN = 0.25
 
@@ -254,8 +256,13 @@ class ChartsView(Vertical, can_focus=True):
             pieces.append(f"at step {self.cursor:.0f}")
         if data.is_reading:
             pieces.append("reading …")
-        text = Text(no_wrap=True, overflow="ellipsis").append(" · ".join(pieces), "muted")
+        text = Text(" · ".join(pieces), "muted", no_wrap=True, overflow="ellipsis")
         if len(data.run_ids) > 1:
+            mark, room = "   ━ ", self.size.width - 2
+            if (room - text.cell_len) // len(data.run_ids) < len(mark) + MIN_NAME:
+                text, mark = Text(no_wrap=True, overflow="ellipsis"), " ━ "  # the names count more than the scale
+            width = (room - text.cell_len) // len(data.run_ids) - len(mark)
+            names = fmt.short_names(tuple(data.run_ids), max(width, 1))
             for index, run_id in enumerate(data.run_ids):
-                text.append("   ━ ", COLOURS[index % len(COLOURS)]).append(run_id)
+                text.append(mark, COLOURS[index % len(COLOURS)]).append(names[run_id])
         self._looking.update(text)

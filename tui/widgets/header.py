@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -31,6 +32,7 @@ from tui.model.snapshot import DaemonRow, RunRow, Snapshot, budget_share, standi
 PROBLEMS_WIDTH = 14  # cells at the right end that a click on the count of problems may hit
 BUDGET_WIDTH = 8  # cells of the bar
 NEARLY_USED = 0.9  # of a budget: from here on its bar warns
+MIN_WORD = 10  # letters that a shortened word keeps
 MAIN_DAEMONS = ("trainer", "inference", "supervisor")
 SIDE_DAEMONS = ("alerts", "monitors")  # shown when something is wrong with them
 
@@ -71,14 +73,16 @@ def workspace_lines(snapshot: Snapshot, width: int, read_only: bool, is_demo: bo
     who = [_nodes(group)] if group else _daemons(daemons, words)
     first = spread(name, join(who, "   ", width - 12), width - 1)
     alert = _problems(len(snapshot.problems))
+    most = width - alert.cell_len - 2
     full = [_position(group)] if group else [_slots(snapshot), *_throughput(snapshot)]
-    facts = join(full, "   ", width - alert.cell_len - 2)
+    if snapshot.bottleneck:
+        held = Text.assemble(("bottleneck ", "muted"), (snapshot.bottleneck, "warning"))
+        if sum(each.cell_len + 3 for each in full) + held.cell_len > most:  # the words count more than the marks
+            full[0] = full[0] if group else _slots(snapshot, marks=False)
+            held = Text(_fit(snapshot.bottleneck, most - sum(each.cell_len + 3 for each in full)), "warning")
+        full.append(held)
+    facts = join(full, "   ", most)
     facts.pad_left(1)
-    room = width - facts.cell_len - alert.cell_len - 4
-    if snapshot.bottleneck and room > 20:
-        held = Text.assemble(("   bottleneck ", "muted"), (snapshot.bottleneck, "warning"))
-        held.truncate(room + 3, overflow="ellipsis")
-        facts.append_text(held)
     return first, spread(facts, alert, width)
 
 
@@ -130,11 +134,19 @@ def _position(group: Group) -> Text:
     )
 
 
-def _slots(snapshot: Snapshot) -> Text:
+def _fit(words: str, width: int) -> str:
+    """`words` on `width` characters: first the longest of them, which is mostly a run's id, is cut in its middle."""
+    longest, over = max(words.split(), key=len), len(words) - width
+    if over > 0:
+        words = words.replace(longest, fmt.shorten_middle(longest, max(len(longest) - over, MIN_WORD)), 1)
+    return fmt.shorten(words, width)
+
+
+def _slots(snapshot: Snapshot, *, marks: bool = True) -> Text:
     used, most = snapshot.num_used, snapshot.max_runs
     text = Text.assemble(("slots ", "muted"))
     if most:
-        if most <= 16:
+        if marks and most <= 16:
             text.append("▮" * used, "success").append("▯" * max(most - used, 0), "muted").append(" ")
         text.append(f"{used}/{most}", "bold")
     else:
@@ -265,11 +277,13 @@ class RunHeader(Widget):
         return Text("\n").join(run_lines(self.row, self.size.width, self.now, self.num_problems))
 
 
-SYMBOLS = {"running": "◌", "done": "✔", "failed": "✖"}
+OUTCOMES = {"running": ("◌", "secondary"), "done": ("✔", "success"), "failed": ("✖", "error")}
 
 
 class CommandLine(Widget):
-    """Hidden until the first action."""
+    """Shown while an action runs, and for `SHOWN_S` after its end."""
+
+    SHOWN_S: ClassVar[float] = 30.0
 
     DEFAULT_CSS = """
     CommandLine { height: 1; display: none; background: $panel; padding: 0 1; }
@@ -278,8 +292,14 @@ class CommandLine(Widget):
     entry: reactive[ActionEntry | None] = reactive(None)
 
     def watch_entry(self, entry: ActionEntry | None) -> None:
-        """Show the line while there is an entry."""
+        """Show the line while there is an entry; one that has ended gives way."""
         self.set_class(entry is not None, "-used")
+        if entry is not None and entry.state != "running":
+            self.set_timer(self.SHOWN_S, lambda: self._forget(entry))
+
+    def _forget(self, entry: ActionEntry) -> None:
+        if self.entry is entry:
+            self.entry = None
 
     class Asked(Message):
         """The line was clicked."""
@@ -293,8 +313,8 @@ class CommandLine(Widget):
         entry = self.entry
         if entry is None:
             return Text()
-        colour = {"running": "secondary", "done": "success", "failed": "error"}[entry.state]
-        outcome = Text.assemble((f"{SYMBOLS[entry.state]} {entry.text}", colour), no_wrap=True, end="")
+        symbol, colour = OUTCOMES[entry.state]
+        outcome = Text.assemble((f"{symbol} {entry.text}", colour), no_wrap=True, end="")
         outcome.truncate(max(self.size.width * 2 // 3, 10), overflow="ellipsis")
         return spread(Text.assemble(("$ ", "muted"), entry.command, no_wrap=True), outcome, self.size.width)
 

@@ -1,4 +1,7 @@
-"""A list of any length of which only the visible lines are made: rollouts, checkpoints, daemons, nodes, problems."""
+"""A list of any length of which only the visible lines are made: rollouts, checkpoints, daemons, nodes, problems.
+
+Below it, a box of text over a screen.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,18 @@ from typing import ClassVar, Generic, TypeVar
 from rich.style import Style
 from rich.text import Text
 from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
 from textual.events import Click
 from textual.geometry import Region, Size
 from textual.message import Message
+from textual.screen import ModalScreen
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
+from textual.widget import Widget
 
 KeyT = TypeVar("KeyT")
+WidgetT = TypeVar("WidgetT", bound=Widget)
 
 
 def joined(lines: Sequence[Text]) -> Text:
@@ -171,3 +179,32 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
         line.no_wrap, line.end = True, ""
         line.truncate(width, overflow="ellipsis")
         return Strip(line.render(self.app.console)).adjust_cell_length(width).apply_style(base)
+
+
+def titled(box: WidgetT, title: str, subtitle: str) -> WidgetT:
+    """`box` with words in the upper and the lower edge of its frame, as plain text."""
+    box.border_title, box.border_subtitle = Content(title), Content(subtitle)
+    return box
+
+
+class TextScreen(ModalScreen[None]):
+    """A box over the screen on which it was opened, with text that scrolls."""
+
+    DEFAULT_CSS = """
+    TextScreen {
+        align: center middle;
+        & > Vertical, & > VerticalScroll {
+            height: auto; max-height: 95%; padding: 0 2; background: $surface; scrollbar-size-vertical: 1;
+            border: round $primary; border-title-color: $primary; border-subtitle-color: $foreground 50%;
+        }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,question_mark", "dismiss", "Close"),
+        Binding("j", "scroll(1)", "Down", show=False),
+        Binding("k", "scroll(-1)", "Up", show=False),
+    ]
+
+    def action_scroll(self, num: int) -> None:
+        """Scroll by `num` lines, up for a negative number."""
+        self.query_one(VerticalScroll).scroll_relative(y=num, animate=False)
