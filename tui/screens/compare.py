@@ -269,8 +269,8 @@ def about_line(data: CompareData) -> Text:
             )
         )
     if len(data.best) == 1:
-        best, short = data.best[0][0], short_keys(data.keys)
-        settings = [f"{short[key]} = {best.config.get(key, fmt.DASH)}" for key in data.keys[:3]]
+        best = data.best[0][0]
+        settings = [f"{key} = {best.config.get(key, fmt.DASH)}" for key in data.keys[:3]]
         if settings:
             line.append(f"  {', '.join(settings)}", "muted")
     if data.num_left_out:

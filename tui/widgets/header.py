@@ -32,7 +32,7 @@ from tui.model.snapshot import DaemonRow, RunRow, Snapshot, budget_share, standi
 PROBLEMS_WIDTH = 14  # cells at the right end that a click on the count of problems may hit
 BUDGET_WIDTH = 8  # cells of the bar
 NEARLY_USED = 0.9  # of a budget: from here on its bar warns
-MIN_WORD = 10  # letters that a shortened word keeps
+MIN_WORD = 8  # letters that a shortened word keeps
 MAIN_DAEMONS = ("trainer", "inference", "supervisor")
 SIDE_DAEMONS = ("alerts", "monitors")  # shown when something is wrong with them
 
@@ -135,10 +135,10 @@ def _position(group: Group) -> Text:
 
 
 def _fit(words: str, width: int) -> str:
-    """`words` on `width` characters: first the longest of them, which is mostly a run's id, is cut in its middle."""
+    """`words` on `width` characters: first the longest of them, mostly a run's id, loses its beginning."""
     longest, over = max(words.split(), key=len), len(words) - width
     if over > 0:
-        words = words.replace(longest, fmt.shorten_middle(longest, max(len(longest) - over, MIN_WORD)), 1)
+        words = words.replace(longest, f"…{longest[1 - max(len(longest) - over, MIN_WORD) :]}", 1)
     return fmt.shorten(words, width)
 
 
