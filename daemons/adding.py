@@ -17,7 +17,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import tomli_w
 from daemons.data_files import copy_data, data_problems, has_data, plugin_problems
 from daemons.details import Version, find_version, parse_version
 from daemons.errors import ActionError, expand_home, need, one_line_errors, record_act
+from daemons.specs import saved_folder
 from daemons.trash import acting_on, existing_run
 from prime_rl.configs.admitted import read_effect
 from prime_rl.configs.base import (
@@ -223,10 +224,15 @@ def trainer_limits(output_dir: Path) -> TrainerLimits | None:
     """The limits that a run must meet: of the living trainer, else of its last config, else None."""
     output = OutputDir(output_dir)
     status = read_status(output.trainer_status, TrainerStatus)
-    if status is not None and status.model and is_alive(status, time.time()):
-        return TrainerLimits(status.model, status.max_seq_len, status.max_rank, max_async_level=status.max_async_level)
     try:
-        return TrainerLimits.of(load_config(TrainerConfig, output.component_config("trainer")))
+        folder = saved_folder(output) or Path()
+        if status is not None and status.model and is_alive(status, time.time()):
+            return TrainerLimits(
+                *(status.model, status.max_seq_len, status.max_rank),
+                max_async_level=status.max_async_level,
+                folder=folder,
+            )
+        return replace(TrainerLimits.of(load_config(TrainerConfig, output.component_config("trainer"))), folder=folder)
     except ConfigError:
         return None
 

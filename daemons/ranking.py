@@ -22,7 +22,7 @@ from typing import Generic, Protocol, TypeVar
 
 from daemons.details import hide_secret
 from daemons.workspace import RunView
-from prime_rl.configs.admitted import flatten, read_effect, resolved
+from prime_rl.configs.admitted import flatten, read_effect, resolved, told_with_changes
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.metrics import series
@@ -183,7 +183,7 @@ def read_contestants(output_dir: Path, runs: Sequence[RunView], metric: str) -> 
         run = OutputDir(output_dir).run(view.run_id)
         try:
             values = flatten(resolved(read_effect(run).data))
-            config: dict[str, str] = {one_line(key): _text(value) for key, value in values}
+            config = told_with_changes(run, {one_line(key): _text(value) for key, value in values})
         except ConfigError:
             config = {}
         files = (run.orchestrator_metrics, run.trainer_metrics)

@@ -46,7 +46,7 @@ _WRONG_WORKSPACE_FOR_WHOLE = (
 class TrainerLimits:
     """Limits of a trainer for its runs. `max_rank` and `alpha` are None when it trains the whole model.
 
-    `max_async_level` is the workspace's, None outside of one.
+    `max_async_level` is the workspace's, None outside of one. `folder` is the one that relative names of models mean.
     """
 
     model: str
@@ -54,6 +54,7 @@ class TrainerLimits:
     max_rank: int | None
     alpha: float | None = None
     max_async_level: int | None = None
+    folder: Path = Path()
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> TrainerLimits:
@@ -71,7 +72,7 @@ def load_run_config(path: Path, overrides: Mapping[str, Any] | None = None) -> O
 def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> list[ConfigProblem]:
     """Problems of `config` for this trainer; [] when it fits."""
     problems = []
-    if not _same_model(config.model.name, limits.model):
+    if not _same_model(config.model.name, limits):
         found = f"found {config.model.name!r}: must be the trainer's base model, {limits.model!r}"
         problems.append(ConfigProblem("model.name", found))
     problems += _adapter_problems(config, limits)
@@ -198,8 +199,8 @@ def explain(error: ConfigError) -> str:
     return f"{PARSE_ERROR_PREFIX}: " + "\n".join(f"{error.source}: {problem}" for problem in error.problems)
 
 
-def _same_model(wanted: str, held: str) -> bool:
-    if wanted == held:
+def _same_model(wanted: str, limits: TrainerLimits) -> bool:
+    if wanted == limits.model:
         return True
-    wanted_path, held_path = Path(wanted), Path(held)
+    wanted_path, held_path = limits.folder / wanted, limits.folder / limits.model
     return wanted_path.exists() and held_path.exists() and wanted_path.resolve() == held_path.resolve()

@@ -16,12 +16,13 @@ from daemons.adding import fork_run
 from daemons.details import diff_runs, read_details
 from daemons.errors import ActionError
 from daemons.observe import Observer
+from daemons.ranking import read_contestants
 from daemons.workspace import RunView
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.admitted import config_in_effect, read_effect
 from prime_rl.configs.base import load_toml
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.notes import pending_request, read_admitted
+from prime_rl.contract.notes import Change, pending_request, read_admitted
 from prime_rl.contract.status import RunState, StatusWriter, TrainerRunStatus, TrainerStatus
 from prime_rl.orchestrator.orchestrator import find_run, read_config
 from prime_rl.trainer.runs import MultiRunManager
@@ -143,6 +144,18 @@ def test_apply_takes_the_edit_at_the_next_admission_and_keeps_a_history(run: Run
     lines = [json.loads(line) for line in OutputDir(run.path.parent).audit.read_text().splitlines()]
     assert [(line["action"], line["reason"]) for line in lines] == [("apply", "faster")]
     assert "nothing to apply" in actions.apply_edit(run.path.parent, "run_a")
+
+
+def test_a_key_that_changed_while_the_run_trained_is_compared_with_all_that_it_was(run: RunDir) -> None:
+    """Else a result is credited to a learning rate that came after it."""
+    admitted = restarted(run) and read_admitted(run)
+    assert admitted is not None
+    whats = {0: "seed 0 -> 1", 20: "optim.lr 0.001 -> 0.002, seed 1 -> 2", 29: "optim.lr 0.002 -> 0.0015"}
+    history = [Change(0.0, step, what) for step, what in whats.items()]
+    run.admitted.write_bytes(msgspec.toml.encode(msgspec.structs.replace(admitted, history=history)))
+    [found] = read_contestants(run.path.parent, [view(run)], "reward/mean")
+    assert (found.config["optim.lr"], found.config["seed"]) == ("0.001 -> 0.002 -> 0.0015", "1 -> 42")
+    assert found.config["max_steps"] == "25"
 
 
 def test_apply_refuses_by_key_what_cannot_change_now(run: RunDir) -> None:

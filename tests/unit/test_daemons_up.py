@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from daemons.adding import trainer_limits
 from daemons.cli import run as prl
 from daemons.commands.lifecycle import choose_system
 from daemons.launchers.base import LaunchError
@@ -17,6 +18,7 @@ from daemons.supervisor_process import prepare
 from daemons.up_and_down import make_ready, stop_workspace, take_workspace
 from prime_rl.base_model.store import Recipe
 from prime_rl.configs.base import ConfigError
+from prime_rl.configs.validate import find_problems
 from prime_rl.contract.layout import OutputDir
 
 
@@ -74,6 +76,10 @@ def test_a_workspace_starts_from_any_folder(tmp_path: Path, monkeypatch: pytest.
     assert again.folder == first.folder == tmp_path and again.system.model.name == str(tmp_path / "models/base")
     take_workspace(again, OutputDir(Path("../h")), print).release()
     assert saved_folder(OutputDir(tmp_path / "h")) == tmp_path
+    run = {"batch_size": 8, "rollouts_per_example": 4, "env": [{"id": "reverse-text"}]}
+    limits = trainer_limits(tmp_path / "h")
+    for name, fits in (("models/base", True), (str(tmp_path / "models/base"), True), ("models/other", False)):
+        assert limits and (find_problems({**run, "model": {"name": name}}, "run.toml", limits) == []) is fits
     new = choose_system(["--model.name", "m"], tmp_path / "h")
     assert (new.folder, new.system.model.name) == (tmp_path / "elsewhere", "m")
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from daemons.ranking import RUN, TAG, Standing, notes, rank, winners
+from prime_rl.configs.admitted import told_with_changes
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.notes import SweepPlan, list_sweeps, read_plan
@@ -247,7 +248,8 @@ class CompareReader:
         if known is not None and known[0] == stamp:
             return False
         try:
-            values = {str(value.key): str(value.text) for value in all_values(read_config(run) or "")}
+            texts = {str(value.key): str(value.text) for value in all_values(read_config(run) or "")}
+            values = told_with_changes(run, texts)
         except ConfigError:
             values = {}
         self._configs[run_id] = (stamp, values)
