@@ -19,11 +19,12 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from daemons.adding import NewRun, checked, in_id, is_same, mode_like, put, staged, start_of
+from daemons.adding import NewRun, checked, in_id, is_same, mode_like, put, staged, start_of, trainer_limits
 from daemons.errors import ActionError, WrongUseError, one_line_errors, record_act
-from prime_rl.configs.base import ConfigError, load_toml, merge, parse_override
+from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge, parse_override
 from prime_rl.configs.jsonl import place_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.validate import doubts
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.notes import SweepPlan, SweepRun, check_sweep_name, read_plan
@@ -47,10 +48,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Sweep:
-    """`added`: the runs of the plan that were not there before."""
+    """`added`: the runs of the plan that were not there before; `doubts`: what of them is valid and rarely meant."""
 
     plan: SweepPlan
     added: list[str] = field(default_factory=list)
+    doubts: list[ConfigProblem] = field(default_factory=list)
 
 
 def parse_axis(item: str) -> Axis:
@@ -101,7 +103,9 @@ def sweep_runs(
                 record_act(output, "add", run_id, reason=reason, detail=f"from {source}, sweep {name}")
             write_atomic(output.sweep(name), msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
             record_act(output, "sweep", None, reason=reason, detail=f"{name}: {source}, {' '.join(axes)}")
-        return Sweep(plan, list(missing))
+        limits = trainer_limits(output.path)
+        found = {str(each): each for run in missing.values() for each in doubts(run.config, limits)}
+        return Sweep(plan, list(missing), list(found.values()))
 
 
 def grid(axes: Sequence[Axis], name: str) -> dict[str, dict[str, Any]]:

@@ -29,7 +29,7 @@ from daemons.commands.common import (
     print_json,
     say,
 )
-from daemons.commands.runs import RunIdArgument, parse_overrides
+from daemons.commands.runs import RunIdArgument, parse_overrides, warn
 from daemons.errors import WrongUseError
 from daemons.sweeps import sweep_runs
 from prime_rl.configs.orchestrator import LIVE_KEYS
@@ -349,6 +349,7 @@ def sweep(
         payload = {"plan": msgspec.to_builtins(made.plan), "added": made.added, "dry_run": dry_run}
         print_json(payload)
         return
+    warn(file, made.doubts)
     for run in made.plan.runs:
         values = ", ".join(f"{key}={value}" for key, value in run.set.items())
         done = ("would add" if dry_run else "added") if run.run_id in made.added else "already there:"

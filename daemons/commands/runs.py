@@ -404,7 +404,7 @@ def validate(
     if problems:
         raise typer.Exit(1)
     if not as_json:
-        _warn(file, warnings)
+        warn(file, warnings)
         alone = f"; model and limits not checked: no trainer has run in {place}" if not limits else ""
         say(f"{file}: valid{alone}")
 
@@ -433,12 +433,13 @@ def add(
         for file in files:
             actions.add_run(place, file, overrides=changed, dry_run=True)
     for file in files:
-        _warn(file, actions.check_doubts(place, file, overrides=changed))
+        warn(file, actions.check_doubts(place, file, overrides=changed))
         added = actions.add_run(place, file, run_id=run_id, overrides=changed, dry_run=dry_run)
         say(f"{'would add' if dry_run else 'added'} {added} to {place}")
 
 
-def _warn(file: Path, warnings: Sequence[ConfigProblem]) -> None:
+def warn(file: Path, warnings: Sequence[ConfigProblem]) -> None:
+    """Tell what is valid and rarely meant."""
     for each in warnings:
         complain(f"warning: {file}: {one_line(str(each), 2_000)}")
 

@@ -105,6 +105,13 @@ def test_a_sweep_adds_all_its_runs_and_then_its_plan(home: Path, source: Path) -
     assert [line["action"] for line in lines] == ["add"] * 6 + ["sweep"]
 
 
+def test_what_is_rarely_meant_is_told_once(home: Path, source: Path) -> None:
+    made = sweep_runs(home, source, ["optim.lr=1e15,1e-4", "seed=1,2"])
+    [doubt] = made.doubts
+    assert doubt.key == "optim.lr" and len(made.added) == 4
+    assert sweep_runs(home, source, ["optim.lr=1e15,1e-4", "seed=1,2"]).doubts == []
+
+
 def test_twice_is_once_and_another_grid_needs_another_name(home: Path, source: Path) -> None:
     sweep_runs(home, source, AXES)
     before = OutputDir(home).audit.read_text()
