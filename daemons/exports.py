@@ -196,7 +196,8 @@ def _copy(source: Path, folder: Path, kind: str) -> None:
             try:
                 check_weights(folder / name)
             except ValueError as error:
-                raise ActionError(f"nothing was written: {error}; choose an earlier --step") from error
+                why = str(error).removeprefix(f"{folder / name}: ")
+                raise ActionError(f"nothing was written: {source / name}: {why}; choose an earlier --step") from error
 
 
 def _merge(planned: Export, source: Path, folder: Path, stop: Callable[[], bool]) -> None:

@@ -200,7 +200,7 @@ async def test_every_action_has_a_command_too(workspace: OutputDir, configs: Pat
     steps = {"evict": EvictDialog, "delete": DeleteDialog, "clone": AddDialog, "add": AddDialog, "up": ChooseDialog,
              "down": ConfirmDialog, "log": ActionLogScreen}  # fmt: skip
     async with opened(workspace.path) as (app, pilot):
-        await select(app, pilot, "run_done")
+        await select(app, pilot, "run_crashed")
         for name, screen in steps.items():
             await pilot.press("colon")
             assert isinstance(app.screen, CommandScreen)

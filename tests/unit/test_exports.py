@@ -128,14 +128,14 @@ def test_an_adapter_that_does_not_fit_is_refused(run: RunDir, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_merge_that_fails_leaves_nothing_and_tells_why(run: RunDir, tmp_path: Path) -> None:
-    (run.broadcast_dir(2) / "adapter_model.safetensors").write_bytes(b"cut")
     place = tmp_path / "place"
     place.mkdir()
-    with pytest.raises(ActionError, match=r"exporting run_a failed: .*step_2.*not an adapter"):
-        export(run, place / "merged", merge=True)
-    assert list(place.iterdir()) == []
     with pytest.raises(ActionError, match="was stopped; nothing was written"):
         export(run, place / "merged", merge=True, stop=lambda: True)
+    assert list(place.iterdir()) == []
+    (run.broadcast_dir(2) / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ActionError, match=r"nothing was written: .*step_2/adapter_model.safetensors: not a "):
+        export(run, place / "merged", merge=True)
     assert list(place.iterdir()) == []
 
 
@@ -215,7 +215,7 @@ def test_weights_that_are_broken_are_refused(run: RunDir, tmp_path: Path, dtype:
     export(run, tmp_path / "sound")
     next(iter(tensors.values())).view(-1)[-1] = value
     save_file(tensors, file)
-    with pytest.raises(ActionError, match=r"^nothing was written: the weights are not finite, or far too large"):
+    with pytest.raises(ActionError, match=r"^nothing was written: .*: the weights are not finite, or far too large"):
         export(run, tmp_path / "broken")
     assert not (tmp_path / "broken").exists()
 
