@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import resource
 import socket
@@ -146,19 +147,21 @@ def test_the_probe_server_outlives_a_time_without_free_files(caplog: pytest.LogC
     trouble = f"workers get no answer at port {server.port}:"
     master = NodeRecord(0, "word", 1, address="127.0.0.1", port=server.port)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The first caller takes the descriptor that a waiting `accept` has reserved; the next one gets none.
-    callers, taken = [socket.socket() for _ in range(2)], list[int]()
+    # The first caller takes the descriptor that a waiting `accept` has reserved. The next one gets none, unless another
+    # thread of this process gave one back just then: so one calls after the other.
+    callers, taken = [socket.socket() for _ in range(100)], list[int]()
+    others = iter(callers)
 
     def is_told() -> bool:
-        with contextlib.suppress(OSError):  # also what other threads of this process give back meanwhile
+        with contextlib.suppress(OSError):
             while True:
                 taken.append(os.dup(0))
+        for caller in itertools.islice(others, trouble not in caplog.text):
+            caller.connect(("127.0.0.1", server.port))
         return trouble in caplog.text
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
     try:
-        for caller in callers:
-            caller.connect(("127.0.0.1", server.port))
         wait_for(is_told, "the probe server to fail", timeout_s=PATIENCE_S)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
