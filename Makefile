@@ -5,6 +5,8 @@ BIN := .venv/bin
 # and collects all tests.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# Set for an install that is what was asked for, and not what comes before another goal.
+IS_GOAL = IS_GOAL=$(filter $@,$(MAKECMDGOALS))
 # Checked here, in words that every Python understands: an old one could not even read the install script.
 define CHECK_PYTHON
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -20,15 +22,15 @@ help: ## list the commands
 
 install: ## .venv with what a run on this machine's CPU needs; more with EXTRAS=recipes,monitors
 	$(CHECK_PYTHON)
-	@EXTRAS="$(EXTRAS)" $(PYTHON) scripts/install.py core
+	@$(IS_GOAL) EXTRAS="$(EXTRAS)" $(PYTHON) scripts/install.py core
 
 install-test: ## the same, and vLLM for the CPU and the test tools
 	$(CHECK_PYTHON)
-	@$(PYTHON) scripts/install.py test
+	@$(IS_GOAL) $(PYTHON) scripts/install.py test
 
 install-gpu: ## .venv for a machine with NVIDIA GPUs: PyPI's vLLM and its torch
 	$(CHECK_PYTHON)
-	@EXTRAS="$(EXTRAS)" $(PYTHON) scripts/install.py gpu
+	@$(IS_GOAL) EXTRAS="$(EXTRAS)" $(PYTHON) scripts/install.py gpu
 
 lock: | $(BIN)/uv ## after a change of constraints.txt: the versions for GPUs, and the hashes of both
 	@$(BIN)/python scripts/lock_gpu.py

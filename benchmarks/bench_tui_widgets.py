@@ -33,12 +33,12 @@ from daemons.workspace import RunView
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
+from tui.app import DARK, add_row_colours, text_styles
 from tui.model.levels import Level
 from tui.model.snapshot import RunRow
 from tui.readers.charts import ChartData, History, thin
 from tui.readers.log_reader import LogRequest, LogTabReader
 from tui.readers.workspace_metrics import RunTail
-from tui.themes import DARK, add_row_colours, text_styles
 from tui.widgets.chart import Chart
 from tui.widgets.line_list import LineList
 from tui.widgets.log_view import LogRows

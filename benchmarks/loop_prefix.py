@@ -19,7 +19,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.loop_servers import DEMO, base_model, server
-from prime_rl.configs.shared import SamplingConfig
+from prime_rl.configs.base import SamplingConfig
 from prime_rl.orchestrator.client import CompletionRequest, Endpoint, ServerClient
 from prime_rl.orchestrator.pool import InferenceClient
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from prime_rl.configs.shared import DEFAULT_TARGET_MODULES
+from prime_rl.configs.base import DEFAULT_TARGET_MODULES
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, read_status

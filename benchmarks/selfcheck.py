@@ -2,10 +2,10 @@
 
     python -m benchmarks.selfcheck WORKSPACE [--json] [--tolerance 1e-4] [--run ID]...
 
-Each run is trained again alone, then together with all others: in other slots, in small and in large packs. Two
-lines each run report by how much its adapter differs, relative to its size: with neighbours from without, and the one
-that the workspace published from the one that was trained again alone. The workspace is only read. How a recording
-is replayed is in `selfcheck_replay`.
+Each run is trained again alone and together with all others, in other slots: in passes of the size that the workspace
+has, and again in the smallest. Two lines each run report by how much its adapter differs, relative to its size: with
+neighbours from without, in passes of one size, and the one that the workspace published from the one that was trained
+again alone. The workspace is only read. How a recording is replayed is in `selfcheck_replay`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 JSON_VERSION = 1
 MAX_ERROR_CHARS = 1000
-# Replays with neighbours: one in small packs, one in large.
-NUM_TOGETHER = 2
+# Sizes of a pass: that of the workspace, and the smallest. Each is replayed alone and together: another size sums in
+# another order, which Adam's first steps, of all but no gradient, can make a thousand times larger.
+NUM_SIZES = 2
 
 
 class WrongUse(RuntimeError):
@@ -114,23 +115,21 @@ def check(
 
     # First of all: a run that trains meanwhile removes its old versions.
     published = [_published(recording) for recording in recordings]
-    budget, num_slots = config.micro_batch_tokens, len(recordings)
-    small = max((recording.config.seq_len or config.seq_len) for recording in recordings)
-    together = [
-        (list(recordings), Setting(small, num_slots)),
-        (list(reversed(recordings)), Setting(8 * budget, num_slots)),
-    ]
-    alone: dict[str, dict[str, Tensor]] = {}
-    for recording in recordings:
-        alone |= replay(config, world, [recording], Setting(budget, 1), progress.part("alone"))
-    others = [replay(config, world, some, setting, progress.part("together")) for some, setting in together]
+    smallest = max((recording.config.seq_len or config.seq_len) for recording in recordings)
+    alone: list[dict[str, dict[str, Tensor]]] = []
+    together: list[dict[str, dict[str, Tensor]]] = []
+    for size, order in ((config.micro_batch_tokens, list(reversed(recordings))), (smallest, list(recordings))):
+        alone.append({})
+        for recording in recordings:
+            alone[-1] |= replay(config, world, [recording], Setting(size, 1), progress.part("alone"))
+        together.append(replay(config, world, order, Setting(size, len(order)), progress.part("together")))
     verdicts = []
     for recording, adapter in zip(recordings, published, strict=True):
         run_id = recording.run.run_id
-        found = [relative_difference(other[run_id], alone[run_id]) for other in others]
+        found = [relative_difference(one[run_id], other[run_id]) for one, other in zip(together, alone, strict=True)]
         # max() forgets a nan that does not come first.
         worst = math.nan if any(map(math.isnan, found)) else max(found)
-        reached = adapter if isinstance(adapter, Reached) else _reached(recording, adapter, alone[run_id], tolerance)
+        reached = adapter if isinstance(adapter, Reached) else _reached(recording, adapter, alone[0][run_id], tolerance)
         verdicts.append(Verdict(run_id, recording.num_steps, worst, reached, tolerance))
     return verdicts
 
@@ -239,7 +238,7 @@ def _checked(config: TrainerConfig, recordings: Sequence[Recording], tolerance: 
     from prime_rl.trainer.world import setup_world
 
     world = setup_world(config.device, config.dist_timeout_s, config.num_threads)
-    progress = Progress((1 + NUM_TOGETHER) * sum(recording.num_steps for recording in recordings))
+    progress = Progress(2 * NUM_SIZES * sum(recording.num_steps for recording in recordings))
     try:
         return check(config, world, recordings, tolerance, progress)
     except OSError as error:

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from benchmarks.trainer_step import ALPHA, LR, MAX_NORM, MAX_TOKENS, RANK, bench_model
-from prime_rl.configs.shared import DEFAULT_TARGET_MODULES
+from prime_rl.configs.base import DEFAULT_TARGET_MODULES
 from prime_rl.contract.types import SampleColumns
 from prime_rl.trainer.fair_queue import Row, rows_of, to_micro_batch
 from prime_rl.trainer.step import Rows

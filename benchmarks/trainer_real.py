@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.trainer_peft import PeftTrainer
 from benchmarks.trainer_step import Tenants, bench_sample
 from prime_rl.contract.types import SampleColumns
-from prime_rl.trainer.fit.predict import model_config
+from prime_rl.trainer.memory import model_config
 from prime_rl.utils.runtime import set_up_memory
 
 NUM_RUNS, RANK, NUM_STEPS, NUM_PAIRS = 8, 16, 3, 3

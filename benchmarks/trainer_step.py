@@ -12,14 +12,13 @@ import tomli_w
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from prime_rl.configs.shared import LoRAConfig
+from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import SampleColumns, TrainingSample
 from prime_rl.trainer.fair_queue import RowQueue, rows_of, to_micro_batch
 from prime_rl.trainer.model import adapt_model
-from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.runs.compat import MultiLoRAOptimizer
+from prime_rl.trainer.runs import MultiLoRAOptimizer, MultiRunManager
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import TrainStep
 from prime_rl.trainer.world import World, setup_world

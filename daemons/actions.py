@@ -27,23 +27,11 @@ from typing import Any
 
 import tomli_w
 
-from daemons.adding import add_run as add_run
-from daemons.adding import check_doubts as check_doubts
-from daemons.adding import check_file as check_file
-from daemons.adding import trainer_limits as trainer_limits
-from daemons.adding import validate_file as validate_file
+from daemons.adding import add_run, check_doubts, check_file, trainer_limits, validate_file
 from daemons.details import hidden
-from daemons.errors import ActionError as ActionError
-from daemons.errors import WrongUseError as WrongUseError
-from daemons.errors import printable, record_act
-from daemons.trash import DELETED_NOTE as DELETED_NOTE
-from daemons.trash import Progress, acting_on, users, wait_until_released
-from daemons.trash import delete_run as delete_run
-from daemons.trash import list_trash as list_trash
-from daemons.trash import purge_trash as purge_trash
-from daemons.trash import undelete_run as undelete_run
-from daemons.trash import users_of_run as users_of_run
-from daemons.workspace import RunView
+from daemons.errors import ActionError, WrongUseError, printable, record_act
+from daemons.trash import Progress, acting_on, delete_run, list_trash, undelete_run, users, wait_until_released
+from daemons.workspace import IDLE, RunView, why_idle
 from daemons.workspace_reader import WorkspaceReader, edit_text
 from prime_rl.configs.admitted import (
     Edit,
@@ -64,13 +52,9 @@ from prime_rl.contract.notes import pending_request
 from prime_rl.contract.status import DaemonStatus, RunState, RunStatus, read_status
 from prime_rl.contract.usage import budget_reason, used_in_life
 
-# Why a run in this state cannot be paused, and what to do.
-NO_PAUSE = {
-    RunState.INVALID: "it is invalid and has no slot: fix its orch.toml instead",
-    RunState.FINISHED: "it is finished and has no slot",
-    RunState.EVICTED: "it is evicted and has no slot: prl runs readmit continues it",
-    RunState.FAILED: "it has failed and has no slot: prl runs readmit continues it",
-}
+# Passed on from the modules that have them.
+__all__ = ["ActionError", "add_run", "check_doubts", "check_file", "delete_run", "list_trash", "undelete_run"]
+__all__ += ["validate_file"]
 
 # The end of the metrics file that the stop rule is judged by; an orchestrator reads as much.
 MAX_HISTORY_BYTES = 64_000_000
@@ -107,7 +91,7 @@ def readmit_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
         view = view_of_run(output, run_id)
         if view.state is RunState.INVALID:
             raise ActionError(f"{run_id} is invalid: fix its orch.toml instead ({view.reason})")
-        ended = is_ended(run)
+        ended = os.path.lexists(run.finished)
         if view.state not in (RunState.EVICTED, RunState.FAILED) and not ended:
             return False
         if ended and (why := ends_again(output, run)):
@@ -116,7 +100,7 @@ def readmit_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
         remove(run.finished)
         status = read_status(run.status, RunStatus)
         if status is not None and status.state == "failed":
-            run.status.unlink(missing_ok=True)
+            remove(run.status)
         daemon = read_status(output.daemon_status(run_id), DaemonStatus)
         if daemon is not None and daemon.state == "failed":
             output.daemon_status(run_id).unlink(missing_ok=True)
@@ -134,8 +118,8 @@ def pause_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
     """
     with acting_on(output_dir, run_id, "pausing") as (output, run):
         view = view_of_run(output, run_id)
-        if why := NO_PAUSE.get(view.state):
-            raise ActionError(f"{run_id} cannot be paused: {why}")
+        if why := why_idle("pause", view):
+            raise ActionError(f"{run_id}: {why}")
         if os.path.lexists(run.paused):
             return False
         write_atomic(run.paused, printable(reason).strip())
@@ -178,11 +162,10 @@ class Act:
         return words
 
 
-IDLE_READMIT = "is {state}: only a run that is evicted, failed or ended early is readmitted"
-EVICT = Act(evict_run, "evicted", "already {state}, so nothing was changed")
-READMIT = Act(readmit_run, "readmitted", IDLE_READMIT, starts=True)
-PAUSE = Act(pause_run, "paused", "already paused; its first reason stays")
-CONTINUE = Act(continue_run, "continues", "not paused, nothing to do", starts=True)
+EVICT = Act(evict_run, "evicted", IDLE["evict"])
+READMIT = Act(readmit_run, "readmitted", IDLE["readmit"], starts=True)
+PAUSE = Act(pause_run, "paused", IDLE["pause again"])
+CONTINUE = Act(continue_run, "continues", IDLE["continue"], starts=True)
 UNDELETE = Act(undelete_run, "restored", "not deleted, nothing to do")
 
 
@@ -203,11 +186,6 @@ def end_run(output: OutputDir, run: RunDir, action: str, reason: str, detail: st
         return False
     record_act(output, action, run.run_id, reason=reason, detail=detail)
     return True
-
-
-def is_ended(run: RunDir) -> bool:
-    """True when the run has a `finished.txt`; a broken link counts."""
-    return os.path.lexists(run.finished)
 
 
 def ends_again(output: OutputDir, run: RunDir) -> str | None:
@@ -279,7 +257,7 @@ def _kept(run: RunDir, step: int) -> Iterator[None]:
         yield
         return
     folder, aside = run.checkpoint_dir(step), run.checkpoints / f".{step_name(step)}.rollback"
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     try:
         with suppress(FileNotFoundError, shutil.Error):  # removed meanwhile: the check reports it
             shutil.copytree(folder, aside, copy_function=_link, symlinks=True)
@@ -287,9 +265,10 @@ def _kept(run: RunDir, step: int) -> Iterator[None]:
         yield
     finally:
         if not stable_marker(folder).exists() and stable_marker(aside).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
             aside.rename(folder)
-        shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError):
+            remove(aside)
 
 
 def _link(source: str, target: str) -> None:
@@ -377,7 +356,7 @@ def apply_edit(output_dir: Path, run_id: str, *, reason: str = "") -> str:
         if (edit := read_effect(run).edit) is None:
             return f"{run_id}: nothing to apply, its orch.toml is in effect"
         if edit.problem is not None:
-            raise ActionError(f"{run_id}: orch.toml is invalid ({edit.problem}): correct it first")
+            raise WrongUseError(f"{run_id}: orch.toml is invalid ({edit.problem}): correct it first")
         refused = _refused(output, run, edit)
         text, data = _read_config(run)
         if refused:

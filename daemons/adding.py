@@ -25,8 +25,8 @@ import tomli_w
 
 from daemons.data_files import copy_data, data_problems, has_data, plugin_problems
 from daemons.details import Version, find_version, parse_version
-from daemons.errors import ActionError, expand_home, need, one_line_errors, record_act
-from daemons.specs import saved_folder
+from daemons.errors import ActionError, WrongUseError, expand_home, need, one_line_errors, record_act
+from daemons.specs import find_model, saved_folder
 from daemons.trash import acting_on, existing_run
 from prime_rl.configs.admitted import read_effect
 from prime_rl.configs.base import (
@@ -107,7 +107,7 @@ def find_start(output: OutputDir, source: str, *, download: bool = True) -> Star
     if folder.is_dir():
         return Start(source, folder, _config(folder))
     if not _HUB_NAME.fullmatch(source):
-        raise ActionError(
+        raise WrongUseError(
             f"{source!r} not found: must be a run such as run_a@v20, a folder in PEFT format, "
             "or ORG/NAME on the Hugging Face hub"
         )
@@ -130,13 +130,13 @@ def check_start(output: OutputDir, start: Start, config: OrchestratorConfig, lim
     """Raises ActionError when a run with `config` cannot start from it."""
     rank = config.model.lora.rank or (limits.max_rank if limits else None)
     if rank is not None and start.config.rank > rank:
-        raise ActionError(
+        raise WrongUseError(
             f"{start.name} has rank {start.config.rank}, the run has model.lora.rank = {rank}: "
             "must be at most that; raise the run's rank, or choose another adapter"
         )
     takes = _target_modules(output)
     if takes is not None and (odd := untrained_modules(start.config.target_modules, takes)):
-        raise ActionError(
+        raise WrongUseError(
             f"{start.name} adapts {', '.join(odd)[:200]}, this workspace's trainer only "
             f"{', '.join(takes)}: choose another adapter, or change lora.target_modules in the system file"
         )
@@ -306,8 +306,9 @@ def _problems(data: Mapping[str, Any], source: str, limits: TrainerLimits | None
     from prime_rl.utils.chat_template import ChatTemplate, TokenizerError, model_file  # jinja2
 
     try:
-        if model_file(config.model.name, "tokenizer.json", local_only=True):
-            template = ChatTemplate.load(config.model.name, config.sampling.chat_template_kwargs, local_only=True)
+        model = find_model(config.model.name, limits.folder if limits else None)
+        if model_file(model, "tokenizer.json", local_only=True):
+            template = ChatTemplate.load(model, config.sampling.chat_template_kwargs, local_only=True)
             for number, env in enumerate(config.env):
                 key = f"env.{number}.prompt"
                 template.render(env.prompt.shown([{"role": "user", "content": "question"}]))
@@ -524,7 +525,7 @@ def _fork_config(
         data = {**merge(data, overrides), "init": {"from": source}}
         config = checked(output.path, data, run.orch_toml.name, None, run.data_file)
     except ConfigError as error:
-        raise ActionError(f"the fork of {run.run_id} would be invalid: {error}") from error
+        raise WrongUseError(f"the fork of {run.run_id} would be invalid: {error}") from error
     return tomli_w.dumps(data), config
 
 

@@ -25,6 +25,7 @@ from daemons.details import find_version, parse_version
 from daemons.errors import ActionError, WrongUseError, one_line_errors, record_act
 from daemons.specs import inference_variable
 from daemons.trash import existing_run
+from prime_rl.contract.files import UNDECODABLE
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.served import BASE_WEIGHTS, adapter_name, chat_name, is_chat, parse_weights_name, refusal
 from prime_rl.contract.status import InferenceStatus, is_alive, read_status
@@ -106,7 +107,8 @@ class Chat:
             raise
 
     def _open(self) -> None:
-        self._server, self._model = self._find_inference()
+        status = living_inference(self._output)[0]
+        self._server, self._model = connect(self._output, status), status.model
         if self._target == BASE:
             self.label = one_line(BASE)
             self._answer_whole(None, None)
@@ -164,10 +166,6 @@ class Chat:
         if folder is not None:
             with contextlib.suppress(ActionError):
                 self._server.post("/v1/unload_lora_adapter", {"lora_name": self._model})
-
-    def _find_inference(self) -> tuple[Server, str]:
-        status = living_inference(self._output)[0]
-        return connect(self._output, status), status.model
 
     def _answer_whole(self, run_id: str | None, wanted: int | None) -> None:
         self._whole = run_id, wanted
@@ -322,7 +320,7 @@ def _decoded(data: bytes) -> dict[str, Any]:
     """A JSON object; {} for anything else."""
     try:
         value = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, RecursionError):
+    except UNDECODABLE:
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -19,8 +19,8 @@ from daemons.commands.runs import runs_app
 from daemons.demo import demo
 from daemons.launchers.base import LaunchError
 from prime_rl import __version__
-from prime_rl.configs import fit_flags
 from prime_rl.configs.base import ConfigError
+from prime_rl.configs.system import FIT_EXAMPLE, fit_parser
 from prime_rl.contract.layout import LayoutError
 from prime_rl.utils.text import one_line
 
@@ -65,7 +65,7 @@ app.command("eval")(serving.eval_targets)
 app.command()(serving.serve)
 app.add_typer(runs_app, name="runs")
 app.add_typer(envs.env_app, name="env")
-fit_help = flags_help(lifecycle.FIT_HELP, f"prl fit {fit_flags.EXAMPLE}", fit_flags.fit_parser())
+fit_help = flags_help(lifecycle.FIT_HELP, f"prl fit {FIT_EXAMPLE}", fit_parser())
 app.command(help=fit_help, context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(lifecycle.fit)
 app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(lifecycle.trainer)
 app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(lifecycle.orchestrator)

@@ -6,17 +6,26 @@ So a run trains with what they were then. Also, for `prl runs validate`: environ
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
+
+import msgspec
 
 from prime_rl.configs.base import ConfigProblem
 from prime_rl.configs.envs import PLUGIN, PLUGIN_GROUP, EnvConfig
-from prime_rl.configs.jsonl import MAX_CODE_BYTES, MAX_DATA_BYTES, Place, binds, file_problem
+from prime_rl.configs.jsonl import MAX_CODE_BYTES, MAX_DATA_BYTES, JsonlArgs, Place, read_rows
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.files import read_file, write_atomic
+from prime_rl.contract.files import read_file, read_json, write_atomic
 from prime_rl.contract.layout import RunDir
+from prime_rl.contract.notes import MAX_FILE_BYTES, digest_of
+from prime_rl.utils.text import CleanText, one_line
+
+# Of a run that names more only the first are looked at again.
+MAX_FILES = 32
 
 
 def data_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProblem]:
@@ -25,7 +34,7 @@ def data_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProble
     for key, env in _envs(config):
         if env.jsonl is None:
             continue
-        if found := file_problem(env.jsonl, place):
+        if found := _first_problem(env.jsonl, place):
             problems.append(ConfigProblem(f"{key}.args.{found[0]}", found[1]))
         for named in _named(env):
             other = taken.setdefault(RunDir(Path()).data_file(named), named)
@@ -35,10 +44,53 @@ def data_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProble
     return problems
 
 
+def _first_problem(args: JsonlArgs, place: Place) -> tuple[str, str] | None:
+    """The first problem of the files: the argument that names it, and what is wrong. Runs no code of them."""
+    name, path = "path", Path(args.path)
+    try:
+        read_rows(path := place(args.path), args)
+        if args.code:
+            name, path = "reward", place(args.code)
+            _check_code(path, args.function)
+    except FileNotFoundError:
+        return name, f"{path} not found: a path is relative to the config file, and prl runs add copies it into the run"
+    except (ValueError, OSError) as error:
+        return name, str(error)
+    return None
+
+
+def _check_code(path: Path, function: str) -> None:
+    """Raises ValueError unless the file is Python and binds `function` at its top level, as far as a look shows."""
+    try:
+        tree = ast.parse(read_file(path, limit=MAX_CODE_BYTES))
+    except (SyntaxError, ValueError) as error:
+        line = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ValueError(f"{path}{line}: not valid Python: {getattr(error, 'msg', error)}") from None
+    if not _binds(tree, function):
+        raise ValueError(f"{path} has no function {function!r}")
+
+
 def copy_data(config: OrchestratorConfig, place: Place, run: RunDir, mode: int) -> None:
-    """Copy the files into the run, with `mode`. Raises OSError."""
+    """Copy the files into the run, with `mode`, and note what they are. Raises OSError."""
+    digests = {}
     for named, limit in _all_named(config).items():
-        write_atomic(run.data_file(named), read_file(place(named), limit=limit), mode=mode)
+        write_atomic(run.data_file(named), text := read_file(place(named), limit=limit), mode=mode)
+        digests[named] = digest_of(text)
+    if digests:
+        write_atomic(run.data_digests, msgspec.json.encode(digests), mode=mode)
+
+
+def changed_data(run: RunDir) -> list[CleanText]:
+    """A sentence for each file of `data/` that is not what it was when the run was added; [] where that is unknown."""
+    added = read_json(run.data_digests, dict[str, str], limit=MAX_FILE_BYTES) or {}
+    told = []
+    # By path: the names are the run's own.
+    for path, digest in islice({run.data_file(named): digest for named, digest in added.items()}.items(), MAX_FILES):
+        with contextlib.suppress(OSError):
+            if digest_of(read_file(path, limit=MAX_DATA_BYTES)) == digest:
+                continue
+        told.append(one_line(f"data/{path.name} is not the file that it was when the run was added"))
+    return told
 
 
 def has_data(config: OrchestratorConfig, place: Place, run: RunDir) -> bool:
@@ -82,7 +134,20 @@ def _why_missing(name: str) -> str | None:
     except (SyntaxError, ValueError, OSError) as error:
         return f"its module {files[0]} cannot be read: {error}"
     attribute = found.attr.partition(".")[0]
-    return None if binds(tree, attribute) else f"{files[0]} has no {attribute!r}, which its entry point names"
+    return None if _binds(tree, attribute) else f"{files[0]} has no {attribute!r}, which its entry point names"
+
+
+def _binds(tree: ast.Module, name: str) -> bool:
+    """True when a module of that source may have `name` at its top level."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            return True
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            if any(each.asname == name or each.name in (name, "*") for each in node.names):
+                return True
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
+            return True
+    return False
 
 
 def _envs(config: OrchestratorConfig) -> Iterator[tuple[str, EnvConfig]]:

@@ -7,7 +7,6 @@ until it is left. It uses `supervisor_process`, `actions` and `workspace_reader`
 
 from __future__ import annotations
 
-import enum
 import json
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import RenderableType
@@ -63,23 +62,6 @@ class DemoError(RuntimeError):
     """Why the demo failed: one line (a log may follow)."""
 
     exit_code = 1
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The content of a demo: a folder with a system file and runs, and how `prl make-base` makes its base model."""
-
-    configs: Path
-    base_model: str = "demo"
-
-    @property
-    def system_file(self) -> Path:
-        """The path of the system file in `configs`."""
-        return self.configs / SYSTEM_FILE
-
-    def run_files(self) -> list[Path]:
-        """The other TOML files of `configs`, one for each run, sorted by name."""
-        return sorted(path for path in self.configs.glob("*.toml") if path.name != SYSTEM_FILE)
 
 
 def make_room(output: OutputDir, say: Say) -> None:
@@ -240,7 +222,8 @@ class Demo:
 
 def run_demo(
     system: SystemConfig,
-    recipe: Recipe,
+    configs: Path,
+    base_model: str,
     say: Say,
     stop: StopFlag,
     progress: Callable[[], AbstractContextManager[Look]],
@@ -250,12 +233,14 @@ def run_demo(
 ) -> dict[str, Any] | None:
     """The whole demo; returns its report, or None when it was asked to stop. Everything it started is stopped again.
 
+    Each TOML file of `configs` but the system file is a run. `base_model` is what `prl make-base --kind` takes.
+
     Raises DemoError, LaunchError or ActionError.
     """
     started_s = time.monotonic()
     output = OutputDir(system.output_dir)
     make_room(output, say)
-    make_base_model(system.model.name, stop, say, kind=recipe.base_model)
+    make_base_model(system.model.name, stop, say, kind=base_model)
     if stop():
         return None
     lock = supervisor_process.prepare(system, output, say)
@@ -265,7 +250,8 @@ def run_demo(
             ready = supervisor_process.wait_until_ready(system, output, supervisor, stop=stop, on_look=look)
         if not ready:
             return None
-        run_ids = [add_demo_run(output, path, system.model.name) for path in recipe.run_files()]
+        files = sorted(path for path in configs.glob("*.toml") if path.name != SYSTEM_FILE)
+        run_ids = [add_demo_run(output, path, system.model.name) for path in files]
         say(f"added {', '.join(run_ids)} on {system.max_concurrent_runs} slots; prl-tui {output.path} shows them")
         demo = Demo(output, run_ids, say, stop)
         try:
@@ -281,13 +267,6 @@ def add_demo_run(output: OutputDir, source: Path, model: str) -> str:
     """Add one run, on the workspace's model, not the file's."""
     same = load_run_config(source).model.name == model
     return actions.add_run(output.path, source, overrides=None if same else {"model": {"name": model}})
-
-
-def with_settings(system: Mapping[str, Any], output_dir: Path, engine: str | None) -> dict[str, Any]:
-    """The demo's system file with what a demo always sets on top: its folder, a free port."""
-    place = {"output_dir": str(output_dir)}
-    inference = {**place, "port": 0, **({"engine": engine} if engine else {})}
-    return merge(system, {**place, "trainer": place, "inference": inference})
 
 
 class TuiChild:
@@ -342,31 +321,10 @@ class TuiChild:
                 termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._settings)  # type: ignore[arg-type]
 
 
-class Engine(enum.StrEnum):
-    """Inference engines."""
-
-    EMBEDDED = "embedded"
-    VLLM = "vllm"
-
-
-class RecipeName(enum.StrEnum):
-    """The names of the demos."""
-
-    SMALL = "small"
-    SMOLLM2 = "smollm2"
-
-
-class AtEnd(enum.StrEnum):
-    """The act of prl-tui when the runs are done."""
-
-    QUIT = "quit"
-    STAY = "stay"
-
-
 # Folder of configs, and how its base model is made.
 RECIPES = {
-    RecipeName.SMALL: (EXAMPLES / "demo", "demo"),
-    RecipeName.SMOLLM2: (EXAMPLES / "recipes" / "smollm2-sums", "smollm2-135m"),
+    "small": (EXAMPLES / "demo", "demo"),
+    "smollm2": (EXAMPLES / "recipes" / "smollm2-sums", "smollm2-135m"),
 }
 
 
@@ -376,19 +334,21 @@ def demo(
         Path, typer.Option(metavar="DIR", help="Workspace of the demo; an earlier demo in it is removed.")
     ] = DEFAULT_DEMO_DIR,
     engine: Annotated[
-        Engine | None, typer.Option(help="Inference engine. Default: the one in the demo's system.toml.")
+        Literal["embedded", "vllm"] | None,
+        typer.Option(help="Inference engine. Default: the one in the demo's system.toml."),
     ] = None,
     recipe: Annotated[
-        RecipeName,
+        Literal["small", "smollm2"],
         typer.Option(help="small: three tasks, a model of one million parameters. smollm2: SmolLM2-135M learns sums."),
-    ] = RecipeName.SMALL,
+    ] = "small",
     configs: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder with system.toml and runs, in place of the recipe's.")
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print plain lines instead of opening prl-tui.")] = False,
     at_end: Annotated[
-        AtEnd, typer.Option(help="When the runs are done, prl-tui stays until you press q, or closes.")
-    ] = AtEnd.STAY,
+        Literal["quit", "stay"],
+        typer.Option(help="When the runs are done, prl-tui stays until you press q, or closes."),
+    ] = "stay",
 ) -> None:
     """Train three small runs on two slots, on this machine; or a pretrained model with --recipe smollm2.
 
@@ -401,15 +361,16 @@ def demo(
     """
     stop = StopFlag().install()
     folder, base_model = RECIPES[recipe]
-    shown = Recipe(configs or folder, base_model)
-    source = shown.system_file
-    settings = with_settings(load_toml(source), output_dir, engine)
+    folder = configs or folder
+    source, place = folder / SYSTEM_FILE, {"output_dir": str(output_dir)}
+    inference = {**place, "port": 0, **({"engine": engine} if engine else {})}
+    settings = merge(load_toml(source), {**place, "trainer": place, "inference": inference})
     data = merge(settings, read_argv(context.args)[0])
     system = build(SystemConfig, data, str(source))
     need_daemons(system)
     with_tui = not (plain or no_terminal())
-    tell, stays = say_or_stop(stop), at_end is AtEnd.STAY
-    report = run_demo(system, shown, tell, stop, lambda: Progress(stop), with_tui=with_tui, stays=stays)
+    tell, stays = say_or_stop(stop), at_end == "stay"
+    report = run_demo(system, folder, base_model, tell, stop, lambda: Progress(stop), with_tui=with_tui, stays=stays)
     if report is None:
         tell("stopped")
         raise typer.Exit(130)

@@ -13,6 +13,7 @@ Version 0 is on disk only for a run that started from an adapter (`[init]`). Nam
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,15 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from daemons.data_files import changed_data
 from daemons.errors import ActionError, one_line_errors
 from daemons.machine import Use, disk_use
 from daemons.trash import existing_run
 from daemons.workspace import DaemonView, RunView
-from prime_rl.configs.admitted import differing, read_effect
+from prime_rl.configs.admitted import differing, flatten, read_effect
 from prime_rl.configs.base import ConfigError
+from prime_rl.configs.jsonl import MAX_CODE_BYTES
+from prime_rl.contract.files import read_file
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker
-from prime_rl.contract.learning import REWARD
-from prime_rl.contract.metrics import parse_metrics, series
+from prime_rl.contract.metrics import REWARD, parse_metrics, series
+from prime_rl.contract.notes import digest_of
 from prime_rl.contract.peft import CONFIG_FILE
 from prime_rl.contract.served import adapter_name
 from prime_rl.utils.tail import FileTail, whole_lines
@@ -61,7 +65,7 @@ class RunDetails:
     """The facts that are shown of one run.
 
     `config` is None unless it is valid TOML. `metrics`: the figures of the last step by writer. `disk`: bytes by
-    folder.
+    folder. `data_changed` tells of files in `data/` that are no longer those with which the run was added.
     """
 
     run: RunView
@@ -72,6 +76,7 @@ class RunDetails:
     disk: Mapping[CleanText, int]
     disk_complete: bool
     log_tail: tuple[CleanText, ...]
+    data_changed: tuple[CleanText, ...] = ()
 
 
 def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunDetails:
@@ -90,6 +95,7 @@ def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunD
         disk={one_line(name, 40): use.num_bytes for name, use in uses.items()},
         disk_complete=all(use.complete for use in uses.values()),
         log_tail=daemon.log_tail if daemon else (),
+        data_changed=tuple(changed_data(paths)),
     )
 
 
@@ -169,19 +175,16 @@ class RunResult:
     Attributes:
         rewards: mean reward of the batch, by step.
         evaluations: figures by evaluated version, such as {20: {"eval/sums/pass@1": 0.5}}.
+        updates: the step of the newest update; rewards may be of later batches.
         tokens: of all batches that it was trained on, prompts included.
         hours: between its first and its last batch, pauses included.
     """
 
     rewards: Mapping[int, float]
     evaluations: Mapping[int, Mapping[CleanText, float]]
+    updates: int
     tokens: int
     hours: float
-
-    @property
-    def steps(self) -> int:
-        """The newest step that has a reward; 0 without one."""
-        return max(self.rewards, default=0)
 
     @property
     def reward(self) -> float | None:
@@ -216,6 +219,7 @@ def read_result(run: RunDir, *, until: int | None = None) -> RunResult:
     return RunResult(
         rewards=rewards,
         evaluations={step: evaluations[step] for step in sorted(evaluations) if step <= last},
+        updates=max(tokens, default=0),
         tokens=int(sum(tokens.values())),
         hours=(max(spent) - min(spent)) / 3600 if spent else 0.0,
     )
@@ -253,9 +257,29 @@ def diff_runs(output_dir: Path, one: str, other: str) -> RunDifference:
         runs = [existing_run(output, run_id) for run_id in (one, other)]
         configs = [read_effect(run).data for run in runs]
         results = [figures_of(read_result(run)) for run in runs]
+        codes = [codes_of(run, config) for run, config in zip(runs, configs, strict=True)]
     names = dict.fromkeys(name for result in results for name in result)
     figures = tuple(Difference(name, (results[0].get(name), results[1].get(name))) for name in names)
-    return RunDifference((one, other), config_differences(*configs), figures)
+    told = [changed_data(run) for run in runs]
+    either = dict.fromkeys(told[0] + told[1])
+    since = tuple(Difference(words, (words in told[0], words in told[1])) for words in either)
+    keys = [key for key in codes[0] if codes[1].get(key, codes[0][key]) != codes[0][key]]
+    changed = tuple(Difference(one_line(f"{key} (code)"), (codes[0][key], codes[1][key])) for key in keys)
+    return RunDifference((one, other), config_differences(*configs) + changed + since, figures)
+
+
+def codes_of(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
+    """What the code of each reward in a file is, by key: files of one name may differ. What cannot be read is left out.
+
+    Such as {"env.0.args.reward": "3f2a91c0"}: the beginning of its SHA-256.
+    """
+    found = {}
+    for key, value in flatten(config):
+        if _OF_REWARD.fullmatch(key) and isinstance(value, str):
+            with contextlib.suppress(OSError):
+                code = read_file(run.data_file(value.rpartition(":")[0]), limit=MAX_CODE_BYTES)
+                found[key] = digest_of(code)[:8]
+    return found
 
 
 def config_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Difference, ...]:
@@ -269,7 +293,7 @@ def config_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tupl
 def figures_of(result: RunResult) -> dict[CleanText, float]:
     """The figures that people compare runs by."""
     figures: list[tuple[str, float | None]] = [
-        ("step", float(result.steps)),
+        ("step", float(result.updates)),
         ("reward", result.reward),
         ("tokens", float(result.tokens)),
         ("hours", result.hours),
@@ -278,6 +302,7 @@ def figures_of(result: RunResult) -> dict[CleanText, float]:
     return {one_line(name): value for name, value in figures if value is not None}
 
 
+_OF_REWARD = re.compile(r"env\.\d+\.args\.reward")
 _SOURCE = re.compile(r"(run_[A-Za-z0-9._-]{1,64})(?:@v(0|[1-9][0-9]{0,9}))?")
 MAX_LISTED = 12
 

@@ -36,8 +36,7 @@ from daemons.workspace_reader import WorkspaceReader
 from prime_rl.contract.files import find_trouble
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import HEARTBEAT_S
-from prime_rl.utils.network import bound_socket
-from prime_rl.utils.runtime import CPU, install_command
+from prime_rl.utils.runtime import CPU, bound_socket, install_command
 from prime_rl.utils.secrets import SecretError, read_secret
 from prime_rl.utils.text import size_text
 from prime_rl.utils.watch import events_come, file_system_type

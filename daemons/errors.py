@@ -36,13 +36,11 @@ class WrongUseError(ActionError):
 
 @contextlib.contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Turn errors of configs into ActionErrors, and those of the operating system into such that begin with `what`."""
+    """Turn errors of configs into WrongUseErrors, those of the system into ActionErrors that begin with `what`."""
     try:
         yield
-    except LayoutError as error:
+    except (LayoutError, ConfigError) as error:
         raise WrongUseError(str(error)) from error
-    except ConfigError as error:
-        raise ActionError(str(error)) from error
     except (OSError, UnicodeError) as error:
         raise ActionError(f"{what} failed: {_in_words(error)}") from error
 

@@ -24,13 +24,15 @@ import tomli_w
 from daemons.details import RunResult, Version, find_version, hide_secrets, read_result, versions_of
 from daemons.errors import ActionError, WrongUseError, need, need_cpu, record_act
 from daemons.process import python_module, run_child
-from daemons.specs import MERGE_MODULE
+from daemons.specs import MERGE_MODULE, saved_folder
 from daemons.trash import Progress, acting_on
 from prime_rl import __version__
 from prime_rl.configs.admitted import read_effect
+from prime_rl.configs.base import without_nulls
 from prime_rl.contract.files import locked, open_file, sync_path
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.peft import ADAPTER_FILE, CONFIG_FILE, check_weights, read_adapter_config
+from prime_rl.contract.samples import spread
 from prime_rl.utils.text import clean_strings, one_line
 
 ADAPTER, MERGED, MODEL = "adapter", "merged", "model"
@@ -50,8 +52,8 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9
 MAX_ROWS = 20
 SPARKS = "▁▂▃▄▅▆▇█"
 MAX_SPARKS = 60
-# A base model on the hub; a folder has no link.
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# A base model on the hub; a folder has no link, wherever it is.
+_HUB_NAME = re.compile(r"(?!models/|outputs/)[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def export_run(
             source, planned = _take(run, step, merge, out, folder)
             on_progress(f"writing version {planned.step} of {run_id} to {out}")
             if planned.kind == MERGED:
-                _merge(planned, source, folder, stop)
+                _merge(output, planned, source, folder, stop)
             (folder / CARD_FILE).write_text(_card(run, planned), encoding="utf-8")
             num_bytes = sum(path.stat().st_size for path in folder.iterdir())
         record_act(output, "export", run_id, detail=f"version {planned.step} ({planned.kind}) to {out}")
@@ -200,12 +202,12 @@ def _copy(source: Path, folder: Path, kind: str) -> None:
                 raise ActionError(f"nothing was written: {source / name}: {why}; choose an earlier --step") from error
 
 
-def _merge(planned: Export, source: Path, folder: Path, stop: Callable[[], bool]) -> None:
+def _merge(output: OutputDir, planned: Export, source: Path, folder: Path, stop: Callable[[], bool]) -> None:
     """Merge the adapter in HELD, which is gone then."""
     held = folder / HELD
     command = python_module(MERGE_MODULE, f"--base={planned.base_model}", f"--adapter={held}", f"--out={folder}")
     with tempfile.TemporaryFile() as log:
-        exit_code = run_child(command, stop, stdout=log, stderr=log)
+        exit_code = run_child(command, stop, stdout=log, stderr=log, cwd=saved_folder(output))
         if exit_code is None:
             raise ActionError(f"the export of {planned.run_id} was stopped; nothing was written")
         if exit_code:
@@ -285,7 +287,7 @@ def model_card(facts: CardFacts) -> str:
         *_reward(result),
         *(["## Evaluation", *_evaluation(result)] if result.evaluations else []),
         "## Config",
-        _fenced("toml", tomli_w.dumps(_without_nulls(facts.config))),
+        _fenced("toml", tomli_w.dumps(without_nulls(facts.config))),
         "## Made with",
         ", ".join(_versions()) + ".",
     ]
@@ -321,7 +323,7 @@ def _reward(result: RunResult) -> list[str]:
     if not result.rewards:
         return ["Not recorded."]
     steps = sorted(result.rewards)
-    rows = [[str(step), f"{result.rewards[step]:.4g}"] for step in _spread(steps, MAX_ROWS)]
+    rows = [[str(steps[at]), f"{result.rewards[steps[at]]:.4g}"] for at in spread(steps, MAX_ROWS)]
     line = _fenced("", sparkline([result.rewards[step] for step in steps]))
     return [
         f"Mean of each batch, from step {steps[0]} to {steps[-1]}:",
@@ -332,10 +334,10 @@ def _reward(result: RunResult) -> list[str]:
 
 def _evaluation(result: RunResult) -> list[str]:
     names = sorted({name for figures in result.evaluations.values() for name in figures})
+    evaluations = sorted(result.evaluations.items())
     rows = [
         [str(step), *(f"{figures[name]:.4g}" if (name in figures) else "" for name in names)]
-        for step in _spread(sorted(result.evaluations), MAX_ROWS)
-        for figures in [result.evaluations[step]]
+        for step, figures in (evaluations[at] for at in spread([step for step, _ in evaluations], MAX_ROWS))
     ]
     return [_table(["version", *names], rows)]
 
@@ -347,13 +349,6 @@ def sparkline(values: Sequence[float]) -> str:
     means = [sum(part) / len(part) for part in parts]
     low, width = min(means), max(means) - min(means)
     return "".join(SPARKS[round((mean - low) / width * (len(SPARKS) - 1)) if width else 0] for mean in means)
-
-
-def _spread(steps: Sequence[int], limit: int) -> list[int]:
-    """At most `limit` of them, evenly spread, with the first and the last."""
-    if len(steps) <= limit:
-        return list(steps)
-    return [steps[round(at * (len(steps) - 1) / (limit - 1))] for at in range(limit)]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -371,13 +366,6 @@ def _fenced(language: str, text: str) -> str:
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
-
-
-def _without_nulls(value: Any) -> Any:
-    """TOML has no null."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _versions() -> list[str]:

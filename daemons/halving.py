@@ -23,11 +23,11 @@ import msgspec
 from daemons.actions import end_run
 from daemons.errors import record_act
 from daemons.workspace_reader import RunFiles, Stamp, stamp_of
-from prime_rl.contract.files import read_end, read_file, remove, write_atomic
+from prime_rl.contract.files import FileRefused, read_end, read_file, remove_file, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.metrics import series
 from prime_rl.contract.notes import MAX_PLAN_BYTES, SweepPlan, list_sweeps, read_plan
-from prime_rl.contract.status import DaemonStatus, RunStatus, read_mark, read_status
+from prime_rl.contract.status import DaemonStatus, read_mark, read_status
 
 logger = logging.getLogger("supervisor")
 
@@ -185,7 +185,7 @@ class Halving:
             return True  # a plan is written once
         decisions = read_decisions(self._output, name)
         facts = {run.run_id: fact for run in plan.runs if (fact := self._fact(run.run_id)) is not None}
-        max_steps = [files.max_steps for files in facts.values()]
+        max_steps = [most for _, most in facts.values()]
         if not max_steps:
             return not any((self._output.path / run.run_id).is_dir() for run in plan.runs)
         rungs = rungs_of(plan, min(max_steps))
@@ -195,7 +195,7 @@ class Halving:
         rung = next_rung(rungs, decisions.rungs)
         if rung is None:
             return True
-        runs = contenders(plan, decisions.rungs, {run_id: each.fact for run_id, each in facts.items()})
+        runs = contenders(plan, decisions.rungs, {run_id: fact for run_id, (fact, _) in facts.items()})
         if not is_due(rung, runs):
             for run in to_pause(rung, runs):
                 self._pause(plan, rung, run)
@@ -232,12 +232,15 @@ class Halving:
 
     def _value(self, plan: SweepPlan, rung: Rung, run_id: str) -> float | None:
         """The last value of the sweep's metric up to the rung."""
-        lines = read_end(self._output.run(run_id).orchestrator_metrics, MAX_HISTORY_BYTES).splitlines()
+        try:
+            lines = read_end(self._output.run(run_id).orchestrator_metrics, MAX_HISTORY_BYTES).splitlines()
+        except FileRefused:  # the run's own doing, and no reason to keep the others waiting
+            return None
         found = series(lines, plan.metric, at_most=rung.step)
         return found[-1][1] if found else None
 
-    def _fact(self, run_id: str) -> _Known | None:
-        """A run that takes part; None for one that does not, or whose config was not read yet."""
+    def _fact(self, run_id: str) -> tuple[RunFact, int] | None:
+        """A run that takes part, and its `max_steps`; None for one that does not, or whose config was not read yet."""
         try:
             run = self._output.run(run_id)
         except LayoutError:
@@ -245,33 +248,26 @@ class Halving:
         if not run.control.is_dir():
             return None
         files = self._files.setdefault(run_id, RunFiles(run))
-        record = files.read(is_busy=True)
+        try:
+            record = files.read(is_busy=True)
+        except (NotADirectoryError, PermissionError):  # as in `_value`
+            return None
         config = record.parsed.config
         if record.evicted is not None or record.config_error is not None or config is None:
             return None
         is_over = record.ended is not None or record.published >= config.max_steps
-        if not is_over and self._has_failed(run, record.status):
-            return None
-        return _Known(RunFact(run_id, record.published, is_over, record.paused), config.max_steps)
-
-    def _has_failed(self, run: RunDir, status: RunStatus | None) -> bool:
-        if status is not None and status.state == "failed":
-            return True
-        daemon = read_status(self._output.daemon_status(run.run_id), DaemonStatus)
-        return daemon is not None and daemon.state == "failed"
-
-
-@dataclass(frozen=True)
-class _Known:
-    fact: RunFact
-    max_steps: int
+        if not is_over:
+            daemon = read_status(self._output.daemon_status(run_id), DaemonStatus)
+            if any(each is not None and each.state == "failed" for each in (record.status, daemon)):
+                return None
+        return RunFact(run_id, record.published, is_over, record.paused), config.max_steps
 
 
 def _unpause(run: RunDir) -> bool:
     """Take our own pause back, not that of a person; false without one."""
     is_ours = (read_mark(run.paused) or "").startswith(MARK)
     if is_ours:
-        remove(run.paused)
+        remove_file(run.paused)
     return is_ours
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-from prime_rl.contract.files import open_file
+from prime_rl.contract.files import closing, open_file
 from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import clean_text
 
@@ -61,10 +61,10 @@ def _newest_first(path: Path) -> Iterator[Path]:
 def _backwards(path: Path, end: int | None) -> Iterator[str]:
     """The lines of a file, last one first; a last line without a newline counts. Nothing if the file is missing."""
     try:
-        fd = open_file(path)
+        opened = open_file(path)
     except OSError:
         return
-    try:
+    with closing(opened) as fd:
         size = os.fstat(fd).st_size
         position, rest, first = size if end is None else min(end, size), b"", True
         unbroken = 0
@@ -80,8 +80,6 @@ def _backwards(path: Path, end: int | None) -> Iterator[str]:
             rest = head[-MAX_LINE_BYTES - _BLOCK_BYTES :]
         if not first:
             yield rest[:MAX_LINE_BYTES].decode(errors="replace")
-    finally:
-        os.close(fd)
 
 
 def end_of_lines(path: Path) -> int:
@@ -117,7 +115,8 @@ def rotate(log: Path, max_bytes: int, num_old: int) -> bool:
             os.rename(old_log(log, number - 1), old_log(log, number))
     newest = old_log(log, 1)
     staged = log.with_name(f".{log.name}.tmp")
-    with _opened(log, os.O_RDWR) as source, _opened(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as copy:
+    new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with closing(open_file(log, os.O_RDWR)) as source, closing(open_file(staged, new)) as copy:
         os.lseek(source, max(0, os.fstat(source).st_size - max(_MIN_KEPT_BYTES, 2 * max_bytes)), os.SEEK_SET)
         _copy_rest(source, copy)
         os.rename(staged, newest)  # before the cut: a kill in between leaves the lines twice, never not at all
@@ -131,15 +130,6 @@ def _copy_rest(source: int, copy: int) -> None:
     while data := os.read(source, _COPY_BYTES):
         while data:
             data = data[os.write(copy, data) :]
-
-
-@contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = open_file(path, flags)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 # One stream of lines, for `prl up --foreground`: a container's logs, systemd's journal.

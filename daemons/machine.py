@@ -162,7 +162,7 @@ def _gpus(nvml: ModuleType | None) -> tuple[GpuView, ...]:
     if nvml is None:
         return ()
     found = []
-    try:
+    with contextlib.suppress(Exception):  # a GPU that fell off the bus must not hide the others
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             name = nvml.nvmlDeviceGetName(handle)
@@ -170,8 +170,6 @@ def _gpus(nvml: ModuleType | None) -> tuple[GpuView, ...]:
             busy = _gpu_busy(nvml, handle)
             text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
             found.append(GpuView(text, busy, int(memory.used), int(memory.total)))
-    except Exception:  # a GPU that fell off the bus must not hide the others
-        return tuple(found)
     return tuple(found)
 
 
@@ -210,10 +208,11 @@ def disk_use(
     *,
     limit_s: float = WALK_LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
+    stop: Callable[[], bool] = lambda: False,
     is_workspace: bool = False,
     as_stored: bool = True,
 ) -> Use:
-    """The size of everything below `folder`. A folder that vanishes or cannot be read counts as 0.
+    """The size of everything below `folder`, until `stop()`. A folder that vanishes or cannot be read counts as 0.
 
     Without `as_stored` it is the size of the files, holes included. Of a workspace, other workspaces below it are left
     out: folders with daemons of their own, outside of its runs.
@@ -223,7 +222,7 @@ def disk_use(
     runs = f"{folder}/{RUN_PREFIX}"
     seen: set[tuple[int, int]] = set()
     while todo:
-        if clock() > deadline:
+        if clock() > deadline or stop():
             return Use(total, complete=False)
         path = todo.pop()
         is_own = not is_workspace or path == str(folder) or path.startswith(runs)

@@ -20,13 +20,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from prime_rl.contract.files import WaitTimeout, open_lock, read_file, read_text, wait_for, write_atomic
+from prime_rl.contract.files import WaitTimeout, open_lock, read_json, read_text, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import HEARTBEAT_S, MAX_STATUS_BYTES
 from prime_rl.utils.process import ProcessId, boot_id
 
 # Two heartbeats, and the time that a shared folder may take to show one.
 RIVAL_S = 2.5 * HEARTBEAT_S
+# Of a dead holder's threads, and of a child that it was starting: they let go of the lock as they end.
+_LAST_HOLD_S = 5.0
 
 
 class SupervisorInfo(msgspec.Struct, kw_only=True):
@@ -48,7 +50,11 @@ class SupervisorInfo(msgspec.Struct, kw_only=True):
 
     def lives_here(self) -> bool:
         """True when the holder still runs; false for one of another machine or an earlier boot."""
-        return is_this_boot(self.host, self.boot_id) and self.process.is_running()
+        return self.is_of_here() and self.process.is_running()
+
+    def is_of_here(self) -> bool:
+        """True when the holder was started on this machine since it booted."""
+        return is_this_boot(self.host, self.boot_id)
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.started_at))
@@ -59,6 +65,14 @@ class SupervisorInfo(msgspec.Struct, kw_only=True):
 def is_this_boot(host: str, boot: str) -> bool:
     """True when pids that were written down on `host` since its boot `boot` can be those of processes here."""
     return host == socket.gethostname() and boot == boot_id()
+
+
+def _is_taken(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def find_rival(
@@ -103,17 +117,19 @@ class SupervisorLock:
 
     @classmethod
     def acquire(cls, output: OutputDir) -> SupervisorLock | None:
-        """Take the lock now, or return None when another process holds it.
+        """Take the lock, or return None when another process holds it; waits only for the rest of a dead holder.
 
         Raises OSError when the workspace is not writable.
         """
         output.daemons.mkdir(parents=True, exist_ok=True)
         fd = open_lock(output.supervisor_lock)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
+        deadline = time.monotonic() + _LAST_HOLD_S
+        while not _is_taken(fd):
+            info = read_info(output)
+            if info is None or info.lives_here() or not info.is_of_here() or time.monotonic() > deadline:
+                os.close(fd)
+                return None
+            time.sleep(0.02)
         return cls(output, fd)
 
     @classmethod
@@ -183,7 +199,4 @@ class SupervisorLock:
 
 def read_info(output: OutputDir) -> SupervisorInfo | None:
     """The pid file, or None when it is missing or damaged."""
-    try:
-        return msgspec.json.decode(read_file(output.supervisor_pidfile, limit=MAX_STATUS_BYTES), type=SupervisorInfo)
-    except (OSError, msgspec.MsgspecError):
-        return None
+    return read_json(output.supervisor_pidfile, SupervisorInfo, limit=MAX_STATUS_BYTES)

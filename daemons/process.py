@@ -1,6 +1,6 @@
 """Start a process in its own session, and run one to its end.
 
-It has the marks `PRL_OUTPUT_DIR` and `PRL_DAEMON` in its environment and its output in a log. `launchers.members` finds
+It has the marks `PRL_OUTPUT_DIR` and `PRL_DAEMON` in its environment and its output in a log. `launchers.local` finds
 and ends what carries the marks.
 """
 

@@ -19,7 +19,7 @@ import msgspec
 from daemons.errors import ActionError, WrongUseError, one_line_errors, person, printable, record_act
 from daemons.specs import ALERTS
 from prime_rl.configs.reports import ALERT_KINDS
-from prime_rl.contract.files import read_file, write_atomic
+from prime_rl.contract.files import read_json, write_atomic
 from prime_rl.contract.layout import OutputDir, scan_runs
 from prime_rl.utils.text import clean_strings, one_line
 
@@ -222,10 +222,7 @@ def _files(output: OutputDir) -> list[Path]:
 
 
 def _read(path: Path) -> Silence | None:
-    try:
-        return clean_strings(msgspec.json.decode(read_file(path, limit=MAX_BYTES), type=Silence), one_line)
-    except (OSError, msgspec.MsgspecError):
-        return None
+    return clean_strings(read_json(path, Silence, limit=MAX_BYTES), one_line)
 
 
 MAX_OPEN_BYTES = 10_000_000
@@ -253,11 +250,8 @@ class _File(msgspec.Struct):
 
 def read_open(output: OutputDir) -> dict[str, OpenIncident]:
     """By key; {} when there is no file, or a damaged one."""
-    try:
-        found = msgspec.json.decode(read_file(output.alerts_open, limit=MAX_OPEN_BYTES), type=_File)
-    except (OSError, msgspec.MsgspecError):
-        return {}
-    return {each.key: each for each in found.open}
+    found = read_json(output.alerts_open, _File, limit=MAX_OPEN_BYTES)
+    return {each.key: each for each in found.open} if found else {}
 
 
 def write_open(output: OutputDir, incidents: Mapping[str, OpenIncident]) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from daemons.details import hide_secret
+from daemons.details import codes_of, hide_secret
 from daemons.workspace import RunView
 from prime_rl.configs.admitted import flatten, read_effect, resolved, told_with_changes
 from prime_rl.configs.base import ConfigError
@@ -99,6 +99,11 @@ class Standing(Generic[RunT]):
         return sum(result is not None for result in self.results)
 
 
+def num_last(metric: str) -> int:
+    """Of how many of its newest values the mean counts, unless someone asks for another number."""
+    return NUM_LAST_EVAL if metric.startswith("eval/") else NUM_LAST
+
+
 def rank(
     runs: Sequence[RunT], metric: str, *, by: str = RUN, last: int | None = None, step: int | None = None
 ) -> tuple[Standing[RunT], ...]:
@@ -110,7 +115,7 @@ def rank(
         step: up to which values count; None: the largest that all runs of the environment with any value have. One that
             has failed holds no other back.
     """
-    last = last or (NUM_LAST_EVAL if metric.startswith("eval/") else NUM_LAST)
+    last = last or num_last(metric)
     of: dict[CleanText, list[RunT]] = {}
     for run in runs:
         of.setdefault(environment_of(run.config), []).append(run)
@@ -182,8 +187,9 @@ def read_contestants(output_dir: Path, runs: Sequence[RunView], metric: str) -> 
     for view in runs:
         run = OutputDir(output_dir).run(view.run_id)
         try:
-            values = flatten(resolved(read_effect(run).data))
+            values = flatten(resolved(data := read_effect(run).data))
             config = told_with_changes(run, {one_line(key): _text(value) for key, value in values})
+            config |= {one_line(key): one_line(f"{config[key]}@{code}") for key, code in codes_of(run, data).items()}
         except ConfigError:
             config = {}
         files = (run.orchestrator_metrics, run.trainer_metrics)

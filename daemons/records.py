@@ -192,20 +192,16 @@ def end_leftovers(
         if handles:
             say("ending " + ", ".join(f"{each.name} ({each.ref})" for each in handles))
             drain_s = limits.grace_s if group == {INFERENCE} else limits.drain_s
-            left |= launcher.end(handles, limits.grace_s, drain_s, _nothing)
+            left |= launcher.end(handles, limits.grace_s, drain_s, lambda: None)
     strays = launcher.strays(keep)
     if strays:
         say(f"ending processes {sorted(each.pid for each in strays)} that outlived their daemons")
-        left |= launcher.kill(strays, _nothing)
+        left |= launcher.kill(strays, lambda: None)
     try:
         _write_stopped(output, recorded(output), keep)
     except OSError as error:  # a full disk: they have ended nevertheless
         say(f"cannot record in {output.daemons} that they have ended: {error.strerror}")
     return sorted(each.pid for each in left)
-
-
-def _nothing() -> None:
-    """While daemons end here, there is nothing else to do."""
 
 
 def is_anything_left(output: OutputDir, launcher: Launcher) -> bool:

@@ -23,7 +23,7 @@ from daemons.process import python_module
 from daemons.workspace import replica_name
 from daemons.workspace_reader import Stamp, stamp_of
 from prime_rl.configs.admitted import read_effect
-from prime_rl.configs.base import ConfigError, load_config, load_toml
+from prime_rl.configs.base import ConfigError, load_config, load_toml, without_nulls
 from prime_rl.configs.reports import AlertsConfig
 from prime_rl.configs.system import DaemonKind, SystemConfig
 from prime_rl.contract.files import write_atomic
@@ -162,6 +162,11 @@ def save_folder(output: OutputDir, folder: Path) -> None:
     """Save the folder for later starts. Raises OSError and ConfigError."""
     path = output.component_config(_ENVIRONMENT_FILE)
     write_atomic(path, tomli_w.dumps({**load_toml(path), _FOLDER: str(folder)}))
+
+
+def find_model(name: str, folder: Path | None) -> str:
+    """The name under which a process in any folder finds a model whose relative name means `folder`."""
+    return str(folder / name) if folder is not None and (folder / name).is_dir() else name
 
 
 def settle_devices(
@@ -324,13 +329,6 @@ def write_component_configs(system: SystemConfig, output: OutputDir) -> None:
     for name in OPTIONAL:
         if name not in texts:
             output.component_config(name).unlink(missing_ok=True)
-
-
-def without_nulls(value: Any) -> Any:
-    """TOML has no null; every field that may be null is null by default, so leaving it out is the same."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> list[str]:

@@ -30,7 +30,6 @@ from daemons.specs import UP, DaemonSpec, all_keys, on_nodes, orchestrator_spec,
 from daemons.supervisor_process import (
     Look,
     Say,
-    check_model,
     check_writable,
     down_timeout_s,
     is_ready,
@@ -118,7 +117,6 @@ def start_job(
         raise LaunchError(f"already running: {workspace.output_dir}; stop it with prl down")
     refuse_removed(os.environ)
     check_writable(output)
-    check_model(system.model.name)
     job = submit(system, said, output)
     say(f"submitted job {job}; its log: {output.log(JOB_LOG)}")
     return _wait(system, job, output, stop=stop, say=say, on_look=on_look)

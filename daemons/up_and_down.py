@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -27,19 +28,19 @@ import tomli_w
 from daemons import supervisor_process
 from daemons.errors import ActionError, WrongUseError, need_daemons
 from daemons.launchers.base import LaunchError
-from daemons.pidfile import SupervisorLock
+from daemons.pidfile import SupervisorInfo, SupervisorLock, read_info
 from daemons.process import python_module, run_child
 from daemons.specs import (
     DEVICES_VARIABLE,
     FIT_MODULE,
     SYSTEM,
     UP,
+    find_model,
     save_folder,
     saved_devices,
     saved_folder,
     saved_system,
     settle_devices,
-    without_nulls,
 )
 from daemons.submit import end_job, has_job, is_for_a_job, start_job
 from daemons.supervisor_process import LOOK_EVERY_S, Look, Say, check_model, means_folder
@@ -47,7 +48,7 @@ from daemons.supervisor_process import waits as waits
 from daemons.workspace import SUPERVISOR, Workspace
 from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.configs import EXAMPLES
-from prime_rl.configs.base import ConfigError, build, load_config, load_toml, merge, read_argv
+from prime_rl.configs.base import ConfigError, build, load_config, load_toml, merge, read_argv, without_nulls
 from prime_rl.configs.explain import check_kind
 from prime_rl.configs.inference import WHOLE_GPU
 from prime_rl.configs.system import SystemConfig, TrainerDeployment
@@ -94,21 +95,19 @@ def choose_system(
     data, source = read_argv(args)
     chosen = output_dir or os.environ.get("PRL_OUTPUT_DIR")
     check_kind("system", data, source)
-    small, folder = False, Path.cwd()
-    if not any(arg.startswith("@") for arg in args) and "model" not in data:
+    small, is_last = False, not any(arg.startswith("@") for arg in args) and "model" not in data
+    if is_last:
         chosen = chosen or data.get("output_dir") or default()
         base, source, small = _without_a_file(Path(str(chosen)), data, say)
-        data = merge(base, data)
-        saved = None if small else saved_folder(OutputDir(Path(str(chosen))))
-        model = data.get("model")
-        name = str(model.get("name")) if isinstance(model, dict) else ""
-        if saved is not None and saved != folder and (not means_folder(name) or (saved / name).is_dir()):
-            folder = saved
-            data = merge(data, {"model": {"name": str(saved / name)}}) if means_folder(name) else data
+        source, data = f"{source} and the command line" if data else source, merge(base, data)
     if chosen:
-        place = {"output_dir": str(chosen)}
-        data = merge(data, {**place, "trainer": place, "inference": place})
-    return Wanted(build(SystemConfig, data, source), data, small, folder)
+        data = _placed(data, Path(str(chosen)))
+    system, folder = build(SystemConfig, data, source), Path.cwd()
+    name, saved = system.model.name, None if small else saved_folder(OutputDir(system.output_dir))
+    if saved is not None and ((saved / name).is_dir() or not means_folder(name)):
+        is_here = not is_last and Path(name).is_dir() and not Path(name).is_absolute()
+        folder = folder if is_here else saved
+    return Wanted(system, data, small, folder)
 
 
 def start_workspace(
@@ -116,11 +115,20 @@ def start_workspace(
 ) -> Workspace | None:
     """Start the daemons and wait until all of them answer; if `stop()` comes first, end them and return None.
 
-    `is_quiet`: children print no progress on our terminal. Raises LaunchError and ActionError.
+    A workspace that runs with these very settings is left as it is. `is_quiet`: children print no progress on our
+    terminal. Raises LaunchError and ActionError.
     """
     output = OutputDir(wanted.system.output_dir)
+    if holder := _holder_with(wanted, output):
+        _check_key(wanted, output, holder)
+        _tell_of(wanted, holder, say)
+        if not supervisor_process.wait_until_ready(wanted.system, output, None, stop=stop, on_look=on_look):
+            return None
+        _check_key(wanted, output, holder)  # of one that did not answer before
+        return read_workspace(output.path)
     if is_for_a_job(wanted.system):
         need_daemons(wanted.system)
+        check_model(wanted.system, wanted.folder)
         is_up = start_job(wanted.system, wanted.said, output, stop=stop, say=say, on_look=on_look)
         return read_workspace(output.path) if is_up else None
     ready = make_ready(wanted, output, stop=stop, say=say, is_quiet=is_quiet)
@@ -140,6 +148,40 @@ def start_workspace(
     return read_workspace(output.path)
 
 
+def _holder_with(wanted: Wanted, output: OutputDir) -> SupervisorInfo | None:
+    """The supervisor of this machine that runs the workspace with the settings `wanted`; None where there is none."""
+    info = read_info(output)
+    if info is None or info.host != socket.gethostname() or not read_workspace(output.path).supervisor_alive:
+        return None
+    try:
+        said = _placed(load_toml(output.component_config(UP)), wanted.system.output_dir)
+        before = saved_devices(output)
+        found = build(SystemConfig, said, UP), saved_folder(output), settle_devices(before, os.environ)
+        return info if found == (wanted.system, wanted.folder, before) else None
+    except ConfigError:
+        return None
+
+
+def _check_key(wanted: Wanted, output: OutputDir, holder: SupervisorInfo) -> None:
+    """Raises LaunchError when the workspace runs with another API key than is given here."""
+    if supervisor_process.has_another_key(wanted.system, output, or_none=False):
+        variable = wanted.system.inference.api_key_var
+        message = f"already running: {holder}, with another API key than {variable} has here"
+        raise LaunchError(f"{message}; stop it with prl down, then prl up takes that one")
+
+
+def _tell_of(wanted: Wanted, holder: SupervisorInfo, say: Say) -> None:
+    say(f"already running with these settings: {holder}; environment variables are those of that start")
+    model = Path(find_model(wanted.system.model.name, wanted.folder))
+    if model.is_dir() and any(each.stat().st_mtime > holder.started_at for each in model.iterdir() if each.exists()):
+        say(f"files of {model} have changed since then: prl down, then prl up takes them")
+
+
+def _placed(data: Mapping[str, Any], output_dir: Path) -> dict[str, Any]:
+    place = {"output_dir": str(output_dir)}
+    return merge(data, {**place, "trainer": place, "inference": place})
+
+
 def make_ready(
     wanted: Wanted, output: OutputDir, *, stop: Callable[[], bool], say: Say, is_quiet: bool
 ) -> Wanted | None:
@@ -152,13 +194,12 @@ def make_ready(
     now = read_workspace(output.path)
     if now.inference is None and not now.supervisor_alive:  # else its own servers have the ports
         supervisor_process.check_ports(wanted.system)
-        if not wanted.is_small:
-            check_model(wanted.system.model.name)
+    check_model(wanted.system, wanted.folder, SMALL_SEQ_LEN if wanted.is_small else None)
     if wanted.is_small:
         _make_model(wanted.system.model.name, output, stop, say, is_quiet)
         if stop():
             return None
-    system = settle_slots(wanted.system, output, stop=stop, say=say)
+    system = settle_slots(wanted.system, output, wanted.folder, stop=stop, say=say)
     return replace(wanted, system=system) if system else None
 
 
@@ -233,16 +274,13 @@ def _without_a_file(output_dir: Path, given: Mapping[str, Any], say: Say) -> tup
     last = last_start(output_dir)
     if last is not None:
         more = f", and with {', '.join(given)} as given here" if given else ""
-        say(f"no system file given: starting {output_dir} with its last settings ({last}){more}")
+        say(f"no system file given: {output_dir} with its last settings ({last}){more}")
         return load_toml(last), str(last), False
-    small = EXAMPLES / "demo" / "system.toml"
-    said = f"as in {_short(small)}, with seq_len = {SMALL_SEQ_LEN}"
+    small, here = EXAMPLES / "demo" / "system.toml", Path.cwd()
+    shown = small.relative_to(here) if small.is_relative_to(here) else small
+    said = f"as in {shown}, with seq_len = {SMALL_SEQ_LEN}"
     say(f"no system file given: starting a small workspace on this machine's CPU, {said}")
     return {**load_toml(small), "seq_len": SMALL_SEQ_LEN}, str(small), True
-
-
-def _short(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _make_model(name: str, output: OutputDir, stop: Callable[[], bool], say: Say, is_quiet: bool) -> None:
@@ -251,8 +289,6 @@ def _make_model(name: str, output: OutputDir, stop: Callable[[], bool], say: Say
     Not in the console (`is_quiet`), which `prl down` would end. Where another process has the lock nothing is made, and
     `supervisor_process.prepare` names it. Raises LaunchError.
     """
-    from daemons.supervisor_process import make_base_model
-
     supervisor_process.check_writable(output)
     if (lock := SupervisorLock.acquire(output)) is None:
         return
@@ -260,14 +296,16 @@ def _make_model(name: str, output: OutputDir, stop: Callable[[], bool], say: Say
         supervisor_process.refuse_rival(output)
         if not is_quiet:
             lock.write_info(time.time())
-            make_base_model(name, stop, say, is_quiet=False)
+            supervisor_process.make_base_model(name, stop, say, is_quiet=False)
     finally:
         lock.release()
     if is_quiet:
-        make_base_model(name, stop, say, is_quiet=True)
+        supervisor_process.make_base_model(name, stop, say, is_quiet=True)
 
 
-def settle_slots(system: SystemConfig, output: OutputDir, *, stop: Callable[[], bool], say: Say) -> SystemConfig | None:
+def settle_slots(
+    system: SystemConfig, output: OutputDir, folder: Path = Path(), *, stop: Callable[[], bool], say: Say
+) -> SystemConfig | None:
     """`system` with numbers for what is to be worked out; None when `stop()` came first. Raises LaunchError."""
     before = saved_devices(output)
     now = settle_devices(before, os.environ)
@@ -275,13 +313,12 @@ def settle_slots(system: SystemConfig, output: OutputDir, *, stop: Callable[[], 
     wanted = [SLOTS] * (system.max_concurrent_runs == "auto") + [SHARE] * is_shared
     if not wanted:
         return system
-    check_model(system.model.name)
     earlier = _earlier(output, wanted)
     if earlier is not None and _question(earlier[0], before) == _question(system, now):
         found, source = earlier[1], ", as counted before"
     else:
         say(f"{' and '.join(wanted)} = 'auto': counting what fits into memory (takes a few seconds)")
-        answer = _ask(system, now, stop, wanted)
+        answer = _ask(system, now, folder, stop, wanted)
         if answer is None:
             return None
         found, source = _numbers(answer, is_shared), ""
@@ -359,7 +396,7 @@ def _ranks(trainer: TrainerDeployment) -> int:
 
 
 def _ask(
-    system: SystemConfig, devices: str | None, stop: Callable[[], bool], wanted: Sequence[str]
+    system: SystemConfig, devices: str | None, folder: Path, stop: Callable[[], bool], wanted: Sequence[str]
 ) -> dict[str, Any] | None:
     """The answer of `prl fit`; None when `stop()` came first. Raises LaunchError."""
     with tempfile.TemporaryDirectory() as name:
@@ -373,7 +410,7 @@ def _ask(
         # A model of the hub may be asked for its config.json, which the trainer will load anyway.
         env = {"HF_HUB_OFFLINE": "0", **_with_devices(devices)}
         with out.open("wb") as stdout, errors.open("wb") as stderr:
-            exit_code = run_child(argv, stop, env=env, stdout=stdout, stderr=stderr)
+            exit_code = run_child(argv, stop, env=env, stdout=stdout, stderr=stderr, cwd=folder)
         if exit_code is None:
             return None
         if exit_code:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from prime_rl.contract.learning import Sign, sign_texts
+from prime_rl.contract.metrics import Sign, learned_nothing, sign_texts
 from prime_rl.contract.status import (
     LOST,
     STALLED,
@@ -102,12 +102,47 @@ class RunView:
 
     @property
     def why(self) -> str:
-        """In words why it is as it is: the reason of its state, or what it waits for and what goes wrong; its edit."""
+        """In words why it is as it is: the reason of its state, or what it waits for and what goes wrong; its edit.
+
+        Of a finished run also that it learned nothing at all.
+        """
+        if self.state is RunState.FINISHED:
+            nothing = learned_nothing(self.signs, self.step)
+            return "; ".join(filter(None, (self.reason, nothing and _line(nothing), self.edited)))
         waits = f"waits for {self.waiting_on}" if self.waiting_on else None
         told = dict.fromkeys((self.trouble, self.edited))
         num_more = len(self.troubles) - len(told.keys() - {None})
         more = f"{num_more} more problem{'s' * (num_more > 1)}" if num_more > 0 else None
         return "; ".join(filter(None, (self.reason, self.edited) if self.reason else (waits, *told, more)))
+
+
+_NO_SLOT = {
+    RunState.INVALID: "is invalid and has no slot: fix its orch.toml instead",
+    RunState.FINISHED: "is finished and has no slot",
+    RunState.EVICTED: "is evicted and has no slot: prl runs readmit continues it",
+    RunState.FAILED: "has failed and has no slot: prl runs readmit continues it",
+}
+# By act: what is said of a run to which it does nothing.
+IDLE = {
+    "pause": "cannot be paused: it {no_slot}",
+    "pause again": "already paused; its first reason stays",
+    "continue": "not paused, nothing to do",
+    "evict": "already {state}, so nothing was changed",
+    "readmit": "is {state}: only a run that is evicted, failed or ended early is readmitted",
+}
+
+
+def why_idle(act: str, run: RunView) -> str | None:
+    """Why an act does nothing to a run in its state, in words that follow its id; None: it does something."""
+    state = run.state
+    has_effect = {
+        "pause": state not in _NO_SLOT,
+        "continue": state is RunState.PAUSED,
+        "evict": state not in (RunState.FINISHED, RunState.EVICTED),
+        "readmit": state in (RunState.EVICTED, RunState.FAILED)
+        or (state is RunState.FINISHED and run.reason is not None),
+    }
+    return None if has_effect.get(act, True) else IDLE[act].format(state=state, no_slot=_NO_SLOT.get(state))
 
 
 @dataclass(frozen=True)

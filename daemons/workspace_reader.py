@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import stat
 import time
@@ -36,7 +37,7 @@ from daemons.workspace import (
 )
 from prime_rl.contract.files import FileRefused, file_problem, find_trouble, read_text
 from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, list_steps, scan_runs, stable_marker
-from prime_rl.contract.learning import RULES
+from prime_rl.contract.metrics import RULES
 from prime_rl.contract.notes import pending_request, read_added_ns
 from prime_rl.contract.status import (
     LOST_AFTER_S,
@@ -57,10 +58,12 @@ from prime_rl.contract.status import (
     stall_text,
     stalled_since,
 )
-from prime_rl.utils.text import CleanText, clean_strings, one_line
+from prime_rl.utils.text import CleanText, clean_strings, error_text, one_line
 
 if TYPE_CHECKING:
     from prime_rl.configs.admitted import Edit
+
+logger = logging.getLogger(__name__)
 
 # Ten times the largest that a daemon writes with 1,024 runs; what is larger was not written by a daemon.
 MAX_FILE_BYTES = 4_000_000
@@ -308,7 +311,7 @@ def edit_text(run: RunDir, edit: Edit | None) -> str | None:
     from daemons.details import hidden
     from prime_rl.configs.admitted import in_words
 
-    return f"edited, not in effect: {in_words(hidden(edit.keys))}: prl runs apply {run.run_id}, or {restore}"
+    return f"edited, not in effect: {in_words(hidden(edit.keys))}: prl runs apply {run.run_id} (paused), or {restore}"
 
 
 def _note(path: str, stamp: Stamp, empty: str | None = None) -> str | None:
@@ -383,11 +386,14 @@ class WorkspaceReader:
             if known and known[0][1:-1] == others and _may_stay(known[0], run_id, at_rest, working):
                 runs.append(known[1])
                 continue
-            record = _read_files(files, is_busy=slot is not None, with_config=with_configs)
-            if isinstance(record, str):
-                reasons[run_id] = record
-            else:
+            try:
+                record = _read_files(files, is_busy=slot is not None, with_config=with_configs)
                 runs.append(self._view(run_id, _Facts(record, *others, is_alive(record.status, now))))
+            except OSError as error:
+                reasons[run_id] = str(error)
+            except Exception as error:  # whatever a run brought about here, the others must not meet it
+                logger.debug("reading %s failed", run_id, exc_info=True)
+                reasons[run_id] = f"cannot read it: {error_text(error)}"
         if runs != self._runs[0]:
             self._runs = runs, tuple(sorted(runs, key=by_importance))
         return Workspace(
@@ -478,15 +484,15 @@ class _Facts(NamedTuple):
     lives: bool
 
 
-def _read_files(files: RunFiles, *, is_busy: bool, with_config: bool) -> RunRecord | str:
-    """The content of the files of a run, or why it is refused."""
+def _read_files(files: RunFiles, *, is_busy: bool, with_config: bool) -> RunRecord:
+    """The content of the files of a run. Raises OSError with why it is refused."""
     try:
         record = files.read(is_busy=is_busy, with_config=with_config)
     except OSError as error:
-        return f"cannot read it: {error}"
+        raise OSError(f"cannot read it: {error}") from error
     if record.added_at is None:
         missing = f"{files.run.control / 'orch.toml'} not found: a run needs this file"
-        return file_problem(files.run.orch_toml) or missing
+        raise OSError(file_problem(files.run.orch_toml) or missing)
     return record
 
 

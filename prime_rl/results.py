@@ -26,7 +26,7 @@ from daemons.workspace import RunView
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.admitted import read_effect
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.learning import REWARD
+from prime_rl.contract.metrics import REWARD
 from prime_rl.contract.samples import Sample, clean_sample, read_samples
 from prime_rl.utils.text import clean_strings, one_line
 

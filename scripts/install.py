@@ -1,6 +1,7 @@
 """Make `.venv` and install the project into it: `python3 scripts/install.py core|test|gpu`.
 
-The variable EXTRAS names further extras of pyproject.toml, with commas between.
+The variable EXTRAS names further extras of pyproject.toml, with commas between. IS_GOAL is set by the Makefile where an
+install is what was asked for: then it tells too that there was nothing to do.
 
 Runs with the system's Python (the Makefile checks its version) and the standard library alone. Every step is stamped
 with a hash of the files that decide it, so a second call does nothing. Versions come from constraints.txt, with GPUs
@@ -43,6 +44,11 @@ NO_NETWORK = (
 )
 # Of uv, and of pip or `check_hashes`.
 WRONG_HASH = ("Hash mismatch", "DO NOT MATCH THE HASHES")
+NEXT = {
+    "core": "prl and prl-tui are in .venv/bin; next: source .venv/bin/activate, then prl up (README.md), or make demo",
+    "test": "prl, vLLM for the CPU and the test tools are in .venv; next: make test",
+    "gpu": "prl, prl-tui and vLLM are in .venv/bin; next: source .venv/bin/activate, then prl doctor",
+}
 _CAUSES = (
     (WRONG_HASH, "a package is not the file that its version had: do not use it, and ask the makers of the index"),
     (("No space left",), "the disk is full: free some space and run it again"),
@@ -70,6 +76,8 @@ def main() -> int:
     if extras():
         steps[wanted].append(install_extras)
     if all(stamp(step.__name__).exists() for step in steps[wanted]):
+        if os.environ.get("IS_GOAL"):
+            print(f"install: up to date: {NEXT[wanted]}")
         return 0
     free_gb = shutil.disk_usage(ROOT).free / 1e9
     if free_gb < NEEDED_GB[wanted]:
@@ -79,6 +87,7 @@ def main() -> int:
             run_once(step)
     except (subprocess.CalledProcessError, OSError) as error:
         return fail(explain(error))
+    print(f"install: done: {NEXT[wanted]}")
     return 0
 
 

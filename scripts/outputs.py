@@ -29,9 +29,8 @@ from daemons.quiet import OpenIncident, Silence
 from daemons.submit import Planned
 from daemons.workspace import DaemonView, RefusedView, RunView
 from prime_rl.configs.explain import FieldFacts
-from prime_rl.contract.evaluation import EvalResult
 from prime_rl.contract.notes import SweepPlan
-from prime_rl.contract.samples import Sample
+from prime_rl.contract.samples import EvalResult, Sample
 
 Keys = Mapping[str, Any]
 
@@ -107,6 +106,7 @@ OUTPUTS: dict[str, Keys] = {
         "config": dict | None,
         "metrics": {"trainer": dict[str, float], "orchestrator": dict[str, float]},
         "errors": list[str],
+        "data_changed": list[str],
         "checkpoints": [CheckpointView],
         "disk": {"num_bytes": int, "complete": bool, "folders": dict[str, int]},
     },

@@ -31,12 +31,11 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import NodeHealth
 from prime_rl.contract.status import NodeStatus, RunState, read_status
-from tui.app import PrlApp
+from tui.app import DARK, LIGHT, PrlApp
 from tui.model.snapshot import RunRow
 from tui.readers.tabs import CHAT, TABS
 from tui.screens.base import WorkspaceScreen
 from tui.screens.run import RunScreen
-from tui.themes import DARK, LIGHT
 
 ROOT = Path(__file__).resolve().parents[1]
 FOR_A_LOOK = ROOT / "build" / "screenshots"

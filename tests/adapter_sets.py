@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from prime_rl.configs.shared import DEFAULT_TARGET_MODULES, LoRAConfig
+from prime_rl.configs.base import DEFAULT_TARGET_MODULES, LoRAConfig
 from prime_rl.lora.adapter_state import export_adapter, save_peft
 from prime_rl.trainer.model import PolicyModel, adapt_model
 

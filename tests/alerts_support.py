@@ -17,7 +17,7 @@ import msgspec
 from prime_rl.configs.reports import ALERT_KINDS, AlertKind, AlertsConfig
 from prime_rl.contract.files import append_line, write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.learning import Sign
+from prime_rl.contract.metrics import Sign
 from prime_rl.contract.status import DaemonStatus, NodeStatus, RunStatus, Status, TrainerRunStatus, TrainerStatus
 from prime_rl.trainer.step import not_finite
 from prime_rl.utils.process import ProcessId
@@ -78,7 +78,7 @@ class Troubles:
             case "run_evicted":
                 write_atomic(self.output.run(kind).evicted, "asked for")
             case "run_not_finite":
-                reason = not_finite(3, "its loss or gradient", math.nan, 1.0, 1e-4)
+                reason = not_finite(kind, 3, "its loss or gradient", math.nan, 1.0, 1e-4)
                 write_atomic(self.output.run(kind).evicted, reason)
             case "reward_collapsed":
                 self._train(0.1, 0.1, 0.1)

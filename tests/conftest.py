@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -15,15 +16,24 @@ from typing import Any
 
 import psutil
 import pytest
+import typer.main
 from hypothesis import HealthCheck, settings
+
+from tests.budgets import examples
+from tests.warm import close_all
 
 pytest_plugins = ["tests.durations"]
 
 # No test depends on being quick.
-settings.register_profile("prl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "prl", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=examples(100)
+)
 settings.load_profile("prl")
 # What the tests import stays: the collector of garbage need not look through it again and again, now and later.
 gc.disable()
+
+# Each call of `prl` within this process would make the tree of all its commands again.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -47,7 +57,9 @@ os.environ.setdefault(_MARK, uuid.uuid4().hex)
 
 # What was told to end may still be at it when the last test is over, on a busy machine for some seconds.
 LEAVING_S = 30.0
-# Fixtures of tests/integration/conftest.py that are made once for all workers.
+# Fixtures of tests/integration/conftest.py that one worker makes, which has the tests of all files that use them.
+ONE_WORKER = ("lives", "server")
+# Those that are made once for all workers.
 ONCE = {"base_model", "untaught_model", "number_model", "tool_model", "tiny", "model", "alone"}
 
 
@@ -71,13 +83,17 @@ def processes_of_this_session() -> list[psutil.Process]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Deals tests out to the workers: those that share an expensive fixture stay together; what is slow begins first.
 
+    What hypothesis draws has a budget.
+
     Only for `--dist loadgroup`, and before xdist reads the groups. Within a group tests keep their order; a seed in
     PRL_TEST_ORDER gives the groups an order of their own.
     """
     slow: dict[str, bool] = {}
     for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.budget)
         if not item.get_closest_marker("xdist_group") and _shares(item):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+            item.add_marker(pytest.mark.xdist_group(_one_worker(item) or item.path.stem))
         is_slow = any(item.get_closest_marker(name) for name in ("slow", "release"))
         slow[_group(item)] = slow.get(_group(item), False) or is_slow
     groups = list(slow)
@@ -92,16 +108,25 @@ def _group(item: pytest.Item) -> str:
     return str(found.args[0]) if found else item.nodeid
 
 
+def _fixtures(item: pytest.Item) -> list[Any]:
+    info: Any = getattr(item, "_fixtureinfo", None)
+    return [found[-1] for found in info.name2fixturedefs.values()] if info else []
+
+
+def _one_worker(item: pytest.Item) -> str | None:
+    """The first of ONE_WORKER that a test uses."""
+    of_all = {each.argname for each in _fixtures(item) if each.baseid == "tests/integration"}
+    return next((name for name in ONE_WORKER if name in of_all), None)
+
+
 def _shares(item: pytest.Item) -> bool:
     """Whether a fixture of these tests is made once a worker for several tests, this one among them."""
-    info: Any = getattr(item, "_fixtureinfo", None)
-    fixtures = [found[-1] for found in info.name2fixturedefs.values()] if info else []
     once = {("tests/integration", name) for name in ONCE}
     return any(
         each.scope in ("module", "session")
         and each.baseid.startswith("tests")
         and (each.baseid, each.argname) not in once
-        for each in fixtures
+        for each in _fixtures(item)
     )
 
 
@@ -114,6 +139,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """The main process looks, after its workers have ended."""
+    close_all()
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     deadline = time.monotonic() + LEAVING_S

@@ -9,14 +9,16 @@ also the supervisor's.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -25,6 +27,7 @@ from daemons.workspace import DaemonView, RunView
 from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.contract.files import wait_for
 from tests.patience import PATIENCE_S
+from tests.warm import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 # Enough for a machine with ten times more to do than it can; what reaches it has failed.
@@ -221,10 +224,10 @@ class Prl:
         )
 
     def __call__(self, *args: str, exit_code: int | None = 0) -> subprocess.CompletedProcess[str]:
-        with self.start(*args) as child:
-            out, err = child.communicate(timeout=PATIENCE_S)
-        done = subprocess.CompletedProcess(child.args, child.returncode, out, err)
-        assert exit_code is None or done.returncode == exit_code, (args, done.returncode, out, err)
+        """One command to its end, in a process that has not to load `prl`: `start` gives one that has."""
+        words = [*args, "--output-dir", str(self.output_dir)]
+        done = warm("daemons.cli").run(words, env=self.env, cwd=ROOT, timeout_s=PATIENCE_S)
+        assert exit_code is None or done.returncode == exit_code, (args, done)
         return done
 
     def json(self, *args: str) -> Any:
@@ -315,6 +318,20 @@ def stopped(workspace: Prl) -> Iterator[Prl]:
     for process in left:
         process.kill()
     assert left == []
+
+
+def in_this_process(module: str, main: Callable[[Sequence[str]], int]) -> Callable[..., int | None]:
+    """What `daemons.process.run_child` does with a module that loads torch, without a process that has to."""
+
+    def run(argv: Sequence[str], stop: Callable[[], bool], *, stdout: IO[bytes], **_: Any) -> int | None:
+        if stop():
+            return None
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            code = main(argv[list(argv).index(module) + 1 :])
+        stdout.write(said.getvalue().encode())
+        return code
+
+    return run
 
 
 def step_clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:

@@ -36,15 +36,21 @@ def place(run: RunDir, text: str) -> None:
 
 
 class Look:
-    """A Discovery with a clock in the test's hand. `seeds`: of every config that was judged."""
+    """A Discovery with a clock in the test's hand.
+
+    Attributes:
+        seeds: of every config that was judged.
+        dear_s: what judging one takes of a core.
+    """
 
     def __init__(self, workspace: Path, settle_s: float = SETTLE_S) -> None:
-        self.now = 0.0
+        self.now = self.dear_s = self._spent_s = 0.0
         self.seeds: list[int] = []
-        self.discovery = Discovery(workspace, self._validate, settle_s, lambda: self.now)
+        self.discovery = Discovery(workspace, self._validate, settle_s, lambda: self.now, spent=lambda: self._spent_s)
 
     def _validate(self, config: OrchestratorConfig) -> str | None:
         self.seeds.append(config.seed)
+        self._spent_s += self.dear_s
         return "odious" if config.seed == 666 else None
 
     def __call__(self, *changed: Path, active: dict[str, int] | None = None, everything: bool = False) -> Findings:

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.losses import AipoLossConfig
 from prime_rl.configs.orchestrator import OptimConfig
-from prime_rl.configs.shared import LoRAConfig
 from prime_rl.trainer.checkpoint import copy_to_cpu
-from prime_rl.trainer.fit.predict import MOMENTS, Setting, micro_batch, model_config
+from prime_rl.trainer.memory import MOMENTS, Setting, micro_batch, model_config
 from prime_rl.trainer.model import PolicyModel, adapt_model, mesh_of, train_whole
 from prime_rl.trainer.optim import make_optimizer
 from prime_rl.trainer.step import forward_backward

@@ -87,6 +87,7 @@ def _live(request: Request, rank: int, port: int, tell: Callable[[str], None]) -
     if request.get("point"):
         arm(BY_NAME[request["point"]], tell)
     if request.get("max_file_bytes") is not None:
+        sys.dont_write_bytecode = True  # else what is imported first now is cut for good, in the environment of all
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["max_file_bytes"], resource.RLIM_INFINITY))
     config = TrainerConfig.model_validate(request["config"])
     workspace = config.output_dir

@@ -12,13 +12,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
 import tomli_w
 import torch
-from openai import OpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -29,6 +28,7 @@ from prime_rl.contract.status import InferenceStatus, read_status
 from prime_rl.lora.adapter_state import peft_names, save_peft
 from tests.numeric import num_terms, rounding
 from tests.patience import PATIENCE_S
+from tests.warm import Started, warm
 
 EOS, PAD = "<eos>", "<pad>"
 LETTERS = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:!?-_"
@@ -37,6 +37,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+if TYPE_CHECKING:  # it takes a second, and most tests do without
+    from openai import OpenAI
+
 # The server that tests share: its key, the adapters that are loaded, and room for so many runs of two versions each.
 KEY = "not-a-secret"
 LOADED = ("run_a@v1", "run_b@v1")
@@ -108,7 +111,7 @@ def make_adapter(folder: Path, model_folder: Path, *, seed: int, rank: int = 4) 
 class RunningServer:
     """A server process that serves, and how to reach it."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Started
     output_dir: Path
     base_url: str
     model: str
@@ -120,6 +123,8 @@ class RunningServer:
         return self.base_url.removesuffix("/v1")
 
     def openai(self, **kwargs: Any) -> OpenAI:
+        from openai import OpenAI
+
         key = self.api_key or "none"
         return OpenAI(**{"base_url": self.base_url, "api_key": key, "max_retries": 0, "timeout": PATIENCE_S} | kwargs)
 
@@ -205,8 +210,15 @@ def write_config(path: Path, **config: Any) -> Path:
     return path
 
 
-def spawn(config: Path, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Start the server's own command, as the supervisor does: own session, output to a file."""
+def spawn(
+    config: Path, log: Path, env: Mapping[str, str] | None = None, *, is_warm: bool = False
+) -> subprocess.Popen[bytes] | Started:
+    """Start the server's own command, as the supervisor does: own session, output to a file.
+
+    `is_warm`: in a fork of a process that has loaded torch.
+    """
+    if is_warm and (parent := warm("prime_rl.inference.server")).suits(environment := {**os.environ, **(env or {})}):
+        return parent.start(["@", str(config)], env=environment, cwd=Path.cwd(), log=log)
     with log.open("wb") as out:
         return subprocess.Popen(
             [sys.executable, "-m", "prime_rl.inference.server", "@", str(config)],
@@ -234,7 +246,8 @@ def start(
         "model": model_table,
     }
     log = output_dir / "server.log"
-    process = spawn(write_config(output_dir / "inference.toml", **{**defaults, **config}), log, env)
+    path = write_config(output_dir / "inference.toml", **{**defaults, **config})
+    process = spawn(path, log, env, is_warm=engine == "embedded")
     status_file = OutputDir(output_dir).inference_status
 
     def serving() -> bool:
@@ -252,12 +265,18 @@ def start(
     return RunningServer(process, output_dir, status.base_url, str(model), log, (env or {}).get("PRL_API_KEY"))
 
 
-def fill_slots(server: RunningServer, folder: Path) -> list[str]:
-    """Load the adapter in `folder` under names of other runs until no slot is free; returns the names."""
+@contextlib.contextmanager
+def filled_slots(server: RunningServer, folder: Path) -> Iterator[list[str]]:
+    """The adapter in `folder` under names of other runs until no slot is free; at the end only LOADED are left."""
     names = [f"run_fill{number}@v{version}" for number in range(NUM_RUNS) for version in (1, 2)][: -len(LOADED)]
-    for name in names:
-        server.load(name, shutil.copytree(folder, adapter_dir(server, name), dirs_exist_ok=True))
-    return names
+    try:
+        for name in names:
+            server.load(name, shutil.copytree(folder, adapter_dir(server, name), dirs_exist_ok=True))
+        yield names
+    finally:
+        for model in server.get("/v1/models").json()["data"]:
+            if model["id"] not in {server.model, *LOADED}:
+                server.unload(model["id"])
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:

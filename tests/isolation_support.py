@@ -10,6 +10,7 @@ import torch
 
 from prime_rl.contract.layout import RunDir
 from prime_rl.trainer.runs import MultiRunManager, get_multi_run_manager
+from tests.budgets import ISOLATION_STEPS
 from tests.trainer_support import (
     adapter,
     published,
@@ -20,7 +21,7 @@ from tests.trainer_support import (
     write_run,
 )
 
-NUM_STEPS = 20
+NUM_STEPS = ISOLATION_STEPS
 TOLERANCE = 1e-4
 Adapter = dict[str, torch.Tensor]
 # The trainer's largest rank is 16.

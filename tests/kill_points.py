@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,9 +56,14 @@ def half_a_line(real: Any, die: Callable[[], None], path: Path, line: str) -> No
     die()
 
 
-def half_a_folder(real: Any, die: Callable[[], None], folder: Path, **kwargs: Any) -> None:
+def whole(path: Any, dir_fd: int | None = None) -> Path:
+    """The path, also of what is named in an open folder, or by the descriptor of one."""
+    return Path(path if dir_fd is None else f"/proc/self/fd/{dir_fd}/{path}").resolve()
+
+
+def half_a_folder(real: Any, die: Callable[[], None], folder: Any, dir_fd: int | None = None) -> None:
     """A file is gone. Should the marker still be there, it is not that one."""
-    files = sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.name != STABLE)
+    files = sorted(path for path in whole(folder, dir_fd).rglob("*") if path.is_file() and path.name != STABLE)
     files[0].unlink()
     die()
 
@@ -76,18 +80,18 @@ def half_a_backward(real: Any, die: Callable[[], None], loss: torch.Tensor, *arg
 
 
 def file_named(part: str, name: str) -> Matches:
-    return lambda path, *args: part in str(path) and Path(path).name == name
+    return lambda path, *args: part in str(whole(path)) and Path(path).name == name
 
 
 def folder_named(part: str, name: str) -> Matches:
-    return lambda folder, **kwargs: Path(folder).parent.name == part and Path(folder).name == name
+    return lambda folder, dir_fd=None: whole(folder, dir_fd).parts[-2:] == (part, name)
 
 
 def renamed_to(part: str, name: str) -> Matches:
     """A rename to `name` in a folder whose path has `part`; the folder may be given as a descriptor."""
 
     def matches(source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> bool:
-        path = Path(target) if dst_dir_fd is None else Path(f"/proc/self/fd/{dst_dir_fd}").readlink() / target
+        path = whole(target, dst_dir_fd)
         return part in str(path) and path.name == name
 
     return matches
@@ -184,21 +188,21 @@ POINTS = [
     ),
     KillPoint(
         "while an old checkpoint is removed",
-        "shutil:rmtree",
+        "prime_rl.contract.files:_remove_tree",
         half_a_folder,
         folder_named("checkpoints", "step_2"),
         seen=lambda run: without_marker(run.checkpoint_dir(2)) and complete(run.checkpoints, 4),
     ),
     KillPoint(
         "while an old version is removed",
-        "shutil:rmtree",
+        "prime_rl.contract.files:_remove_tree",
         half_a_folder,
         folder_named("broadcast", "step_1"),
         seen=lambda run: without_marker(run.broadcast_dir(1)),
     ),
     KillPoint(
         "while covered rollouts are removed",
-        "shutil:rmtree",
+        "prime_rl.contract.files:_remove_tree",
         half_a_folder,
         folder_named("rollouts", "step_2"),
         seen=lambda run: run.rollout_dir(2).is_dir() and not run.rollout_file(2).exists(),
@@ -248,6 +252,4 @@ def arm(point: KillPoint, tell: Callable[[str], None]) -> None:
                 return point.instead(real, die, *args, **kwargs)
         return real(*args, **kwargs)
 
-    # A `from shutil import rmtree` elsewhere would be missed; there is none.
-    assert owner is not shutil or last == "rmtree"
     setattr(owner, last, wrapped)

@@ -26,7 +26,7 @@ from prime_rl.multinode.records import (
     RlPhase,
     first_position,
 )
-from prime_rl.multinode.rollouts import Plan, make_plan
+from prime_rl.multinode.work import Plan, make_plan
 from tests.multinode_folder import SharedFolder
 
 MAX_LAG_S = 2.0

@@ -67,8 +67,8 @@ class KillPoint:
 
 _ORCHESTRATOR = "prime_rl.orchestrator"
 POINTS = {
-    "before the first group is finished": KillPoint(f"{_ORCHESTRATOR}.ledger:GroupLedger.finish", before),
-    "while groups are generated": KillPoint(f"{_ORCHESTRATOR}.ledger:GroupLedger.finish", before, nth=6),
+    "before the first group is finished": KillPoint(f"{_ORCHESTRATOR}.scheduler:GroupLedger.finish", before),
+    "while groups are generated": KillPoint(f"{_ORCHESTRATOR}.scheduler:GroupLedger.finish", before, nth=6),
     "before the state of a checkpoint": KillPoint(f"{_ORCHESTRATOR}.batch:save_state", before),
     "between a state and its batch": KillPoint(f"{_ORCHESTRATOR}.batch:save_state", after),
     "before a batch file gets its name": KillPoint(

@@ -18,13 +18,12 @@ import tomli_w
 import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from prime_rl.configs.base import build, merge
+from prime_rl.configs.base import SamplingConfig, build, merge
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import SamplingConfig
 from prime_rl.contract.files import mark_stable, staged_dir
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
 from prime_rl.contract.served import BASE_WEIGHTS, LOGPROBS_HEADER, WEIGHTS_HEADER, parse_adapter_name
-from prime_rl.inference.sharing import Turnstile
+from prime_rl.inference.sharing import ReadWriteLock
 from prime_rl.orchestrator.client import Endpoint, ServerClient
 from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, Split
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler
@@ -124,7 +123,7 @@ class FakeInference:
         self.adapters: dict[str, str] = {}
         self.weights = BASE_WEIGHTS
         self.logprobs_mode: str | None = None
-        self._turnstile = Turnstile()
+        self._weights_lock = ReadWriteLock()
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.num_unknown = 0
         self.num_loads = 0
@@ -192,7 +191,7 @@ class FakeInference:
         if path == "/v1/unload_lora_adapter":
             return (200, "ok") if self.adapters.pop(body["lora_name"], None) else (404, _error("no such adapter"))
         if path == "/v1/completions":
-            with await self._turnstile.enter():
+            with await self._weights_lock.enter():
                 return await self._complete(body)
         if path in ("/update_weights", "/reload_weights"):
             return await self._change_weights(Path(body["weight_dir"]) if body else None)
@@ -201,7 +200,7 @@ class FakeInference:
     async def _change_weights(self, folder: Path | None) -> tuple[int, Any]:
         if folder is not None and not (folder / "STABLE").exists():
             return 400, _error(f"{folder} is not complete")
-        async with self._turnstile.alone(PATIENCE_S):
+        async with self._weights_lock.alone(PATIENCE_S):
             self.num_loads += 1
             self.weights = "/".join(folder.parts[-3:]) if folder is not None else BASE_WEIGHTS
         return 200, {"weights": self.weights}

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from msgspec import inspect
 
-from prime_rl.inference import front
+from prime_rl.inference import gateway
 from prime_rl.inference.embedded import server as api
-from prime_rl.inference.embedded.protocol import ChatRequest, CompletionRequest
+from prime_rl.inference.embedded.server import ChatRequest, CompletionRequest
 from prime_rl.inference.guard import GenerateRequest
 
 # Each POST route and the type of its body; no field stands in the body of the last.
@@ -21,9 +21,9 @@ TYPES: dict[str, type[msgspec.Struct] | None] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/inference/v1/generate": GenerateRequest,
-    "/v1/load_lora_adapter": front._LoadRequest,
+    "/v1/load_lora_adapter": gateway._LoadRequest,
     "/v1/unload_lora_adapter": api._UnloadRequest,
-    "/update_weights": front._UpdateRequest,
+    "/update_weights": gateway._UpdateRequest,
     "/reload_weights": None,
 }
 GETS = ("/health", "/metrics", "/v1/models")

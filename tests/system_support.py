@@ -20,6 +20,7 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
+from tests.warm import warm
 
 ROOT = Path(__file__).parent.parent
 # Of a greedy answer: `[sampling] max_tokens` of the runs.
@@ -77,12 +78,20 @@ port = {port}
 """
 
 
+# `python -m prime_rl.base_model`, which measures what a model has learned: here with two words, since it is nothing.
+MAKE_UNTAUGHT = """
+import sys
+from prime_rl.base_model import __main__, teach
+teach.NUM_WORDS = 2
+sys.exit(__main__.main(sys.argv[1:]))
+"""
+
+
 def build_base_model(folder: Path, num_steps: int = 30) -> Path:
     """A base model as `prl make-base` makes it, trained for a few steps only."""
     command = [
         sys.executable,
-        "-m",
-        "prime_rl.base_model",
+        *(("-c", MAKE_UNTAUGHT) if num_steps < 10 else ("-m", "prime_rl.base_model")),
         "--out",
         str(folder),
         "--steps",
@@ -135,17 +144,20 @@ class Workspace:
         self, *args: str, check: bool = True, stdin: str | None = None, timeout_s: float = PATIENCE_S
     ) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PRL_OUTPUT_DIR": str(self.output_dir)}
-        command = [*self.enter, sys.executable, "-m", "daemons.cli", *args]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env=environment,
-            cwd=ROOT,
-            timeout=timeout_s,
-            input=stdin,
-            check=False,
-        )
+        if self.enter:
+            command = [*self.enter, sys.executable, "-m", "daemons.cli", *args]
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                env=environment,
+                cwd=ROOT,
+                timeout=timeout_s,
+                input=stdin,
+                check=False,
+            )
+        else:
+            done = warm("daemons.cli").run(args, env=environment, cwd=ROOT, timeout_s=timeout_s, stdin=stdin or "")
         if check and done.returncode:
             raise AssertionError(f"prl {' '.join(args)} exited {done.returncode}\n{done.stdout}{done.stderr}")
         return done

@@ -106,6 +106,8 @@ def test_what_is_checked_before_a_commit_is_part_of_make_check() -> None:
     commands = [hook["entry"].removesuffix(" --force-exclude") for hook in repo["hooks"]]
     assert commands == [".venv/bin/ruff check", ".venv/bin/ruff format --check", ".venv/bin/mypy"]
     assert all(f"@{command.replace('.venv/bin', '$(BIN)')}" in makefile for command in commands)
+    lint = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    assert lint["preview"] and "PLW1514" in lint["select"], "text files are UTF-8 whatever the locale"
 
 
 def test_the_version_has_one_home() -> None:
@@ -150,7 +152,7 @@ def test_endpoints_are_those_of_the_server() -> None:
 
     from prime_rl.configs.inference import InferenceConfig
     from prime_rl.inference.embedded.server import Api
-    from prime_rl.inference.front import build_app
+    from prime_rl.inference.gateway import build_app
     from prime_rl.inference.vllm.control import ENDPOINTS
 
     told = re.findall(r"^\| `(/[\w/]+)` \| (GET|POST) \|", TEXT[ROOT / "docs" / "inference.md"], re.MULTILINE)
@@ -247,7 +249,7 @@ def test_environments_and_their_arguments_are_those_of_the_code() -> None:
     from prime_rl.configs.envs import BUILT_IN_ENVS, PLUGIN_GROUP, EnvConfig
     from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.orchestrator.envs import BUILT_IN_ARGS
-    from prime_rl.orchestrator.envs.checked import FAILURE_WINDOW, MIN_ROLLOUTS
+    from prime_rl.orchestrator.envs.checked import FAILURE_WINDOW, MAX_TIME_LIMITS, MIN_ROLLOUTS
     from prime_rl.orchestrator.rollout import MAX_REPLACEMENTS
 
     text = TEXT[ROOT / "docs" / "environments.md"]
@@ -264,6 +266,7 @@ def test_environments_and_their_arguments_are_those_of_the_code() -> None:
     share = OrchestratorConfig.model_fields["max_env_failure_share"].default
     assert f"`max_env_failure_share` (default {share}) of the newest {FAILURE_WINDOW} rollouts" in text
     assert f"at least {MIN_ROLLOUTS}\n" in text and {5: "up to five times"}[MAX_REPLACEMENTS] in text
+    assert f"when {MAX_TIME_LIMITS} time limits are reached" in text
     assert f'[project.entry-points."{PLUGIN_GROUP}"]' in text
 
 
@@ -323,10 +326,11 @@ def test_dependencies_are_imported() -> None:
     wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     names = {re.split(r"[<>=!\[ ]", line)[0] for line in wanted} - {project["name"]}
     files = [path for folder in ("prime_rl", "daemons", "tui") for path in (ROOT / folder).rglob("*.py")]
+    texts = [path.read_text() for path in files]
     imported = {
         name.partition(".")[0]
-        for path in files
-        for node in ast.walk(ast.parse(path.read_text()))
+        for text in texts
+        for node in ast.walk(ast.parse(text))
         for name in (
             [alias.name for alias in node.names]
             if isinstance(node, ast.Import)
@@ -335,7 +339,7 @@ def test_dependencies_are_imported() -> None:
             else []
         )
     }
-    started = {name for name in names for path in files if f'which("{name}"' in path.read_text()}
+    started = {name for name in names for text in texts if f'which("{name}"' in text}
     module = {"pyyaml": "yaml"}
     assert {name for name in names - started if module.get(name, name).replace("-", "_") not in imported} == set()
 
@@ -412,6 +416,15 @@ def test_the_run_of_the_readme_fits_the_workspace_of_the_readme() -> None:
     limits = TrainerLimits(model="models/base", max_seq_len=SMALL_SEQ_LEN, max_rank=64)
     assert find_problems(tomllib.loads(block), "README.md", limits) == []
     assert f"with `seq_len = {SMALL_SEQ_LEN}`: the most tokens" in TEXT[ROOT / "README.md"]
+
+
+def test_the_readme_begins_with_the_two_commands_of_a_fresh_machine_and_their_times() -> None:
+    text = TEXT[ROOT / "README.md"]
+    (block,) = re.findall(r"^## Try it\n\n```\n(.*?)```", text, re.MULTILINE | re.DOTALL)
+    assert [line.split()[:2] for line in block.splitlines()] == [["make", "demo"], ["make", "test"]]
+    assert all(re.search(r"#.*\d+ min", line) for line in block.splitlines())
+    compared = text.partition("## What it is better at\n")[2].partition("\n## ")[0]
+    assert re.search(r"read again on \d+ \w+ \d{4}", compared) and "miles in its first version" in compared
 
 
 def test_the_figures_of_the_readme_were_measured() -> None:

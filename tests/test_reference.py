@@ -36,7 +36,7 @@ from prime_rl.contract.status import (
 from prime_rl.contract.usage import UsageLine
 from prime_rl.multinode.records import EXIT_REFUSED, EXIT_TRY_AGAIN
 from prime_rl.trainer import runs
-from prime_rl.trainer.fit.__main__ import main as fit
+from prime_rl.trainer.fit import main as fit
 from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
 from prime_rl.utils.process import EXIT_INTERRUPTED, EXIT_TERMINAL_GONE, EXIT_TERMINATED
 from scripts import reference
@@ -197,9 +197,9 @@ PARTLY = {"prl runs show ID metrics"}
 
 
 def test_every_command_with_json_is_on_the_page() -> None:
-    found = set()
-    for words in reference.command_words():
-        command: Any = get_command(app)
+    found, root = set(), get_command(app)
+    for words in reference.command_words(root):
+        command: Any = root
         for word in words:
             command = command.commands[word]
         if any("--json" in each.opts for each in command.params):

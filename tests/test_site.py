@@ -58,15 +58,26 @@ def test_a_question_is_two_clicks_from_the_readme() -> None:
     rows = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", (ROOT / "docs" / "questions.md").read_text(), re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, 21))
     assert all(re.search(r"\]\([\w./#-]+\)", links) for _, links in rows)
-    asked = (ROOT / "docs" / "questions.md").read_text()
-    for words in (
-        *(
-            "without a trainer",
-            "evaluate a finished run, and the base",
-            "finished run longer",
-            "best run with its seeds",
-        ),
-        *("edited file", "serve a checkpoint", "in a notebook", "reward in one file", "longer sequences"),
-        *("different base model", "dropped rollout", "why nothing learns"),
-    ):
-        assert words in asked, words
+    answers = {
+        "without a trainer": "data.md#try-it",
+        "evaluate a finished run, and the base": "evaluate.md#evaluate",
+        "finished run longer": "evaluate.md#train-a-finished-run-longer",
+        "best run with its seeds": "export.md#the-best-run",
+        "edited file": "sharing.md#my-file-was-edited-what-now",
+        "serve a checkpoint": "evaluate.md#serve-a-finished-run",
+        "in a notebook": "results.md",
+        "reward in one file": "data.md#a-reward-in-a-file",
+        "longer sequences": "training.md#longer-sequences",
+        "different base model": "config.md#a-workspace-the-system-file",
+        "dropped rollout": "environments.md#when-an-environment-fails",
+        "why nothing learns": "learning.md",
+    }
+    asked = (ROOT / "docs" / "questions.md").read_text().splitlines()
+    for words, place in answers.items():
+        (row,) = (line for line in asked if words in line)
+        assert f"({place})" in row, words
+        page, _, section = place.partition("#")
+        heads = re.findall("^#+ (.+)$", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+        assert not section or section in {re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-") for head in heads}
+    for page in ("README.md", "docs/index.md"):
+        assert re.search(r"\((docs/)?questions\.md\)", (ROOT / page).read_text()), page

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 
 import msgspec
@@ -10,9 +12,18 @@ from daemons.machine import DaemonUse, DiskView, GpuView, MachineView
 from daemons.workspace import Workspace
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import InferenceStatus, NodeStatus, PhaseTime, TrainerStatus, read_status
+from prime_rl.contract.notes import SweepPlan, SweepRun
+from prime_rl.contract.status import (
+    DaemonStatus,
+    InferenceStatus,
+    NodeStatus,
+    PhaseTime,
+    TrainerRunStatus,
+    TrainerStatus,
+    read_status,
+)
 from prime_rl.utils.process import ProcessId
-from tests.tui_support import NOW, write_status
+from tests.tui_support import NOW, add_run, orch_toml, write_status
 from tui.readers.machine import SystemLook
 
 GIB = 1 << 30
@@ -42,6 +53,26 @@ def busy(output: OutputDir) -> None:
     inference.num_waiting, inference.kv_use = 7, 0.62
     write_status(output.trainer_status, trainer)
     write_status(output.inference_status, inference)
+
+
+def put_sweep(output: OutputDir) -> None:
+    """Six runs that train: a learning rate that does nothing and one that learns, three seeds of each."""
+    planned, slots = [], {}
+    for lr, best in (("5e-4", 0.3), ("2e-3", 0.9)):
+        for seed in (1, 2, 3):
+            run_id = f"run_sweep-lr{lr}-seed{seed}"
+            toml = orch_toml(lr=float(lr)).replace("seed = 7", f"seed = {seed}")
+            slots[run_id] = TrainerRunStatus(run_idx=len(slots), step=60, max_steps=100, lr=float(lr))
+            run = add_run(output, run_id, step=60, toml=toml, status={"state": "running", "tokens_per_s": 500.0})
+            rewards = {step: best * (1 - math.exp(-step / 20)) + 0.016 * (seed - 2) for step in range(1, 61)}
+            lines = [{"step": step, "time": NOW, "reward/mean": reward} for step, reward in rewards.items()]
+            run.orchestrator_metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            planned.append(SweepRun(run_id, {"optim.lr": float(lr), "seed": seed}))
+    output.sweep("lrs").parent.mkdir()
+    output.sweep("lrs").write_bytes(msgspec.json.encode(SweepPlan("lrs", "base.toml", planned)))
+    write_status(output.trainer_status, TrainerStatus(state="training", max_runs=8, runs=slots, tokens_per_s=3000.0))
+    write_status(output.inference_status, InferenceStatus(state="serving"))
+    write_status(output.daemon_status("supervisor"), DaemonStatus(name="supervisor", state="running"))
 
 
 def put_node(output: OutputDir, rank: int, **fields: object) -> NodeStatus:

@@ -41,6 +41,7 @@ from tui.model.snapshot import Disk
 from tui.screens.base import CommandScreen
 from tui.watcher import WorkspaceWatcher
 from tui.widgets.header import CommandLine
+from tui.widgets.runs_table import RunsTable, make_cell, plain
 
 # What the app has told stays told, however late a test looks.
 PrlApp.NOTIFICATION_TIMEOUT = PATIENCE_S
@@ -378,6 +379,13 @@ async def opened_app(
         await pilot.press(*keys)
         await pilot.pause()
         yield app, pilot
+
+
+def cell_text(table: RunsTable, run_id: str, column: str) -> str:
+    """The cell of a run in a column, as the table draws it."""
+    shown = next(each for each in table._layout if each.key == column)
+    row = table._rows[table.run_ids.index(run_id)]
+    return plain(make_cell(shown, row, table._now)).strip()
 
 
 async def command(pilot: Pilot[None], line: str) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl.contract.files import wait_for
-from prime_rl.inference.front import FRESH_S
+from prime_rl.inference.gateway import FRESH_S
 from tests.inference_support import (
     LOADED,
     RunningServer,

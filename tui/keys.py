@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Of classes by "module:name": they are imported when a person asks for help, and what acts only where it may act.
 _PLACES = {
     "Everywhere": ("screens.base:WorkspaceScreen", "screens.base:PlaceScreen", "app:PrlApp"),
-    "Runs": ("screens.runs:RunsScreen", "widgets.runs_table:RunsTable", "widgets.filter_bar:FilterInput"),
+    "Runs": ("screens.runs:RunsScreen", "widgets.runs_table:RunsTable", "widgets.header:FilterInput"),
     "One run": ("screens.run:RunScreen",),
     "Charts": ("widgets.charts:ChartsView",),
     "Rollouts": ("widgets.rollouts_view:RolloutsView", "widgets.rollouts_view:Page"),
@@ -31,7 +31,7 @@ _PLACES = {
     "Checkpoints, system, nodes, problems": (
         "screens.system:SystemScreen",
         "screens.nodes:NodesScreen",
-        "screens.problems:ProblemsScreen",
+        "screens.system:ProblemsScreen",
         "widgets.line_list:LineList",
     ),
     "Compare": ("screens.compare:CompareScreen",),
@@ -150,6 +150,7 @@ class Command:
         words: some of what can stand there, each with a note.
         is_listed: ctrl+p has it with each of its words.
         on_runs: it takes the ids of runs first, and several of its words, with blanks between.
+        why_not: why it does nothing now, where `alone` is None.
     """
 
     name: str
@@ -162,6 +163,7 @@ class Command:
     words: Callable[[], Mapping[str, str]] = dict
     is_listed: bool = False
     on_runs: bool = False
+    why_not: str | None = None
 
     @property
     def usage(self) -> str:
@@ -175,7 +177,8 @@ class Command:
         elif self.alone:
             self.alone()
         else:
-            raise CommandError(f"missing words: {self.usage}" if self.argument else f"{self.name} has no effect here")
+            usage = f"missing words: {self.usage}" if self.argument else f"{self.name} has no effect here"
+            raise CommandError(self.why_not or usage)
 
 
 def parse(line: str, commands: Mapping[str, Command]) -> tuple[Command, str]:

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import UNDECODABLE, write_atomic
 
 VERSION = 1
 MAX_WORKSPACES = 50
 MAX_BYTES = 1_000_000
-# How themes were named by version 0.1.0, which called a workspace a house.
-_OLD_THEMES = "house-"
 
 
 class WorkspaceMemory(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -35,8 +33,6 @@ class _File(msgspec.Struct, kw_only=True):
     version: int = VERSION
     theme: str = ""
     workspaces: dict[str, WorkspaceMemory] = {}
-    houses: dict[str, WorkspaceMemory] | msgspec.UnsetType = msgspec.UNSET
-    """The name of `workspaces` in files of version 0.1.0; read, never written."""
 
 
 def default_path() -> Path:
@@ -82,13 +78,6 @@ class Memory:
         try:
             with self._path.open("rb") as source:
                 file = msgspec.json.decode(source.read(MAX_BYTES), type=_File)
-        except (OSError, msgspec.MsgspecError, RecursionError):
+        except (OSError, *UNDECODABLE):
             return _File()
-        if file.version != VERSION:
-            return _File()
-        if file.houses is not msgspec.UNSET:
-            file.workspaces = file.houses | file.workspaces
-            file.houses = msgspec.UNSET
-        if file.theme.startswith(_OLD_THEMES):
-            file.theme = "prl-" + file.theme.removeprefix(_OLD_THEMES)
-        return file
+        return file if file.version == VERSION else _File()

@@ -41,6 +41,14 @@ class RunChanged(Message):
         return message.data.run_id == self.data.run_id
 
 
+class TabAsked(Message):
+    """The tab of that name of the open run is to show what `request` says: `ChartView`, `LogRequest` and the like."""
+
+    def __init__(self, tab: str, request: object) -> None:
+        super().__init__()
+        self.tab, self.request = tab, request
+
+
 class SystemChanged(Message):
     """A new look at the machine."""
 

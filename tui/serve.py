@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.web_runner import GracefulExit
 from textual_serve.server import Server
 
-from prime_rl.utils.network import refusal
+from prime_rl.utils.runtime import http_refusal
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # The page asks another company's server for a font. It has a fallback, and a workspace may have no way out.
@@ -52,7 +52,7 @@ class WorkspaceServer(Server):
     @web.middleware
     async def _refuse_strangers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Only this address by its own name, and only pages that came from it."""
-        if refused := refusal(request.method, request.headers.items()):
+        if refused := http_refusal(request.method, request.headers.items()):
             return web.Response(status=refused[0], text=refused[1])
         return await handler(request)
 

@@ -1,1 +1,1 @@
-"""Alerts that leave the machine: what is wrong (`rules`), where it is sent (`targets`), and the daemon (`__main__`)."""
+"""Alerts that leave the machine: what is wrong, and the daemon that tells it (`__main__`), and to whom (`targets`)."""

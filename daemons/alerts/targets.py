@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -92,10 +93,10 @@ class Target:
 
 def message_targets(config: AlertsConfig, environ: Mapping[str, str]) -> list[tuple[str, Send]]:
     """Names and senders of all targets. Raises TargetError."""
-    targets = []
+    targets: list[tuple[str, Send]] = []
     for number, target in enumerate(config.webhooks, start=1):
         url = _web_url(target, environ)
-        targets.append((f"webhook {number} ({_host(url)})", _webhook(url)))
+        targets.append((f"webhook {number} ({_host(url)})", partial(_request, url)))
     for number, target in enumerate(config.apprise, start=1):
         name = f"apprise {number} ({_resolve(target, environ).partition('://')[0]})"
         targets.append((name, _apprise(_resolve(target, environ), name)))
@@ -107,11 +108,7 @@ def dead_man(config: AlertsConfig, environ: Mapping[str, str]) -> tuple[str, Sen
     if config.dead_man_url is None:
         return None
     url = _web_url(config.dead_man_url, environ)
-
-    def ask(message: Message) -> None:
-        _request(url)
-
-    return f"dead man's switch ({_host(url)})", ask
+    return f"dead man's switch ({_host(url)})", lambda message: _request(url)
 
 
 def _resolve(target: str, environ: Mapping[str, str]) -> str:
@@ -134,22 +131,15 @@ def _web_url(target: str, environ: Mapping[str, str]) -> str:
     return url
 
 
-def _request(url: str, body: bytes | None = None) -> None:
+def _request(url: str, message: Message | None = None) -> None:
     """Raises OSError for a target that does not answer, or with an error."""
-    headers = {"Content-Type": "application/json"} if body else {}
+    headers, body = ({"Content-Type": "application/json"}, json.dumps(message).encode()) if message else ({}, None)
     with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=TIMEOUT_S) as reply:
         reply.read(MAX_ANSWER_BYTES)
 
 
 def _host(url: str) -> str:
     return one_line(urlsplit(url).hostname or "no host")
-
-
-def _webhook(url: str) -> Send:
-    def send(message: Message) -> None:
-        _request(url, json.dumps(message).encode())
-
-    return send
 
 
 def _apprise(url: str, name: str) -> Send:

@@ -29,9 +29,10 @@ from daemons.commands.common import (
     print_json,
     say,
 )
-from daemons.commands.runs import RunIdArgument, parse_overrides, warn
+from daemons.commands.runs import RunIdArgument, parse_overrides, tell_if_made, warn
 from daemons.errors import WrongUseError
 from daemons.sweeps import sweep_runs
+from daemons.trash import purge_trash, users_of_run
 from prime_rl.configs.orchestrator import LIVE_KEYS
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
@@ -112,7 +113,7 @@ def delete(
     progress = _say_once()
 
     def act(run_id: str) -> str:
-        in_use_by = actions.users_of_run(place, run_id)
+        in_use_by = users_of_run(place, run_id)
         if force and in_use_by:
             _confirm(f"{run_id}: {' and '.join(in_use_by)} uses it; do not wait for what only it says itself?", yes)
         elif not in_use_by:
@@ -157,7 +158,7 @@ def purge(
     if doomed:
         names = ", ".join(run_id for run_id, _ in doomed[:5]) + (", ..." if len(doomed) > 5 else "")
         _confirm(f"remove {len(doomed)} deleted runs for good ({names})?", yes)
-    say(f"deleted runs removed: {actions.purge_trash(place, older_than_s=older_than_s, reason=reason)}")
+    say(f"deleted runs removed: {purge_trash(place, older_than_s=older_than_s, reason=reason)}")
 
 
 def each(run_ids: list[str], act: Callable[[str], str]) -> None:
@@ -344,7 +345,9 @@ def sweep(
     Example: prl runs sweep configs/demo/reverse.toml --set optim.lr=1e-4,3e-4 --set seed=1,2,3 --dry-run
     """
     place = choose_output_dir(output_dir)
+    is_new = not place.exists()
     made = sweep_runs(place, file, axes, name=name, halving=halving, metric=metric, dry_run=dry_run, reason=reason)
+    tell_if_made(place, is_new)
     if as_json:
         payload = {"plan": msgspec.to_builtins(made.plan), "added": made.added, "dry_run": dry_run}
         print_json(payload)

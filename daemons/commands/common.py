@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from daemons.errors import ActionError, WrongUseError
-from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.layout import OutputDir, scan_runs
 from prime_rl.utils import runtime
 from prime_rl.utils.process import StopFlag
 from prime_rl.utils.runtime import parse_duration_s
@@ -67,27 +67,36 @@ def choose_output(option: Path | None) -> OutputDir:
 
 
 def no_workspace(path: Path) -> str | None:
-    """The message about a folder that is not there; None where it is."""
-    return None if path.is_dir() else f"no workspace at {path}: start one with prl up, or name another"
+    """The message about a folder that is not there, or has nothing of a workspace; None for one that has."""
+    if not path.is_dir():
+        return f"no workspace at {path}: start one with prl up, or name another"
+    return None if holds_workspace(OutputDir(path)) else f"no workspace in {path}: prl up --output-dir {path} makes one"
 
 
-def existing_output(option: Path | None, *, may_miss: bool = False) -> OutputDir:
+def holds_workspace(output: OutputDir) -> bool:
+    """True when a daemon, a node of a group or a run, though deleted, has left something there."""
+    marks = (output.supervisor_lock, output.trainer_status, output.inference_status, output.multinode, output.trash)
+    return any(map(os.path.lexists, marks)) or any(scan_runs(output.path))
+
+
+def existing_output(option: Path | None, *, may_miss: bool = False, may_be_empty: bool = True) -> OutputDir:
     """The workspace of `choose_output`, which must be there unless it `may_miss`: then a missing one counts as empty.
 
-    Raises WrongUseError when it is missing, ActionError when it cannot be read.
+    Raises WrongUseError when it is missing, or holds nothing and may not, ActionError when it cannot be read.
     """
     output = choose_output(option)
     try:
         with os.scandir(output.path):
-            return output
-    except FileNotFoundError as error:
-        if may_miss:
-            return output
-        raise WrongUseError(f"{no_workspace(output.path)}") from error
+            none = None if may_be_empty else no_workspace(output.path)
+    except FileNotFoundError:
+        none = no_workspace(output.path)
     except OSError as error:
         raise ActionError(
             f"cannot read workspace {output.path}: {error.strerror}; choose another with --output-dir"
         ) from error
+    if none and not may_miss:
+        raise WrongUseError(none)
+    return output
 
 
 def say(message: str) -> None:
@@ -125,14 +134,19 @@ def print_json(payload: dict[str, Any]) -> None:
     print(json.dumps({"version": JSON_VERSION, **payload}, indent=2, default=str), flush=True)
 
 
+def _uncut_chars() -> int | None:
+    """The width of a file or pipe, so wide that nothing is cut or folded: grep finds whole cells; None: a terminal."""
+    return None if sys.stdout.isatty() else UNCUT_CHARS
+
+
 def console() -> Console:
-    """A console for the terminal; for a file or pipe so wide that nothing is cut or folded: grep finds whole cells."""
-    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else UNCUT_CHARS)
+    """A console for the terminal, or for a file or pipe."""
+    return Console(highlight=False, markup=False, emoji=False, width=_uncut_chars())
 
 
 def cell(value: object, limit: int = 160) -> Text:
     """A table cell of untrusted text, on a terminal cut after `limit` characters; empty for None."""
-    return Text("" if value is None else one_line(str(value), limit if sys.stdout.isatty() else UNCUT_CHARS))
+    return Text("" if value is None else one_line(str(value), _uncut_chars() or limit))
 
 
 def make_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from daemons.actions import trainer_limits
+from daemons.adding import trainer_limits
 from daemons.commands import complete
 from daemons.commands.common import (
     FittingTable,
@@ -114,9 +114,10 @@ def explain(
     _check(kind)
     found = find_fields(key, kind)
     if not found:
-        near = nearest_keys(key, kind)
-        hint = f": did you mean {' or '.join(near)}?" if near else "; docs/config.md lists all keys"
-        raise WrongUseError(f"unknown key {key!r}{hint}")
+        near, tables = nearest_keys(key, kind), find_fields(key.rpartition(".")[0], kind)
+        beside = ", ".join(dict.fromkeys(each.key for table in tables for each in fields_below(table)))
+        hints = [f"did you mean {' or '.join(near)}?"] * bool(near) + [f"this table has {beside}"] * bool(beside)
+        raise WrongUseError(f"unknown key {key!r}: {' '.join(hints) or 'docs/config.md lists all keys'}")
     if as_json:
         print_json({"fields": [asdict(field) for field in found]})
         return

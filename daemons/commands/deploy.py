@@ -20,7 +20,8 @@ from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, say
 from daemons.commands.lifecycle import choose_system
 from daemons.errors import WrongUseError
 from daemons.launchers.base import LaunchError, nodes_needed
-from daemons.specs import service_specs, without_nulls
+from daemons.specs import service_specs
+from prime_rl.configs.base import without_nulls
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir

@@ -27,7 +27,7 @@ from daemons.commands.runs import FileArgument
 from daemons.data_files import data_problems, plugin_problems
 from daemons.errors import ActionError, need_cpu
 from daemons.process import log_tail, python_module
-from daemons.specs import INFERENCE, module_of
+from daemons.specs import INFERENCE, module_of, saved_folder
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.jsonl import place_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -93,7 +93,7 @@ def _tried(output: OutputDir, file: Path, num: int, model: str) -> dict[str, Any
     config = load_run_config(file)
     if problems := [*data_problems(config, place_of(file)), *plugin_problems(config)]:
         raise ConfigError(str(file), problems)
-    argv = python_module(_MODULE, str(file), str(num))
+    argv, folder = python_module(_MODULE, str(file.absolute()), str(num)), saved_folder(output)
     with contextlib.ExitStack() as stack:
         # As Ctrl-C: the server ends, the version is unloaded.
         for name in (signal.SIGTERM, signal.SIGHUP):
@@ -102,12 +102,11 @@ def _tried(output: OutputDir, file: Path, num: int, model: str) -> dict[str, Any
             limits = trainer_limits(output.path)
             seq_len = config.seq_len or (limits.max_seq_len if limits else DEFAULT_SEQ_LEN)
             if model == BASE and not _has_inference(output):
-                output = stack.enter_context(_own_server(config, seq_len))
+                output = stack.enter_context(_own_server(config, seq_len, folder))
             talk = stack.enter_context(Chat(output.path, model))
             argv += [*talk.served, str(seq_len)]
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, "PYTHONUTF8": "1"}, check=False
-        )
+        env = {**os.environ, "PYTHONUTF8": "1"}
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=env, cwd=folder, check=False)
     answer = json.loads(done.stdout) if done.returncode == 0 else {"error": "the process that tries it has crashed"}
     if "error" in answer:
         raise ActionError(answer["error"])
@@ -120,7 +119,7 @@ def _has_inference(output: OutputDir) -> bool:
 
 
 @contextlib.contextmanager
-def _own_server(config: OrchestratorConfig, seq_len: int) -> Iterator[OutputDir]:
+def _own_server(config: OrchestratorConfig, seq_len: int, cwd: Path | None) -> Iterator[OutputDir]:
     """A workspace that has nothing but an inference server with the embedded engine and the base model."""
     with tempfile.TemporaryDirectory(prefix="prl-try-") as folder:
         output = OutputDir(Path(folder))
@@ -129,7 +128,7 @@ def _own_server(config: OrchestratorConfig, seq_len: int) -> Iterator[OutputDir]
         flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         with log.open("wb") as file:
             argv = python_module(module_of(INFERENCE), *flags)
-            child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+            child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=cwd)
 
         def is_ready() -> bool:
             if child.poll() is not None:

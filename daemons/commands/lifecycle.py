@@ -97,7 +97,8 @@ def up(
     """Start a workspace's daemons in the background.
 
     Starts a supervisor, which starts the trainer, the inference server and the orchestrators of all runs, and restarts
-    those that fail. Returns when trainer and inference are ready.
+    those that fail. Returns when trainer and inference are ready. Running with these settings already, it changes
+    nothing; other settings need prl down first.
 
     @ FILE is the system file (TOML): base model, slots, engine. --key.subkey VALUE overrides one field. Without @ FILE
     the workspace starts with its last settings; a new one starts small, on this machine's CPU, and builds its base
@@ -118,6 +119,8 @@ def up(
     tell = say_or_stop(stop)
     wanted = choose_system(context.args, output_dir)
     output = OutputDir(wanted.system.output_dir)
+    if not output.path.exists():
+        tell(f"a new workspace will be made: {output.path.absolute()}")
     if foreground and is_for_a_job(wanted.system):
         raise WrongUseError(
             '--foreground with deployment.engine = "slurm" outside an allocation: leave it out to submit a job'
@@ -221,7 +224,7 @@ def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watc
 
     Example: prl status --watch
     """
-    path = existing_output(output_dir, may_miss=watching or as_json).path
+    path = existing_output(output_dir, may_miss=watching or as_json, may_be_empty=False).path
     reader, disk = WorkspaceReader(path), DiskReader(path)
 
     def view() -> RenderableType:

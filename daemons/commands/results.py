@@ -37,11 +37,11 @@ from daemons.commands.runs import NO_RUNS, RunIdArgument
 from daemons.details import Difference, diff_runs
 from daemons.errors import ActionError, WrongUseError, one_line_errors
 from daemons.exports import export_run
-from daemons.ranking import RUN, TAG, RunValues, Standing, notes, rank, read_contestants
+from daemons.ranking import RUN, TAG, RunValues, Standing, notes, num_last, rank, read_contestants
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
-from prime_rl.contract.learning import REWARD
+from prime_rl.contract.metrics import REWARD
 from prime_rl.contract.usage import UsageLine, read_usage
 from prime_rl.results import Workspace, columns_of
 from prime_rl.utils.text import one_line, size_text
@@ -317,8 +317,9 @@ def best(
     else:
         for environment in dict.fromkeys(each.environment for each in found):
             own = [each for each in found if each.environment == environment]
-            say(f"{environment}, at step {own[0].step}:")
-            console().print(make_table(["", by, metric, *(["±", "runs", "best run"] * (by != RUN))], _places(own, by)))
+            say(f"{environment}, at step {own[0].step}, mean of the last {last or num_last(metric)}:")
+            columns = ["", by, metric, *(["± (s.e.)", "runs", "best run"] * (by != RUN))]
+            console().print(make_table(columns, _places(own, by)))
     if not as_json:
         for note in told:
             complain(note)

@@ -21,6 +21,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from daemons import actions
+from daemons.adding import trainer_limits
 from daemons.commands import complete
 from daemons.commands.common import (
     DryRunOption,
@@ -309,7 +310,7 @@ def list_runs(
     Example: prl runs list --state active,waiting --tag lr-sweep --sort reward
     """
     states, tags = _states(state), set(tag or ())
-    path = existing_output(output_dir, may_miss=watching or as_json).path
+    path = existing_output(output_dir, may_miss=watching or as_json, may_be_empty=False).path
     reader = WorkspaceReader(path)
 
     def chosen() -> list[RunView]:
@@ -366,7 +367,7 @@ def samples(
 
     Example: prl runs samples run_reverse -n 8
     """
-    with acting_on(existing_output(output_dir).path, run_id, "reading") as (_, run):
+    with acting_on(existing_output(output_dir).path, run_id, "reading") as (output, run):
         found = read_samples(run.samples, number)
     if as_json:
         print_json({"samples": msgspec.to_builtins(found)})
@@ -374,7 +375,13 @@ def samples(
     for sample in found:
         say(sample_view(sample))
     if not found:
-        say(f"{run_id} has no rollouts yet: each batch adds some, unless samples.per_step is 0")
+        view = WorkspaceReader(output.path).read().run(run_id)
+        told = view and (view.problem or (view.reason if view.state is RunState.FAILED else None))
+        if told:
+            more = f"prl logs {run_id} --grep dropped names each, prl env try FILE makes one and shows it"
+            say(f"{run_id} has no rollouts: {told}; those that are dropped are not kept: {more}")
+        else:
+            say(f"{run_id} has no rollouts yet: each batch adds some, unless samples.per_step is 0")
 
 
 @runs_app.command()
@@ -391,7 +398,7 @@ def validate(
     place = choose_output_dir(output_dir)
     changed = parse_overrides(changes)
     problems = actions.check_file(place, file, overrides=changed)
-    limits = actions.trainer_limits(place)
+    limits = trainer_limits(place)
     warnings = [] if problems else actions.check_doubts(place, file, overrides=changed)
     if as_json:
         rows = [problem_json(file, problem, changed) for problem in problems]
@@ -402,7 +409,7 @@ def validate(
         for problem in problems:
             complain(f"not found: {file}" if problem == NOT_FOUND else f"{file}: {one_line(str(problem), 2_000)}")
     if problems:
-        raise typer.Exit(1)
+        raise typer.Exit(2)
     if not as_json:
         warn(file, warnings)
         alone = f"; model and limits not checked: no trainer has run in {place}" if not limits else ""
@@ -434,8 +441,16 @@ def add(
             actions.add_run(place, file, overrides=changed, dry_run=True)
     for file in files:
         warn(file, actions.check_doubts(place, file, overrides=changed))
+        is_new = not place.exists()
         added = actions.add_run(place, file, run_id=run_id, overrides=changed, dry_run=dry_run)
         say(f"{'would add' if dry_run else 'added'} {added} to {place}")
+        tell_if_made(place, is_new)
+
+
+def tell_if_made(place: Path, is_new: bool) -> None:
+    """Tell of a workspace that was not there: perhaps another one was meant."""
+    if is_new and place.exists():
+        complain(f"made a new workspace at {place.absolute()}: prl up starts it; --output-dir names another")
 
 
 def warn(file: Path, warnings: Sequence[ConfigProblem]) -> None:
@@ -464,6 +479,7 @@ def details_json(details: RunDetails) -> dict[str, Any]:
         "config": details.config,
         "metrics": details.metrics,
         "errors": list(details.errors),
+        "data_changed": list(details.data_changed),
         "checkpoints": [asdict(each) for each in details.checkpoints],
         "disk": {
             "num_bytes": sum(details.disk.values()),
@@ -476,7 +492,7 @@ def details_json(details: RunDetails) -> dict[str, Any]:
 def details_view(details: RunDetails) -> RenderableType:
     """The table that `prl runs show` prints; missing facts take no line."""
     run = details.run
-    parts: list[RenderableType] = [_facts(details), *_section("problems", run.troubles)]
+    parts: list[RenderableType] = [_facts(details), *_section("problems", run.troubles + details.data_changed)]
     parts += _section("last problem", run.sign_texts[: run.state is not RunState.ACTIVE])
     for name, figures in details.metrics.items():
         evaluated = sorted(key for key in figures if key.startswith("eval/") and "/avg@" in key)

@@ -6,13 +6,16 @@ An engine (a Slurm step, a Ray actor) starts one agent a node. Agent and launche
 workspace and nowhere else: the agent writes `NAME.START_ID.K.json` every BEAT_S, and reads `NAME.START_ID.stop`. It
 ends its daemon when asked there, on SIGTERM, or when its own parent goes. The first line of its standard input is a
 JSON object: the API keys that the daemon is handed, by the names of their variables.
+
+`AgentLauncher` is the common part of the launchers of such engines: daemons are adopted and ended by the agents'
+records, whatever the engine. All of them are asked to end, and what does not end in time is killed.
 """
 
 from __future__ import annotations
 
+import abc
 import argparse
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -20,19 +23,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from daemons.launchers.members import send_kill
+from daemons.launchers.base import Alive, Ended, Handle, Left
 from daemons.logs import node_log
 from daemons.process import DAEMON_MARK, WORKSPACE_MARK, daemon_environment, log_header
 from daemons.specs import NODE_VARIABLE
-from prime_rl.contract.files import make_folder, open_append, read_file, read_text, write_atomic
+from prime_rl.contract.files import WaitTimeout, make_folder, open_append, read_json, read_text, wait_for, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
-from prime_rl.contract.status import LOST_AFTER_S
+from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
 from prime_rl.utils.process import (
     ProcessId,
     StopFlag,
@@ -41,7 +45,9 @@ from prime_rl.utils.process import (
     inherit_orphans,
     living,
     orphans,
+    send_kill,
     send_signal,
+    signal_at_parents_death,
 )
 from prime_rl.utils.secrets import handed_over, seal
 
@@ -61,7 +67,6 @@ DEFAULT_GRACE_S = 25.0
 LAST_RECORD_S = 30.0
 MAX_RECORD_BYTES = 20_000
 _MAX_KEY_LINE_BYTES = 100_000
-_PR_SET_PDEATHSIG = 1
 
 
 class AgentRecord(msgspec.Struct, kw_only=True):
@@ -112,12 +117,9 @@ def read_starts(output: OutputDir, name: str, start_id: str, num_nodes: int | No
 
 
 def _read_record(output: OutputDir, name: str, start_id: str, node: int) -> AgentRecord | None:
-    with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
-        path = output.agent_record(name, start_id, node)
-        record = msgspec.json.decode(read_file(path, limit=MAX_RECORD_BYTES), type=AgentRecord)
-        if (record.name, record.start_id, record.node) == (name, start_id, node):
-            return record
-    return None
+    record = read_json(output.agent_record(name, start_id, node), AgentRecord, limit=MAX_RECORD_BYTES)
+    is_it = record is not None and (record.name, record.start_id, record.node) == (name, start_id, node)
+    return record if is_it else None
 
 
 def worst_of(ended: Sequence[AgentRecord]) -> AgentRecord:
@@ -185,6 +187,115 @@ def lost_node(start_id: str, num_nodes: int, records: Mapping[int, AgentRecord],
 # The agent's own process
 
 
+POLL_S = 0.2
+# An agent kills within moments, and then the engine may be asked to, which takes seconds.
+KILLED_WITHIN_S = 30.0
+
+
+class AgentLauncher(abc.ABC):
+    """The common part of engines that start daemons by agents. Each starts them and looks at them in its own way.
+
+    Args:
+        engine: its name in handles.
+    """
+
+    def __init__(self, output: OutputDir, engine: str) -> None:
+        self.output = output
+        self._engine = engine
+        self._beats = Beats()
+
+    @abc.abstractmethod
+    def look(self, handle: Handle) -> Alive | Ended:
+        """`Launcher.look`. A living start of an earlier supervisor is looked after from here on."""
+
+    @abc.abstractmethod
+    def stop(self, handle: Handle, grace_s: float) -> None:
+        """`Launcher.stop`, by the agents."""
+
+    def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
+        """`Launcher.end`, by `stop` and `look`. Agents end all of a daemon once its first process has ended."""
+        living: list[Handle] = []
+
+        def all_ended() -> bool:
+            tick()
+            living[:] = [handle for handle in handles if isinstance(self.look(handle), Alive)]
+            return not living
+
+        for handle in handles:
+            self.stop(handle, drain_s + grace_s)
+        with contextlib.suppress(WaitTimeout):
+            wait_for(all_ended, "daemons to end", timeout_s=drain_s + grace_s, poll_s=POLL_S)
+        for handle in living:
+            self.stop(handle, 0.0)
+        with contextlib.suppress(WaitTimeout):
+            wait_for(all_ended, "killed daemons to be gone", timeout_s=KILLED_WITHIN_S, poll_s=POLL_S)
+        seen = [self.look(handle) for handle in living]
+        return {look.process for look in seen if isinstance(look, Alive) and look.process}
+
+    def adopt(self, record: DaemonStatus) -> Handle | None:
+        """`Launcher.adopt`; None for a start of another engine."""
+        handle = record.handle
+        if handle is None or handle.engine != self._engine or not isinstance(self.look(handle), Alive):
+            return None
+        return handle
+
+    def logs(self, handle: Handle) -> Path:
+        """`Launcher.logs`: that of the daemon's first node."""
+        return log_of(self.output, handle.name)
+
+    def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
+        """`Launcher.strays`, by the agents' records."""
+        return strays_of(self.output, but)
+
+    def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
+        """`Launcher.kill`, by the agents of these processes."""
+        return kill_strays(self.output, strays, tick)
+
+
+def left_of(records: Iterable[AgentRecord], beats: Beats) -> frozenset[int]:
+    """`Ended.left`: daemons of one start whose agents still report them."""
+    return frozenset(
+        record.pid
+        for record in records
+        if record.state != "ended" and beats.silent_s(record.start_id, record.node, record.beat) <= LOST_AFTER_S
+    )
+
+
+def running_daemons(output: OutputDir, but: Collection[str] = ()) -> list[AgentRecord]:
+    """The agents' records of daemons that have not ended, without the daemons named in `but`."""
+    return [record for record in all_starts(output) if record.state != "ended" and record.name not in but]
+
+
+def strays_of(output: OutputDir, but: Collection[str] = ()) -> set[ProcessId]:
+    """`Launcher.strays`: by the agents' records, also those of an agent that is gone."""
+    return {record.process for record in running_daemons(output, but) if record.process}
+
+
+def kill_strays(output: OutputDir, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
+    """`Launcher.kill`. An agent that has been silent for LOST_AFTER_S is gone with its daemon. Its stop file stays."""
+    beats = Beats()
+    starts = {(record.name, record.start_id) for record in running_daemons(output) if record.process in strays}
+    for name, start_id in starts:
+        ask_to_stop(output, name, start_id, 0.0)
+    left: Left = set()
+
+    def gone() -> bool:
+        tick()
+        left.clear()
+        for record in running_daemons(output):
+            silent_s = beats.silent_s(record.start_id, record.node, record.beat)
+            if record.process is not None and record.process in strays and silent_s <= LOST_AFTER_S:
+                left.add(record.process)
+        return not left
+
+    with contextlib.suppress(WaitTimeout):
+        wait_for(gone, "killed daemons to be gone", timeout_s=LOST_AFTER_S + KILLED_WITHIN_S, poll_s=POLL_S)
+    for record in all_starts(output):
+        if (record.name, record.start_id) in starts and record.process not in left:
+            output.agent_record(record.name, record.start_id, record.node).unlink(missing_ok=True)
+    return left
+
+
 class Agent:
     """One daemon on this node, from its start to its end."""
 
@@ -220,7 +331,7 @@ class Agent:
                     start_new_session=True,
                     env=environ,
                     pass_fds=fds,
-                    preexec_fn=_die_with_agent,  # noqa: PLW1509 (no thread runs here yet)
+                    preexec_fn=partial(signal_at_parents_death, signal.SIGKILL),  # noqa: PLW1509 (no thread runs here yet)
                 )
         except (OSError, ValueError) as error:
             self._close(None, f"cannot start: {error}")
@@ -236,9 +347,8 @@ class Agent:
         poll = select.poll()
         if pipe is not None:
             poll.register(pipe, select.POLLIN)
-        child_fd = _pidfd(self._child.pid)
-        if child_fd is not None:
-            poll.register(child_fd, select.POLLIN)
+        with contextlib.suppress(AttributeError, OSError):  # an old kernel, or too many open files
+            poll.register(os.pidfd_open(self._child.pid), select.POLLIN)
         while self._child.poll() is None:
             ready = [fd for fd, _ in poll.poll(LOOK_S * 1000)]
             if pipe in ready and not os.read(pipe or 0, 4096):
@@ -337,18 +447,6 @@ def _end_earlier_starts(output: OutputDir, name: str, start_id: str) -> None:
             if other and (marks.get(WORKSPACE_MARK), marks.get(DAEMON_MARK)) == (workspace, name) and pid not in me:
                 found.add(ProcessId.of(pid))
     send_kill(found)
-
-
-def _pidfd(pid: int) -> int | None:
-    with contextlib.suppress(AttributeError, OSError):  # an old kernel, or too many open files
-        return os.pidfd_open(pid)
-    return None
-
-
-def _die_with_agent() -> None:
-    """Runs in the daemon before its program: the kernel kills it when the agent is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _read_keys() -> dict[str, str]:

@@ -15,23 +15,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from daemons.launchers.agent import (
     ORPHANED,
     START_MARK,
+    AgentLauncher,
     AgentRecord,
     ask_to_stop,
     forget_starts,
+    left_of,
     lost_node,
     read_starts,
     worst_of,
 )
 from daemons.launchers.base import Alive, Ended, Handle, LaunchError, Place, find_place, new_start_id
-from daemons.launchers.ending import AgentLauncher, left_of
 from daemons.logs import SRUN_LOG
 from daemons.process import daemon_environment
 from daemons.specs import MEETING_PORTS, DaemonSpec, keys_of, on_nodes, trainer_spec
@@ -102,7 +103,9 @@ class Allocation:
         self, command: Sequence[str], keys: Mapping[str, str], environ: Mapping[str, str], log: Path
     ) -> Step:
         """Run srun, which hands `keys` on to the agents; `log` gets what it complains about. Raises OSError."""
-        with _key_file(keys) as stdin, handed_over(environ, []) as (clean, _), open_append(log) as file:
+        with nameless_file() as stdin, handed_over(environ, []) as (clean, _), open_append(log) as file:
+            stdin.write(json.dumps(keys).encode() + b"\n")
+            stdin.seek(0)
             return subprocess.Popen(
                 command, stdin=stdin, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=clean
             )
@@ -290,15 +293,6 @@ def find_step(job: str, start_id: str) -> str | None:
         if name.strip() == start_id:
             return step
     return None
-
-
-@contextlib.contextmanager
-def _key_file(keys: Mapping[str, str]) -> Iterator[IO[bytes]]:
-    """Standard input of srun, which hands it on to the agents: one line, in a file without a name."""
-    with nameless_file() as file:
-        file.write(json.dumps(keys).encode() + b"\n")
-        file.seek(0)
-        yield file
 
 
 def run_slurm(*command: str, timeout_s: float | None = None) -> str:

@@ -501,15 +501,12 @@ def main(argv: Sequence[str]) -> int:
             logger.exception("a look at the workspace failed; next one in %g s", LOOK_EVERY_S)
         status.update(waiting_on=monitors.slow())
         stop.wait(LOOK_EVERY_S)
-    threading.Thread(target=_end_in_time, daemon=True).start()
+    limit = threading.Timer(CLOSE_LIMIT_S + EXIT_LIMIT_S, os._exit, (0,))
+    limit.daemon = True
+    limit.start()
     monitors.close()
     status.close(state="stopped")
     return 0
-
-
-def _end_in_time() -> None:
-    time.sleep(CLOSE_LIMIT_S + EXIT_LIMIT_S)
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,7 @@ from prometheus_client.registry import Collector
 
 from prime_rl.configs.reports import PrometheusConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 from prime_rl.contract.files import make_folder, read_text, write_atomic
-from prime_rl.utils.network import refusal
-from prime_rl.utils.runtime import install_command
+from prime_rl.utils.runtime import http_refusal, install_command
 from prime_rl.utils.secrets import WANDB_VARIABLE, read_secret
 
 
@@ -293,7 +292,7 @@ class PrometheusPage(Collector):
 def _guarded(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
     def guarded(environ: Mapping[str, str], start_response: Callable[..., object]) -> Iterable[bytes]:
         headers = [(name, environ[key]) for name, key in _HEADERS.items() if environ.get(key)]
-        if (refused := refusal(environ["REQUEST_METHOD"], headers)) is None:
+        if (refused := http_refusal(environ["REQUEST_METHOD"], headers)) is None:
             return app(environ, start_response)
         start_response(f"{refused[0]} Refused", [("Content-Type", "text/plain; charset=utf-8")])
         return [f"{refused[1]}\n".encode()]
@@ -320,7 +319,8 @@ class PrometheusMonitor:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the figures of one line, and its step as that of the writer."""
         writers = {name.partition("/")[0] for name in metrics}
-        news = {gauge_name(name): value for name, value in metrics.items()}
+        # orchestrator/reward/mean -> prl_orchestrator_reward_mean
+        news = {f"prl_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}": value for name, value in metrics.items()}
         self._page.show(self._run_id, news | {f"prl_{writer}_step": float(step) for writer in writers})
 
     def close(self) -> None:
@@ -328,8 +328,3 @@ class PrometheusMonitor:
         self._page.remove(self._run_id)
         if self._is_own:
             self._page.close()
-
-
-def gauge_name(name: str) -> str:
-    """Name of a metric on the page: orchestrator/reward/mean -> prl_orchestrator_reward_mean."""
-    return "prl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)

@@ -14,6 +14,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import tokenizers
 import torch
@@ -21,8 +22,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from prime_rl.base_model.store import Recipe
 from prime_rl.utils.tasks import CONSONANTS, TASKS, VOWELS, TextTask, make_train_word, make_words, normalise, similarity
+
+if TYPE_CHECKING:
+    from prime_rl.base_model.__main__ import Recipe
 
 PAD = "<|pad|>"
 TURN_START = "<|im_start|>"
@@ -140,8 +143,8 @@ class Demonstrator:
 
 
 IGNORED = -100
-# Called after each step with (step, loss). What it raises ends the teaching.
-OnStep = Callable[[int, float], None]
+# Called after each step with its number, from 1. What it raises ends the teaching.
+OnStep = Callable[[int], None]
 
 
 def be_reproducible(recipe: Recipe) -> None:
@@ -188,7 +191,7 @@ def teach(model: Qwen3ForCausalLM, recipe: Recipe, encoder: PromptEncoder, on_st
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        on_step(step + 1, loss.item())
+        on_step(step + 1)
     model.eval()
 
 

@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from prime_rl.configs.base import ConfigError, ConfigProblem, build, parse_toml, read_text
+from prime_rl.configs.base import ConfigError, ConfigProblem, build, dump_toml, parse_toml, read_text
 from prime_rl.configs.orchestrator import LIVE_KEYS, OrchestratorConfig
-from prime_rl.contract.files import remove, write_atomic
+from prime_rl.contract.files import remove_file, write_atomic
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.notes import Admission, Change, digest_of, read_admitted
 from prime_rl.utils.text import one_line
@@ -69,7 +69,8 @@ def read_effect(run: RunDir) -> Effect:
     """The config in effect. Raises ConfigError when it is missing or no TOML."""
     if (admitted := read_admitted(run)) is None:
         text = read_text(run.orch_toml)
-        return Effect(run.run_id, text, parse_toml(text, str(run.orch_toml)), digest_of(text.encode()))
+        dump_toml(data := parse_toml(text, str(run.orch_toml)), str(run.orch_toml))
+        return Effect(run.run_id, text, data, digest_of(text.encode()))
     run_id, base, sha256 = admitted.run_id, admitted.text, admitted.sha256
     with contextlib.suppress(ConfigError):
         base = read_text(run.applied)
@@ -79,17 +80,18 @@ def read_effect(run: RunDir) -> Effect:
         if (text := read_text(run.orch_toml)) == base:
             return Effect(run_id, base, data, sha256)
         asked = parse_toml(text, str(run.orch_toml))
+        dump_toml(asked, str(run.orch_toml))
         build(OrchestratorConfig, asked, str(run.orch_toml))
+        found = differing(data, asked)
+        edited = [each for each in found if each[0].partition(".")[0] not in LIVE_KEYS]
+        if not edited:
+            return Effect(run_id, text, asked, sha256)
+        if len(edited) < len(found):
+            both = {key: value for key, value in data.items() if key not in LIVE_KEYS}
+            both |= {key: value for key, value in asked.items() if key in LIVE_KEYS}
+            base, data = dump_toml(both, str(run.orch_toml)), both
     except ConfigError as error:
         return Effect(run_id, base, data, sha256, Edit([], "; ".join(str(problem) for problem in error.problems)))
-    found = differing(data, asked)
-    edited = [each for each in found if each[0].partition(".")[0] not in LIVE_KEYS]
-    if not edited:
-        return Effect(run_id, text, asked, sha256)
-    if len(edited) < len(found):
-        data = {key: value for key, value in data.items() if key not in LIVE_KEYS}
-        data |= {key: value for key, value in asked.items() if key in LIVE_KEYS}
-        base = tomli_w.dumps(data)
     return Effect(run_id, base, data, sha256, Edit(edited))
 
 
@@ -131,7 +133,7 @@ def write_admitted(run: RunDir, effect: Effect, step: int) -> None:
         admission = Admission(run.run_id, now, step, effect.sha256, effect.text, history[-MAX_CHANGES:])
         text = tomli_w.dumps(msgspec.to_builtins(admission), multiline_strings=True)
         write_atomic(run.admitted, text, mode=_mode(run))
-    remove(run.applied)
+    remove_file(run.applied)
 
 
 def in_words(keys: Differences) -> str:
@@ -142,8 +144,8 @@ def in_words(keys: Differences) -> str:
 def told_with_changes(run: RunDir, values: Mapping[str, str]) -> dict[str, str]:
     """`values` by key; of those that changed while the run trained with all that it had: "0.001 -> 0.002"."""
     told, admitted = dict(values), read_admitted(run)
-    for change in reversed(admitted.history if admitted else []):
-        for key, before in _CHANGED.findall(change.what):
+    for change in reversed(admitted.history[-MAX_CHANGES:] if admitted else []):
+        for key, before in _CHANGED.findall(change.what[:MAX_CHANGE_CHARS]):
             if change.step and key in told:
                 told[key] = one_line(f"{before} -> {told[key]}", MAX_CHANGE_CHARS)
     return told

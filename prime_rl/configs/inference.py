@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.base import BaseConfig
-from prime_rl.configs.shared import BroadcastConfig, LogConfig, LoRAConfig, ModelConfig
+from prime_rl.configs.base import BaseConfig, BroadcastConfig, LogConfig, LoRAConfig, ModelConfig
 from prime_rl.contract.served import NUM_CHAT_ADAPTERS
 
 # vLLM's own names.

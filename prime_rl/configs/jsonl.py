@@ -6,7 +6,6 @@ Parquet files and data sets of the hub are JSON lines before anything else reads
 
 from __future__ import annotations
 
-import ast
 import atexit
 import functools
 import json
@@ -248,42 +247,3 @@ def _rows_of(named: str) -> Iterator[dict[str, Any]]:
         with os.fdopen(open_file(Path(named)), "rb") as file:
             for batch in ParquetFile(file).iter_batches():
                 yield from batch.to_pylist()
-
-
-def file_problem(args: JsonlArgs, place: Place) -> tuple[str, str] | None:
-    """The first problem of the files: the argument that names it, and what is wrong. Runs no code of them."""
-    name, path = "path", Path(args.path)
-    try:
-        read_rows(path := place(args.path), args)
-        if args.code:
-            name, path = "reward", place(args.code)
-            _check_code(path, args.function)
-    except FileNotFoundError:
-        return name, f"{path} not found: a path is relative to the config file, and prl runs add copies it into the run"
-    except (ValueError, OSError) as error:
-        return name, str(error)
-    return None
-
-
-def _check_code(path: Path, function: str) -> None:
-    """Raises ValueError unless the file is Python and binds `function` at its top level, as far as a look shows."""
-    try:
-        tree = ast.parse(read_file(path, limit=MAX_CODE_BYTES))
-    except (SyntaxError, ValueError) as error:
-        line = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise ValueError(f"{path}{line}: not valid Python: {getattr(error, 'msg', error)}") from None
-    if not binds(tree, function):
-        raise ValueError(f"{path} has no function {function!r}")
-
-
-def binds(tree: ast.Module, name: str) -> bool:
-    """True when a module of that source may have `name` at its top level."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
-            return True
-        if isinstance(node, ast.ImportFrom | ast.Import):
-            if any(each.asname == name or each.name in (name, "*") for each in node.names):
-                return True
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
-            return True
-    return False

@@ -8,7 +8,7 @@ advantage of its sample, and sg(x) is x held constant in the gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -195,11 +195,6 @@ class DrGrpoLossConfig(ClippedLossConfig):
     """Constant used in place of the length of a sample, in tokens; null takes `sampling.max_tokens`."""
 
 
-def _with_type(value: Any) -> Any:
-    """The default type is aipo."""
-    return {"type": "aipo", **value} if isinstance(value, Mapping) else value
-
-
 LossConfig = Annotated[
     AipoLossConfig
     | TisLossConfig
@@ -211,7 +206,8 @@ LossConfig = Annotated[
     | DapoLossConfig
     | DrGrpoLossConfig,
     Field(discriminator="type"),
-    BeforeValidator(_with_type),
+    # The default type is aipo.
+    BeforeValidator(lambda value: {"type": "aipo", **value} if isinstance(value, Mapping) else value),
 ]
 
 

@@ -7,19 +7,17 @@ together (`prime_rl.multinode.node`). The run is an ordinary run, `run_multinode
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from prime_rl.configs import EXAMPLES
-from prime_rl.configs.base import BaseConfig, ConfigError, build, merge
+from prime_rl.configs.base import BaseConfig, ConfigError, FlagParser, LogConfig, LoRAConfig, ModelConfig, build, merge
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import LogConfig, LoRAConfig, ModelConfig
 from prime_rl.configs.trainer import TrainerConfig
 
 RUN_ID = "run_multinode"
@@ -159,27 +157,6 @@ _ENDING = """\
 All nodes get the same flags, except --master, --worker, --master-addr and --gpus-per-node. Exit codes: 0 done, 1 this
 node failed, 2 wrong usage or refused by the group, 75 a node was lost (start the same commands again), 130 interrupted.
 """
-
-
-class FlagError(ValueError):
-    """Wrong usage: the flag and its allowed values. Exit code 2."""
-
-
-class FlagParser(argparse.ArgumentParser):
-    """Raises FlagError where argparse would end the process."""
-
-    def __init__(self, prog: str, example: str, ending: str) -> None:
-        super().__init__(
-            prog=prog,
-            usage=f"{prog} {example}",
-            allow_abbrev=False,
-            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=22, width=110),
-            epilog=ending,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Raise FlagError; argparse calls it for wrong usage."""
-        raise FlagError(message)
 
 
 def node_parser() -> FlagParser:

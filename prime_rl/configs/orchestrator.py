@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from prime_rl.configs.base import BaseConfig
+from prime_rl.configs.base import BaseConfig, EvalSamplingConfig, LogConfig, SamplingConfig, WatchConfig
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.losses import AipoLossConfig, DrGrpoLossConfig, LossConfig
 from prime_rl.configs.reports import MonitorConfig, SamplesConfig
-from prime_rl.configs.shared import EvalSamplingConfig, LogConfig, SamplingConfig, WatchConfig
 from prime_rl.contract.served import RANGES
 
 # Keys of `orch.toml` that are read while the run is in its slot; it keeps all others as it was admitted.
@@ -370,11 +369,6 @@ class OrchestratorConfig(RunLifetime):
     def groups_per_batch(self) -> int:
         """Number of examples in a batch."""
         return self.batch_size // self.rollouts_per_example
-
-    @property
-    def env_weights(self) -> dict[str, float]:
-        """By the environments' names in metrics."""
-        return {env.label: env.weight for env in self.env}
 
     @property
     def eval_envs(self) -> list[EnvConfig]:

@@ -8,8 +8,7 @@ from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, Field
 
-from prime_rl.configs.base import BaseConfig
-from prime_rl.configs.shared import LogConfig
+from prime_rl.configs.base import BaseConfig, LogConfig
 
 AlertKind = Literal[
     "run_failed",

@@ -8,8 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from prime_rl.configs.base import BaseConfig
-from prime_rl.configs.shared import BroadcastConfig, LogConfig, LoRAConfig, ModelConfig, WatchConfig
+from prime_rl.configs.base import BaseConfig, BroadcastConfig, LogConfig, LoRAConfig, ModelConfig, WatchConfig
 
 DEFAULT_MICRO_BATCH_TOKENS = 8192
 MOST_SLOTS = 1024

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_rl.configs.base import ConfigError, ConfigProblem, build, load_toml, merge
+from prime_rl.configs.base import ConfigError, ConfigProblem, build, dump_toml, load_toml, merge
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
@@ -101,6 +101,10 @@ def find_problems(data: Mapping[str, Any], source: str, limits: TrainerLimits | 
     Messages are those of `load_run_config` and `check_against_trainer`. `limits` is None when no trainer is known.
     """
     problems: list[ConfigProblem] = []
+    try:
+        dump_toml(data, source)
+    except ConfigError as error:
+        problems += error.problems
     for _ in range(_MAX_LOOKS):
         try:
             config = build(OrchestratorConfig, data, source)

@@ -21,13 +21,14 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
+
+import msgspec
 
 from prime_rl.contract.layout import RUN_FOLDERS, RUN_PREFIX, stable_marker
 from prime_rl.utils.watch import mount_of
@@ -46,8 +47,15 @@ _KINDS = {
 # NOFOLLOW: the last component of the path must not be a link. NONBLOCK: opening a pipe without a writer does not wait.
 _CAREFUL = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHUNK_BYTES = 1 << 20
-_left: set[Path] = set()
+# Of a folder that is removed: more are a trap, which takes memory and time.
+MAX_LEVELS = 50_000
+# What a write that failed has left, and how it is removed.
+_left: dict[Path, Callable[[Path], None]] = {}
+T = TypeVar("T")
+# By what others wrote: not of its type, nested without end, or not UTF-8, which msgspec does not make its own error.
+UNDECODABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 class WaitTimeout(TimeoutError):
@@ -81,18 +89,13 @@ def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = 0o644, *, follow
     person names on a command line, and changes nothing below a run. Raises FileRefused unless it is a regular file,
     else OSError as `os.open` does.
     """
-    *folders, name = _way(path)
-    if follow_links and not folders:
+    if follow_links and not is_of_a_run(path):
         return _regular(os.open(path, (flags | _CAREFUL) & ~os.O_NOFOLLOW, mode), path, flags)
-    # The folder of any other file was made by the owner of the workspace.
-    folder = _open_folder(tuple(folders)) if folders else None
-    try:
-        fd = os.open(name, flags | _CAREFUL, mode, dir_fd=folder)
-    except OSError as error:
-        raise _explained(error, path) from None
-    finally:
-        if folder is not None:
-            os.close(folder)
+    with _placed(path) as (folder, name):
+        try:
+            fd = os.open(name, flags | _CAREFUL, mode, dir_fd=folder)
+        except OSError as error:
+            raise _explained(error, path) from None
     return _regular(fd, path, flags)
 
 
@@ -110,6 +113,15 @@ def open_lock(path: Path) -> int:
     with contextlib.suppress(PermissionError):  # it is another account's, which this one may write
         os.fchmod(fd, 0o600)
     return fd
+
+
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Close a descriptor after the block."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def file_problem(path: Path) -> str | None:
@@ -153,15 +165,28 @@ def _way(path: Path) -> tuple[str, ...]:
     return (str(path),)
 
 
-def _open_folder(way: tuple[str, ...], *, make: bool = False) -> int:
-    """Descriptor of a folder, to open files in; `make` makes the last part."""
+@contextlib.contextmanager
+def _placed(path: Path) -> Iterator[tuple[int | None, str]]:
+    """The open folder that has `path`, and its name there; None and the whole path for what is not of a run."""
+    *folders, name = _way(path)
+    # The folder of any other file was made by the owner of the workspace.
+    folder = _open_folder(tuple(folders)) if folders else None
+    try:
+        yield folder, name
+    finally:
+        if folder is not None:
+            os.close(folder)
+
+
+def _open_folder(way: tuple[str, ...], *, make: bool = False, mode: int = 0o777) -> int:
+    """Descriptor of a folder, to open files in; `make` makes the last part, with `mode`."""
     folder: int | None = None
     flags = _FOLDER | os.O_NOFOLLOW if len(way) > 1 else _FOLDER
     for number, name in enumerate(way, start=1):
         try:
             if make and number == len(way):
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(name, dir_fd=folder)
+                    os.mkdir(name, mode, dir_fd=folder)
             inner = os.open(name, flags, dir_fd=folder)
         except OSError as error:
             raise _explained(error, Path(*way[:number]), "folder") from None
@@ -202,16 +227,21 @@ def read_file(path: Path, *, limit: int, follow_links: bool = False) -> bytes:
     The file is opened once and judged as it was opened, so replacing it meanwhile changes nothing. Raises
     FileNotFoundError, FileRefused (no regular file, or too large) or another OSError. `follow_links`: see `open_file`.
     """
-    fd = open_file(path, follow_links=follow_links)
-    try:
+    with closing(open_file(path, follow_links=follow_links)) as fd:
         size = os.fstat(fd).st_size
         # One byte more than allowed, so a file that grows meanwhile is refused.
         data = _read(fd, limit + 1) if size <= limit else b""
-    finally:
-        os.close(fd)
     if max(size, len(data)) > limit:
         raise FileRefused(path, f"has {max(size, len(data))} bytes, expected at most {limit}")
     return data
+
+
+def read_json(path: Path, kind: type[T], *, limit: int) -> T | None:
+    """The value of `kind` in a file of at most `limit` bytes; None when it is missing, damaged or cannot be read."""
+    try:
+        return msgspec.json.decode(read_file(path, limit=limit), type=kind)
+    except (OSError, *UNDECODABLE):
+        return None
 
 
 def read_text(path: Path, *, limit: int = 1_000_000) -> str | None:
@@ -220,26 +250,20 @@ def read_text(path: Path, *, limit: int = 1_000_000) -> str | None:
     Raises FileRefused unless it is a regular file, or another OSError.
     """
     try:
-        fd = open_file(path)
+        with closing(open_file(path)) as fd:
+            return _read(fd, limit).decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
-        return _read(fd, limit).decode(errors="replace")
-    finally:
-        os.close(fd)
 
 
 def read_end(path: Path, limit: int) -> bytes:
     """The last bytes of a growing file, at most `limit`; b"" when it is not there. Raises FileRefused or OSError."""
     try:
-        fd = open_file(path)
+        with closing(open_file(path)) as fd:
+            os.lseek(fd, max(0, os.fstat(fd).st_size - limit), os.SEEK_SET)
+            return _read(fd, limit)
     except (FileNotFoundError, NotADirectoryError):
         return b""
-    try:
-        os.lseek(fd, max(0, os.fstat(fd).st_size - limit), os.SEEK_SET)
-        return _read(fd, limit)
-    finally:
-        os.close(fd)
 
 
 def _read(fd: int, limit: int) -> bytes:
@@ -273,7 +297,7 @@ def write_atomic(
 
     Makes the parent folder but not its parents, so a run folder that was deleted meanwhile is not made again.
     Raises OSError (disk full, no permission, folder gone, FileRefused for a folder that is a link); the old content is
-    then still in place and no temporary file is left, or only until the next write (a disk that became read-only).
+    then still in place and no temporary file is left, or only until the next write there (a read-only disk).
     """
     payload = data.encode() if isinstance(data, str) else data
     folder = _open_folder(_way(path.parent), make=True)
@@ -295,13 +319,13 @@ def write_atomic(
             else:
                 os.rename(tmp, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
-            _discard(path.with_name(tmp))
+            _discard(path.with_name(tmp), remove_file)
             raise
     except OSError as error:
         raise _explained(error, path) from None
     finally:
         os.close(folder)
-    _discard(*_left)
+    _discard_left(path)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -326,12 +350,9 @@ def append_line(path: Path, line: str) -> None:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which ends with this process. Raises BlockingIOError when another process has it."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
+    with closing(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -341,23 +362,31 @@ def staged_dir(final: Path) -> Iterator[Path]:
     The parent must exist: a run folder that was deleted meanwhile is not made again (FileNotFoundError). Below a run it
     must be a real folder (FileRefused). A leftover of an earlier, incomplete attempt at `final` is removed.
     """
-    os.close(_open_folder(_way(final.parent)))  # raises where it is a link, or below one
-    tmp = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".tmp", dir=final.parent))
-    tmp.chmod(0o755)
+    tmp = final.with_name(f".{final.name}.{os.urandom(6).hex()}.tmp")
+    fd = _open_folder(_way(tmp), make=True, mode=0o700)
+    # By its descriptor: the owner of a run may move it, and leave a link to others' files in its place.
+    by_fd = Path(f"/proc/{os.getpid()}/fd/{fd}")
     try:
-        yield tmp
-        for folder, _, names in os.walk(tmp):
+        staged = by_fd if is_of_a_run(final) and os.path.isdir(by_fd) else tmp
+        staged.chmod(0o700)
+        _check_own(fd, tmp, staged)
+        staged.chmod(0o755)
+        yield staged
+        for folder, _, names in os.walk(staged):
             for path in (Path(folder, name) for name in names):
                 if path.stat().st_size:  # an empty file is nothing but its name, which the folder holds
                     sync_path(path)
-        sync_path(tmp)
+        sync_path(staged)
         remove(final)
-        os.rename(tmp, final)
+        with _placed(final) as (parent, name):
+            os.rename(tmp.name if parent is not None else tmp, name, src_dir_fd=parent, dst_dir_fd=parent)
         sync_path(final.parent)
     except BaseException:
-        _discard(tmp)
+        _discard(tmp, remove)
         raise
-    _discard(*_left)
+    finally:
+        os.close(fd)
+    _discard_left(final)
 
 
 def mark_stable(step_dir: Path, *, sync: bool = True) -> None:
@@ -368,30 +397,137 @@ def mark_stable(step_dir: Path, *, sync: bool = True) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all in it, or whatever else is at `path`; a link itself, not what it leads to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    """Remove a folder with all in it, or whatever else is at `path`; a link itself, not what it leads to.
 
-
-def _discard(*temporary: Path) -> None:
-    """Remove what a write that failed has made; where the disk became read-only, after the next that succeeds."""
-    for path in temporary:
+    Below a run no folder on the way may be a link, nor become one meanwhile. Raises FileRefused for that, else OSError.
+    """
+    with contextlib.suppress(FileNotFoundError), _placed(path) as (folder, name):
         try:
-            remove(path)
-            _left.discard(path)
-        except OSError:
-            _left.add(path)
+            remove_at(name, folder)
+        except OSError as error:
+            raise _explained(error, path) from None
+
+
+def put_away(path: Path) -> None:
+    """Give a folder a hidden name beside it, which ends in ".old": at once, however much there is to remove later.
+
+    Raises as `remove`.
+    """
+    with contextlib.suppress(FileNotFoundError), _placed(path) as (folder, name):
+        hidden = os.path.join(os.path.dirname(name), f".{path.name}.{os.urandom(6).hex()}.old")
+        os.rename(name, hidden, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def remove_file(path: Path) -> None:
+    """Remove what is at `path`, unless it is a folder: that is not ours, and may hold any number of files.
+
+    Raises as `remove`.
+    """
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError), _placed(path) as (folder, name):
+        os.unlink(name, dir_fd=folder)
+
+
+def remove_at(name: str, folder: int | None) -> None:
+    """Remove what an open folder has under `name`, as `remove`; also what is swapped for a link meanwhile."""
+    if is_folder_at(name, folder):
+        _remove_tree(name, folder)
+    else:
+        os.unlink(name, dir_fd=folder)
+
+
+def _remove_tree(name: str, folder: int | None) -> None:
+    """Remove a folder of any depth with two descriptors; `shutil.rmtree` takes one, and a call, for each level."""
+    here = os.open(name, _LISTED, dir_fd=folder)
+    # Of the folders on the way to `here`: the name of each in the one above it, which is this one.
+    above: list[tuple[str, tuple[int, int]]] = []
+    try:
+        left = [_listed(here)]
+        while left[-1] or above:
+            if not left[-1]:
+                done, outer = above.pop()
+                here = _exchanged(here, "..")
+                if _identity(here) != outer:
+                    raise OSError(errno.ESTALE, "was moved while it was removed", done)
+                with contextlib.suppress(FileNotFoundError):
+                    os.rmdir(done, dir_fd=here)
+                left.pop()
+                continue
+            each, is_folder = left[-1].pop()
+            if is_folder:
+                with contextlib.suppress(OSError):  # an empty one needs not be entered, nor may it let us
+                    os.rmdir(each, dir_fd=here)
+                    continue
+                if len(above) >= MAX_LEVELS:
+                    raise OSError(errno.ENAMETOOLONG, f"is more than {MAX_LEVELS:,} folders deep", each)
+                try:
+                    outer, here = _identity(here), _exchanged(here, each)
+                except FileNotFoundError:  # others may remove it too
+                    continue
+                above.append((each, outer))
+                left.append(_listed(here))
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(each, dir_fd=here)
+    finally:
+        os.close(here)
+    os.rmdir(name, dir_fd=folder)
+
+
+def _listed(folder: int) -> list[tuple[str, bool]]:
+    """Each name in an open folder, and whether it is a folder's."""
+    with os.scandir(folder) as entries:
+        return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+
+
+def _identity(folder: int) -> tuple[int, int]:
+    status = os.fstat(folder)
+    return status.st_dev, status.st_ino
+
+
+def _exchanged(folder: int, name: str) -> int:
+    """Descriptor of the folder `name` of an open one, which is closed; when it fails that one stays open."""
+    inner = os.open(name, _LISTED, dir_fd=folder)
+    os.close(folder)
+    return inner
+
+
+def is_folder_at(name: str, folder: int | None) -> bool:
+    """True when an open folder has a real folder under `name`. Raises FileNotFoundError."""
+    return stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+
+
+def _discard(temporary: Path, removal: Callable[[Path], None]) -> None:
+    """Remove what a write that failed has made; where the disk became read-only, after the next of its folder."""
+    try:
+        removal(temporary)
+        _left.pop(temporary, None)
+    except OSError:
+        _left[temporary] = removal
+
+
+def _discard_left(written: Path) -> None:
+    """Only in the folder of `written`: what another run, or another thread, has left may be dear to remove."""
+    for temporary, removal in list(_left.items()):
+        if temporary.parent == written.parent:
+            _discard(temporary, removal)
+
+
+def _check_own(folder: int, path: Path, staged: Path) -> None:
+    """Refuse a staging folder that is not the one just made: others could put links there, and have us follow them.
+
+    Its owner is compared with that of a new file in it, as a server of files may give this process another name.
+    """
+    with closing(os.open(".probe", os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFUL, 0o600, dir_fd=folder)) as probe:
+        os.unlink(".probe", dir_fd=folder)
+        owners = os.fstat(folder).st_uid, os.fstat(probe).st_uid
+    if len(set(owners)) > 1 or os.listdir(staged):
+        raise FileRefused(path, "was replaced while it was made")
 
 
 def sync_path(path: Path) -> None:
     """Bring a file or a folder to the disk. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
+    with closing(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def wait_for(
@@ -427,7 +563,6 @@ FULL_BYTES = 64 << 10
 _SAME_SHARE = 0.9
 _ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _holding: dict[object, str] = {}
-T = TypeVar("T")
 
 
 class NotWritten(RuntimeError):

@@ -6,7 +6,7 @@ below `output_dir`. It only computes and validates paths; reading and writing is
     {output_dir}/
       run_<id>/
         control/     orch.toml  config_validation_error.txt  status.json
-                     admitted.toml  apply.toml  added.txt
+                     admitted.toml  apply.toml  added.txt  data.json
                      evicted.txt  paused.txt  preempted.txt  finished.txt  life.txt
         data/        files that the config names: data and rewards (only with `[[env]] id = "jsonl"`)
         init/        the adapter that the run starts from (only with [init])
@@ -237,6 +237,11 @@ class RunDir:
     def added(self) -> Path:
         """The run's id and when it was added; written once, by what adds it, else by the trainer that sees it first."""
         return self.control / "added.txt"
+
+    @property
+    def data_digests(self) -> Path:
+        """The SHA-256 of each file of `data/`, by its name in the config; written once, by what adds the run."""
+        return self.control / "data.json"
 
     @property
     def config_error(self) -> Path:

@@ -7,6 +7,10 @@ the kept groups. The trainer writes `metrics/ratios.jsonl`: of each update, the 
 The text comes from environment and policy, so it is untrusted: stored as it is (JSON in ASCII), cleaned by the program
 that shows it (`utils.text.clean_strings`). A reader sees whole lines only; when a file gets too long its writer
 replaces it with one that has the newest lines.
+
+An evaluation that a person asks for is in `evaluations/NAME`: what is evaluated, each rollout, and the figures. `prl
+eval` writes `job.json`, and starts `prime_rl.orchestrator.eval_job`, which appends a rollout a line to `samples.jsonl`
+and prints `EvalProgress` and `EvalResult`, one line of JSON each.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from prime_rl.contract.files import append_line, read_end, write_atomic
+from prime_rl.contract.files import UNDECODABLE, append_line, read_end, write_atomic
 from prime_rl.utils.text import clean_strings, one_line
 
 # However long the texts are that a run asks to keep.
@@ -264,7 +269,7 @@ def read_ratios(path: Path, step: int | None = None) -> dict[int, dict[int, list
             if step is not None and msgspec.json.decode(line, type=_OfStep).step != step:
                 continue
             batch = msgspec.json.decode(line, type=BatchRatios)
-        except (msgspec.MsgspecError, RecursionError):
+        except UNDECODABLE:
             continue
         found[batch.step] = batch.ratios
     return found
@@ -300,7 +305,7 @@ def _newest_first(path: Path, kind: type[Sample] | None, step: int | None = None
                 continue
             else:
                 found = msgspec.json.decode(line, type=kind)
-        except (msgspec.MsgspecError, RecursionError):
+        except UNDECODABLE:
             continue
         if found.step < upto and (step is None or found.step == step):
             yield found
@@ -322,3 +327,54 @@ def _tail_lines(path: Path, max_bytes: int) -> list[bytes]:
     data = read_end(path, max_bytes + 1)
     *lines, _unfinished = data.split(b"\n")
     return lines[1:] if len(data) > max_bytes else lines
+
+
+JOB_FILE, SAMPLES_FILE = "job.json", "samples.jsonl"
+
+
+class EvalJob(msgspec.Struct, frozen=True):
+    """`targets`: by their names for people, the folder of the adapter below `evaluations/`; None: the base model.
+
+    `config`: a run's, whose `[eval]` and environments are used. `source`: the file it comes from; what its environments
+    name is beside that.
+    """
+
+    targets: dict[str, str | None]
+    config: dict[str, Any]
+    source: str
+
+
+class EvalProgress(msgspec.Struct, frozen=True, tag="progress"):
+    """Rollouts made and failed of `total`. `waiting_on`: what holds them up, None when nothing does."""
+
+    target: str
+    done: int
+    total: int
+    waiting_on: str | None = None
+
+
+class EvalResult(msgspec.Struct, frozen=True, tag="result"):
+    """The figures of one target in one environment, without the prefix `eval/ENV/`; `problem`: why one failed."""
+
+    target: str
+    env: str
+    num_examples: int = 0
+    num_rollouts: int = 0
+    num_failed: int = 0
+    figures: dict[str, float] = {}
+    problem: str | None = None
+
+
+class EvalSample(msgspec.Struct, frozen=True):
+    """One rollout; `number` counts those of its example. Its texts are untrusted: of environment and policy."""
+
+    target: str
+    env: str
+    example_id: str
+    number: int
+    reward: float
+    prompt: str
+    completion: str
+    num_completion_tokens: int
+    truncated: bool
+    metrics: dict[str, float] = {}

@@ -26,8 +26,8 @@ from typing import TypeVar
 
 import msgspec
 
-from prime_rl.contract.files import holding, read_file, read_text, write_atomic
-from prime_rl.contract.learning import Sign
+from prime_rl.contract.files import holding, read_json, read_text, write_atomic
+from prime_rl.contract.metrics import Sign
 from prime_rl.utils.process import ProcessId
 
 LOST = "lost"
@@ -357,10 +357,7 @@ StatusT = TypeVar("StatusT", bound=Status)
 
 def read_status(path: Path, kind: type[StatusT]) -> StatusT | None:
     """The status in `path`, or None when it is missing, damaged or of another version."""
-    try:
-        return msgspec.json.decode(read_file(path, limit=MAX_STATUS_BYTES), type=kind)
-    except (OSError, msgspec.MsgspecError, RecursionError):
-        return None
+    return read_json(path, kind, limit=MAX_STATUS_BYTES)
 
 
 def is_alive(status: Status | None, now: float) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from prime_rl.contract.files import FileRefused, open_append, open_file, read_file, write_atomic
+from prime_rl.contract.files import UNDECODABLE, FileRefused, open_append, open_file, read_file, write_atomic
 
 # Version 1 has lists (`TrainingBatch`), version 2 bytes (`BatchColumns`). Both are read, version 2 is written.
 LISTS_VERSION = 1
@@ -216,8 +216,6 @@ class _RawSamples(msgspec.Struct):
     samples: list[msgspec.Raw]
 
 
-# UnicodeDecodeError: text that is not UTF-8, which msgspec does not make its own error.
-_UNDECODABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _encoder = msgspec.msgpack.Encoder()
 _head_decoder = msgspec.msgpack.Decoder(_Head)
 _BATCH_TYPES: dict[int, type[TrainingBatch | BatchColumns]] = {
@@ -287,7 +285,7 @@ def _read(path: Path, limit: int, types: Mapping[int, Any]) -> Any:
             known = " and ".join(map(str, types))
             raise BadBatchError(f"{path}: format version {version}, this program reads {known}")
         return msgspec.msgpack.decode(data, type=types[version])
-    except _UNDECODABLE as error:
+    except UNDECODABLE as error:
         raise BadBatchError(f"{path}: not a batch file: {_bad_sample(data, version) or error}") from error
 
 
@@ -300,9 +298,9 @@ def _bad_sample(data: bytes, version: int) -> str | None:
         for index, raw in enumerate(msgspec.msgpack.decode(data, type=_RawSamples).samples):
             try:
                 msgspec.msgpack.decode(raw, type=_SAMPLE_TYPES[version])
-            except _UNDECODABLE as error:
+            except UNDECODABLE as error:
                 return f"sample {index}: {error}"
-    except _UNDECODABLE:
+    except UNDECODABLE:
         pass
     return None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from prime_rl.contract.files import append_line, open_file, read_file, write_atomic
+from prime_rl.contract.files import UNDECODABLE, append_line, closing, open_file, read_file, write_atomic
 from prime_rl.contract.layout import RunDir
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def read_usage(path: Path) -> dict[Key, UsageLine]:
     for raw in data.splitlines():
         try:
             line = _decoder.decode(raw)
-        except (msgspec.MsgspecError, RecursionError):
+        except UNDECODABLE:
             continue
         if line.version == USAGE_VERSION:
             found[line.key] = line
@@ -136,11 +136,8 @@ class UsageLog:
             self._compact_at = max(COMPACT_BYTES, 2 * self._size())
 
     def _size(self) -> int:
-        fd = open_file(self._path)
-        try:
+        with closing(open_file(self._path)) as fd:
             return os.fstat(fd).st_size
-        finally:
-            os.close(fd)
 
     def _complain(self, error: OSError) -> None:
         if not self._complained:

@@ -3,27 +3,90 @@
 A body is JSON in, decoded once and checked by its type, and JSON out. `/inference/v1/generate` takes and gives token
 ids and logprobs, as the training clients of others ask: a translation to and from `/v1/completions`, so that both
 engines answer alike whatever their own version of it is. What is too long for the model whatever its tokenizer makes of
-it is refused before anything is computed from it.
+it is refused before anything is computed from it, and so are whole weights that do not fit the model.
+
+A client sees an error in OpenAI's shape: one clear line, never a traceback.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import torch
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.contract.files import UNDECODABLE
 from prime_rl.contract.layout import stable_marker
-from prime_rl.inference.errors import ApiError
-from prime_rl.inference.weight_files import WEIGHTS_FILE
-from prime_rl.utils.network import refusal
+from prime_rl.contract.served import refusal
+from prime_rl.lora.adapter_state import Shapes, mismatch, read_shapes, shapes_of
+from prime_rl.utils.runtime import http_refusal
+from prime_rl.utils.text import one_line, printable
+
+MAX_MESSAGE_CHARS = 1000
+# What a client reads of an adapter whose numbers overflow.
+NOT_FINITE = "logits are not finite: its weights are too large, lower optim.lr"
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    408: "RequestTimeoutError",
+    409: "ConflictError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    422: "InvalidAdapterError",
+    429: "RateLimitError",
+    503: "ServiceUnavailableError",
+}
+
+
+class ApiError(Exception):
+    """A request that is refused.
+
+    `status` is the HTTP status, `param` the field that is wrong, where there is one; `retry_after_s` is when the same
+    request may be taken.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        # Both may have what the client sent in them.
+        self.message = one_line(message, MAX_MESSAGE_CHARS)
+        self.param = param and one_line(param)
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's JSON for this error."""
+        kind = _TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+def adapter_refused(name: str, error: ValueError | OSError) -> ApiError:
+    """The error for an adapter that is not loaded: 422 for what is in its files, 400 when they cannot be read now."""
+    status = 422 if isinstance(error, ValueError) else 400
+    return ApiError(status, f"adapter {name!r} is refused: {error}", param="lora_path")
+
+
+def check_ranges(body: Mapping[str, Any]) -> None:
+    """Raises ApiError (400) for a sampling parameter of a request that is outside of its range, in both engines."""
+    if refused := refusal(body):
+        name, problem = refused
+        raise ApiError(400, problem, param=name)
+
 
 # A thousand prompts of 2,000 tokens, as text.
 MAX_BODY_BYTES = 16 * 2**20
@@ -43,7 +106,7 @@ async def decoded(request: Request, kind: type[T]) -> T:
     """The body as `kind`. Raises ApiError (400)."""
     try:
         return msgspec.json.decode(await request.body(), type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise refused(error) from error
 
 
@@ -80,13 +143,13 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 def run_of(request: Request) -> str:
-    """The run that a request which generates is for, as the front has found it; "" for none."""
+    """The run that a request which generates is for, as the gateway has found it; "" for none."""
     run_id: str = request.scope.get("state", {}).get("run_id", "")
     return run_id
 
 
 class Guard:
-    """Middleware that refuses what `network.refusal` does and what has no key, and reads bodies before `app` does.
+    """Middleware that refuses what `runtime.http_refusal` does and what has no key, and reads bodies before `app` does.
 
     Args:
         api_key: what `Authorization: Bearer` must carry; None: no key is required.
@@ -103,7 +166,7 @@ class Guard:
         if scope["type"] == "http":
             headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
             try:
-                if refused := refusal(scope["method"], headers, self._hosts):
+                if refused := http_refusal(scope["method"], headers, self._hosts):
                     raise ApiError(*refused)
                 if scope["path"] not in OPEN_ROUTES and not self._has_key(scope):
                     raise ApiError(401, "A valid API key is required: Authorization: Bearer KEY.")
@@ -175,6 +238,8 @@ def _confined(output_dir: Path, given: str, files: Sequence[str], param: str) ->
     if not all(Path(os.path.realpath(path)).is_relative_to(root) for path in (folder, *(folder / f for f in files))):
         absolute = "" if os.path.isabs(given) else " Give an absolute path."
         raise ApiError(403, f"{param} {given[:200]!r} is outside of {output_dir}.{absolute}", param=param)
+    if printable(str(folder)) != str(folder):  # no answer that names it could be encoded
+        raise ApiError(400, f"{param} {given[:200]!r} leads to a name that is not UTF-8.", param=param)
     return folder
 
 
@@ -195,11 +260,15 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     def completion(self) -> dict[str, Any]:
         """Body of /v1/completions. Raises ApiError (400)."""
-        if self.stream or self.sampling_params.get("stream"):
+        if self.stream:
             raise ApiError(400, "stream: this route answers at once only.", param="stream")
-        own = {"model": self.model, "cache_salt": self.cache_salt, "priority": self.priority}
+        # The gateway has read these where they belong: here they would ask for something else than it has noted.
+        if own := sorted(self.sampling_params.keys() & {*self.__struct_fields__, *Wanted.__struct_fields__}):
+            message = f"sampling_params: found {own[0]!r}, which is no sampling parameter: move it out or remove it"
+            raise ApiError(400, message, param=f"sampling_params.{own[0]}")
+        beside = {"model": self.model, "cache_salt": self.cache_salt, "priority": self.priority}
         params = {name: value for name, value in self.sampling_params.items() if name not in NOT_PASSED_ON}
-        given = {name: value for name, value in own.items() if value is not None}
+        given = {name: value for name, value in beside.items() if value is not None}
         return {**params, **given, "prompt": self.token_ids, "return_token_ids": True}
 
     def answer(self, completed: dict[str, Any]) -> dict[str, Any]:
@@ -285,3 +354,63 @@ def num_chars(value: Any, without: Collection[str] = ()) -> int:
         elif isinstance(each, dict):
             rest += [inner for name, inner in each.items() if name not in without]
     return total
+
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+def meta_model(name: str) -> PreTrainedModel:
+    """A model without weights, only for the names and shapes of its layers."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name, trust_remote_code=False))
+
+
+def model_shapes(name: str) -> Shapes:
+    """Names and shapes of a model's weights as a model folder has them; a tied weight is there once."""
+    return shapes_of(dict(meta_model(name).named_parameters()))
+
+
+def weights_label(output_dir: Path, folder: Path) -> str:
+    """The name of the weights in `folder` for trainer, servers and orchestrators; both without links."""
+    return folder.relative_to(output_dir).as_posix()
+
+
+def check_weight_file(folder: Path, shapes: Shapes) -> None:
+    """Raises ApiError (400) unless the weight file of `folder` holds exactly these names and shapes. Reads its head."""
+    path = folder / WEIGHTS_FILE
+    with readable(path):
+        found = read_shapes(path)
+    check_fit(str(path), found, shapes)
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn what goes wrong inside as `path` is read into an ApiError (400)."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ApiError(400, f"{path} is missing.", param="weight_dir") from error
+    except (ValueError, OSError) as error:
+        raise ApiError(400, f"{path} cannot be read: {error}", param="weight_dir") from error
+
+
+def check_fit(name: str, found: Shapes, shapes: Shapes) -> None:
+    """Raises ApiError (400) unless the names and shapes of the weights that are called `name` are these."""
+    if problem := mismatch(found, shapes):
+        raise ApiError(400, f"{name} does not fit the model: {problem}.", param="weight_dir")
+
+
+def max_model_len(config: InferenceConfig) -> int:
+    """`model.max_model_len`, or the positions that the model has when those are fewer (vLLM would not start then)."""
+    wanted = config.model.max_model_len
+    model = AutoConfig.from_pretrained(config.model.name, trust_remote_code=False).get_text_config()
+    positions = getattr(model, "max_position_embeddings", None)
+    rope = getattr(model, "rope_parameters", None) or {}
+    # Models with stretched positions (YaRN and similar) accept more than `max_position_embeddings`.
+    stretched = isinstance(rope, dict) and rope.get("rope_type", "default") != "default"
+    if positions is None or stretched or wanted <= positions:
+        return wanted
+    logger.warning("model.max_model_len: %d reduced to the %d positions of the model", wanted, positions)
+    return int(positions)

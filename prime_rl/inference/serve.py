@@ -24,9 +24,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.status import StatusWriter
-from prime_rl.inference.errors import ApiError, StartError
-from prime_rl.inference.guard import run_of
-from prime_rl.utils.runtime import TokenRate
+from prime_rl.inference.guard import ApiError, run_of
+from prime_rl.utils.runtime import StartError, TokenRate
 
 # How long requests in flight may still take after a stop was asked for; below the supervisor's grace.
 DRAIN_S = 5

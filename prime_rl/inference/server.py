@@ -19,11 +19,8 @@ from prime_rl.configs.base import ConfigError, parse_argv
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
-from prime_rl.inference.child_processes import die_with_parent
-from prime_rl.inference.errors import StartError
-from prime_rl.utils.network import bound_socket, is_loopback
-from prime_rl.utils.process import StopFlag
-from prime_rl.utils.runtime import complain, heavy_imports, setup_logger
+from prime_rl.utils.process import StopFlag, die_with_parent
+from prime_rl.utils.runtime import StartError, bound_socket, complain, heavy_imports, is_loopback, setup_logger
 from prime_rl.utils.secrets import SecretError, close_handed, read_secret
 
 # `owner/name`, as on the Hugging Face hub.
@@ -113,8 +110,8 @@ def check_model(name: str) -> None:
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
     if not _HUB_NAME.fullmatch(name) or (offline and not _in_hub_cache(name)):
         raise StartError(
-            f"model.name: folder {name} not found: give the path of a Hugging Face model folder, or build a small "
-            f"model with `prl make-base --out {name}`"
+            f"model.name: folder {name} not found (from {Path.cwd()}): give the path of a Hugging Face model folder, "
+            f"or build a small model with `prl make-base --out {name}`"
         )
 
 

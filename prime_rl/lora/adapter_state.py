@@ -167,7 +167,7 @@ def put_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, tensors: Mappin
 
 
 def _check_fit(layers: Mapping[str, MultiLoRALinear], shapes: Shapes, rank: int) -> None:
-    problem = misfit(shapes, _expected_shapes(layers, rank))
+    problem = mismatch(shapes, _expected_shapes(layers, rank))
     if problem:
         raise ValueError(f"adapter does not fit the model: {problem}")
 
@@ -307,7 +307,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def misfit(found: Shapes, wanted: Shapes) -> str | None:
+def mismatch(found: Shapes, wanted: Shapes) -> str | None:
     """The problems of `found`, the first few of them; None when names and shapes are exactly as expected."""
     problems = [f"{name[:MAX_NAME_CHARS]} is not in the model" for name in sorted(found.keys() - wanted.keys())]
     problems += [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]

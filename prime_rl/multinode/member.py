@@ -56,14 +56,20 @@ from prime_rl.multinode.records import (
 logger = logging.getLogger("node")
 
 
-class Records(Protocol):
-    """Where the records of this node are written."""
+class Store(Protocol):
+    """The shared folder. What a reader sees of others may be old; what it wrote itself it sees at once."""
 
     def write_node(self, record: NodeRecord) -> None:
         """Put this node's record in place of the one before. Raises OSError."""
 
     def write_group(self, record: GroupRecord) -> None:
         """Put the group's record in place of the one before; for the master only. Raises OSError."""
+
+    def read_nodes(self) -> Mapping[int, NodeRecord]:
+        """The nodes' records by rank; a rank whose record was never read is left out."""
+
+    def read_group(self) -> GroupRecord | None:
+        """The group's record, or None before the first one was read."""
 
 
 class Heartbeat:
@@ -77,7 +83,7 @@ class Heartbeat:
         every_s: one beat.
     """
 
-    def __init__(self, records: Records, *, clock: Callable[[], float], every_s: float, silent_after_s: float) -> None:
+    def __init__(self, records: Store, *, clock: Callable[[], float], every_s: float, silent_after_s: float) -> None:
         self._records = records
         self._clock = clock
         self._every_s = every_s
@@ -246,16 +252,6 @@ def answers(master: NodeRecord, timeout_s: float) -> bool:
 EXIT_FAILED = 1
 # For what a node has started to end: the keepers' own grace, and what a full machine takes to schedule them.
 END_TIMEOUT_S = 20.0
-
-
-class Store(Records, Protocol):
-    """The shared folder. What a reader sees of others may be old; what it wrote itself it sees at once."""
-
-    def read_nodes(self) -> Mapping[int, NodeRecord]:
-        """The nodes' records by rank; a rank whose record was never read is left out."""
-
-    def read_group(self) -> GroupRecord | None:
-        """The group's record, or None before the first one was read."""
 
 
 class Report(msgspec.Struct, frozen=True):

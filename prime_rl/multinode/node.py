@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl import __version__
-from prime_rl.configs.base import ConfigError, build, merge, read_argv
-from prime_rl.configs.multinode import DEFAULT_TOML, FlagError, MultinodeConfig, node_parser
+from prime_rl.configs.base import ConfigError, FlagError, build, merge, read_argv
+from prime_rl.configs.multinode import DEFAULT_TOML, MultinodeConfig, node_parser
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.types import Split
 from prime_rl.multinode.decide import MASTER_RANK, Exit
@@ -40,9 +40,8 @@ from prime_rl.multinode.records import (
     phases_of,
 )
 from prime_rl.multinode.work import PhaseWork
-from prime_rl.utils.network import own_address
 from prime_rl.utils.process import StopFlag
-from prime_rl.utils.runtime import complain, count_gpus, setup_logger
+from prime_rl.utils.runtime import complain, count_gpus, own_address, setup_logger
 from prime_rl.utils.watch import Watcher
 
 logger = logging.getLogger("node")
@@ -98,16 +97,11 @@ class ProgressLog:
         text = member.waiting_on or (f"working: {member.own.position}" if member.own.position else "")
         is_due = bool(member.waiting_on) and now - self._logged_at >= SAY_AGAIN_S
         if text and (text != self._logged or is_due):
-            waited_s = now - self._place_since
-            again = f" ({waited_s:.0f} s of at most {self._limit_s:g} s)" if waited_s >= SAY_AGAIN_S else ""
+            waited_s, is_joining = now - self._place_since, member.own.state is NodeState.JOINING
+            limit_s = member.setting.gather_timeout_s if is_joining else member.setting.barrier_timeout_s
+            again = f" ({waited_s:.0f} s of at most {limit_s:g} s)" if waited_s >= SAY_AGAIN_S else ""
             self._say(f"waits for {text}{again}" if member.waiting_on else text)
             self._logged, self._logged_at = text, now
-
-    @property
-    def _limit_s(self) -> float:
-        setting = self._member.setting
-        is_joining = self._member.own.state is NodeState.JOINING
-        return setting.gather_timeout_s if is_joining else setting.barrier_timeout_s
 
     def _log_members(self) -> None:
         group = self._member.group
@@ -155,10 +149,6 @@ def build_member(flags: NodeFlags, ranks: int) -> tuple[Member, Watcher]:
     def master() -> NodeRecord | None:
         return own if is_master else store.read_nodes().get(MASTER_RANK)
 
-    def master_address() -> str | None:
-        known = master()
-        return known.address if known else None
-
     work = PhaseWork(
         WorkSetting(
             rank=flags.rank,
@@ -166,7 +156,7 @@ def build_member(flags: NodeFlags, ranks: int) -> tuple[Member, Watcher]:
             rl_phase=flags.rl_phase,
             weights=flags.weights,
             address=own.address,
-            master=master_address,
+            master=lambda: known.address if (known := master()) else None,
             eval_interval=flags.eval_interval,
             splits=flags.splits,
             max_iterations=flags.max_iterations,

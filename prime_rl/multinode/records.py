@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -145,13 +145,17 @@ LOOP_STALLED_SHARE = 0.25
 
 
 class NodeState(enum.StrEnum):
-    """A node's state, set by the node. The last three are final."""
+    """A node's state, set by the node. The last three are final; an unknown one has ended."""
 
     JOINING = "joining"
     RUNNING = "running"
     FAILED = "failed"
     LEFT = "left"
     ENDED = "ended"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NodeState:
+        return cls.ENDED
 
     @property
     def is_final(self) -> bool:
@@ -166,9 +170,13 @@ class GroupState(enum.StrEnum):
     RUNNING = "running"
     ENDING = "ending"
 
+    @classmethod
+    def _missing_(cls, value: object) -> GroupState:
+        return cls.ENDING
+
 
 class NodeRecord(msgspec.Struct, frozen=True):
-    """One node.
+    """One node. A field has its `name` in `NodeStatus`.
 
     Attributes:
         incarnation: random, new for each start of the process.
@@ -187,9 +195,9 @@ class NodeRecord(msgspec.Struct, frozen=True):
     rank: int
     incarnation: str
     seq: int
-    state: NodeState = NodeState.JOINING
+    state: NodeState = msgspec.field(name="word", default=NodeState.JOINING)
     fingerprint: Mapping[str, str] = msgspec.field(default_factory=dict)
-    epoch: str = ""
+    epoch: str = msgspec.field(name="group", default="")
     position: Position | None = None
     arrived: bool = False
     progress: int = 0
@@ -200,15 +208,15 @@ class NodeRecord(msgspec.Struct, frozen=True):
     port: int = 0
     pid: int = 0
     unreached: int = 0
-    looks: int = 0
-    still_s: float = 0.0
+    looks: int = msgspec.field(name="loop", default=0)
+    still_s: float = msgspec.field(name="loop_still_s", default=0.0)
 
     def __str__(self) -> str:
         return f"node {self.rank} ({self.host}, pid {self.pid})"
 
 
 class GroupRecord(msgspec.Struct, frozen=True):
-    """The group, written by its master.
+    """The group, written by its master. A field has its `name` in `GroupStatus`.
 
     Attributes:
         epoch: number and incarnation of the master, so that two masters never share an epoch.
@@ -218,7 +226,7 @@ class GroupRecord(msgspec.Struct, frozen=True):
         reason: why it ends; before that, why its members changed last.
     """
 
-    epoch_number: int
+    epoch_number: int = msgspec.field(name="epoch")
     incarnation: str
     seq: int
     state: GroupState = GroupState.GATHERING
@@ -280,6 +288,7 @@ def epoch_master(epoch: str) -> str:
 HISTORY = 64
 _STATES = {NodeState.JOINING: "starting", NodeState.FAILED: "failed", NodeState.LEFT: "stopped"}
 StatusT = TypeVar("StatusT", bound=Status)
+RecordT = TypeVar("RecordT", "NodeRecord", "GroupRecord")
 
 
 class PhaseLog:
@@ -355,13 +364,13 @@ class DiskStore:
         for rank in self.output.list_nodes() if self._ranks is None else sorted(self._ranks):
             status = self._read(self.output.node_status(rank), NodeStatus)
             if status is not None and status.rank == rank:
-                found[rank] = _record(status)
+                found[rank] = _record(status, NodeRecord)
         return found
 
     def read_group(self) -> GroupRecord | None:
         """The group's record, or None before the first one was read."""
         status = self._read(self.output.group_status, GroupStatus)
-        return _group_record(status) if status is not None else None
+        return _record(status, GroupRecord) if status is not None else None
 
     def write_node(self, record: NodeRecord) -> None:
         """Replace `node_<rank>.json`; times of the phases are added to the record. Raises OSError."""
@@ -386,104 +395,44 @@ class DiskStore:
         return known[1] if known is not None and isinstance(known[1], kind) else None
 
     def _status(self, record: NodeRecord) -> NodeStatus:
-        position = record.position
         ended = "stopped" if record.exit_code else "done"
         working = "waiting" if record.arrived else "working"
         state = {NodeState.RUNNING: working, NodeState.ENDED: ended}.get(record.state) or _STATES[record.state]
-        return NodeStatus(
-            pid=self._writer.pid,
-            pid_create_time=self._writer.create_time,
-            pid_start=self._writer.start,
-            state=state,
-            waiting_on=self.waiting_on(),
-            updated_at=time.time(),
-            progress=record.progress,
-            rank=record.rank,
-            word=str(record.state),
-            incarnation=record.incarnation,
-            group=record.epoch,
-            fingerprint=dict(record.fingerprint),
-            host=record.host,
-            address=record.address,
-            port=record.port,
-            unreached=record.unreached,
-            epoch=epoch_number(record.epoch),
-            seq=record.seq,
-            loop=record.looks,
-            loop_still_s=record.still_s,
-            iteration=position.iteration if position else 0,
-            phase=int(position.phase) if position else -1,
-            phase_name=position.phase.label if position else "",
-            round=position.round if position else 0,
-            arrived=record.arrived,
-            phase_s=self._log.phase_s,
-            waited_s=self._log.waited_s,
-            started_at=self._started_at,
-            history=list(self._log.history),
-            reason=record.reason,
-            num_nodes=self._setting.num_nodes,
-            weight=self._weight,
-            rl_phase=str(self._setting.rl_phase),
-            heartbeat_s=self._setting.heartbeat_s,
-            loop_limit_s=self._setting.loop_limit_s,
-        )
+        facts = {
+            "pid": self._writer.pid,
+            "pid_create_time": self._writer.create_time,
+            "pid_start": self._writer.start,
+            "state": state,
+            "waiting_on": self.waiting_on(),
+            "updated_at": time.time(),
+            "epoch": epoch_number(record.epoch),
+            "phase_name": record.position.phase.label if record.position else "",
+            "phase_s": self._log.phase_s,
+            "waited_s": self._log.waited_s,
+            "started_at": self._started_at,
+            "history": list(self._log.history),
+            "num_nodes": self._setting.num_nodes,
+            "weight": self._weight,
+            "rl_phase": str(self._setting.rl_phase),
+            "heartbeat_s": self._setting.heartbeat_s,
+            "loop_limit_s": self._setting.loop_limit_s,
+        }
+        return msgspec.convert(_facts(record) | facts, NodeStatus)
 
 
-def _position(iteration: int, phase: int, round: int) -> Position | None:
-    return Position(iteration, Phase(phase), round) if 0 <= phase < len(Phase) else None
+def _facts(record: NodeRecord | GroupRecord) -> dict[str, Any]:
+    """The fields of a record by their names in its file."""
+    iteration, phase, round = record.position or (0, -1, 0)
+    return {**msgspec.to_builtins(record), "iteration": iteration, "phase": int(phase), "round": round}
 
 
-def _record(status: NodeStatus) -> NodeRecord:
-    return NodeRecord(
-        rank=status.rank,
-        incarnation=status.incarnation,
-        seq=status.seq,
-        state=NodeState(status.word) if status.word in list(NodeState) else NodeState.ENDED,
-        fingerprint=status.fingerprint,
-        epoch=status.group,
-        position=_position(status.iteration, status.phase, status.round),
-        arrived=status.arrived,
-        progress=status.progress or 0,
-        reason=status.reason,
-        host=status.host,
-        address=status.address,
-        port=status.port,
-        unreached=status.unreached,
-        pid=status.pid,
-        looks=status.loop or 0,
-        still_s=status.loop_still_s,
-    )
-
-
-def _group_record(status: GroupStatus) -> GroupRecord:
-    return GroupRecord(
-        epoch_number=status.epoch,
-        incarnation=status.incarnation,
-        seq=status.seq,
-        state=GroupState(status.state) if status.state in list(GroupState) else GroupState.ENDING,
-        members=status.members,
-        position=_position(status.iteration, status.phase, status.round),
-        awaited=tuple(status.awaited),
-        exit_code=status.exit_code,
-        reason=status.reason,
-    )
+def _record(status: NodeStatus | GroupStatus, kind: type[RecordT]) -> RecordT:
+    is_placed = 0 <= status.phase < len(Phase)
+    position = (status.iteration, status.phase, status.round) if is_placed else None
+    counts = {"progress": status.progress or 0, "loop": status.loop or 0}
+    return msgspec.convert({**msgspec.structs.asdict(status), **counts, "position": position}, kind)
 
 
 def _group_status(record: GroupRecord) -> GroupStatus:
-    position = record.position
-    return GroupStatus(
-        state=str(record.state),
-        updated_at=time.time(),
-        waiting_on="; ".join(record.awaited) or None,
-        incarnation=record.incarnation,
-        group=record.epoch,
-        epoch=record.epoch_number,
-        seq=record.seq,
-        members=dict(record.members),
-        iteration=position.iteration if position else 0,
-        phase=int(position.phase) if position else -1,
-        round=position.round if position else 0,
-        awaited=list(record.awaited),
-        exit_code=record.exit_code,
-        reason=record.reason,
-    )
+    said = {"updated_at": time.time(), "waiting_on": "; ".join(record.awaited) or None, "group": record.epoch}
+    return msgspec.convert(_facts(record) | said, GroupStatus)

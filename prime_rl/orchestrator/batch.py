@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType, CkptConfig, OrchestratorConfig
-from prime_rl.contract.files import held_async, make_folder, read_file, read_text, write_atomic
+from prime_rl.contract.files import UNDECODABLE, held_async, make_folder, read_file, read_text, write_atomic
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
 from prime_rl.contract.types import MAX_BATCH_BYTES, TrainingBatch, TrainingSample, read_batch, write_batch
 from prime_rl.orchestrator.envs.checked import check_names
@@ -375,7 +375,7 @@ def find_progress(run: RunDir, groups_per_batch: int, *, max_bytes: int = MAX_BA
 def _load_state(path: Path) -> _State:
     try:
         state = msgspec.json.decode(read_file(path, limit=MAX_STATE_BYTES), type=_State)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise CheckpointError(f"{path}: cannot resume from this checkpoint: {error}") from error
     if state.version != STATE_FORMAT_VERSION:
         raise CheckpointError(f"{path}: format version {state.version}, this program reads {STATE_FORMAT_VERSION}")

@@ -18,7 +18,8 @@ import anyio
 import httpx
 import msgspec
 
-from prime_rl.configs.shared import SamplingConfig
+from prime_rl.configs.base import SamplingConfig
+from prime_rl.contract.files import UNDECODABLE
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.served import LOGPROBS_HEADER, WEIGHTS_HEADER
 from prime_rl.contract.status import InferenceStatus, is_there, read_status
@@ -306,7 +307,7 @@ class ServerClient:
 def _decoded(response: httpx.Response, url: str, kind: type[_AnswerT]) -> _AnswerT:
     try:
         return msgspec.json.decode(response.content, type=kind)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         path = response.request.url.path
         raise InferenceError(f"inference at {url}: {path} returned an invalid answer: {error}") from error
 

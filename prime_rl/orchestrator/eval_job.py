@@ -2,7 +2,7 @@
 
     python -m prime_rl.orchestrator.eval_job WORKSPACE/evaluations/NAME
 
-`contract.evaluation` has what is read, kept and printed. An adapter is in the slot that inference keeps for people; one
+`contract.samples` has what is read, kept and printed. An adapter is in the slot that inference keeps for people; one
 whose slot a chat has taken waits a moment, and is loaded again. SIGINT ends it: the figures are then of what is
 done. Evaluations during training are in `evaluate`. Exit codes: 0 done, 1 failed, 130 interrupted.
 """
@@ -25,9 +25,9 @@ import msgspec
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.jsonl import place_of
 from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
-from prime_rl.contract.evaluation import JOB_FILE, SAMPLES_FILE, EvalJob, EvalProgress, EvalResult, EvalSample
 from prime_rl.contract.files import append_line, read_file
 from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.samples import JOB_FILE, SAMPLES_FILE, EvalJob, EvalProgress, EvalResult, EvalSample
 from prime_rl.contract.served import BASE_WEIGHTS, CHAT_PREFIX, is_chat
 from prime_rl.contract.status import TrainerStatus, read_status
 from prime_rl.orchestrator.client import InferenceError, RequestRefused, ServedModel, ServerClient, UnknownModel

@@ -49,13 +49,14 @@ from prime_rl.orchestrator.guard import (
     RunMeter,
     RunPaused,
     StopRequested,
+    TrainerWatch,
     Wake,
     find_other,
     guard,
     run_beside,
+    trainer_status,
     woken_by_signals,
 )
-from prime_rl.orchestrator.ledger import GroupLedger
 from prime_rl.orchestrator.metrics import PhaseClock
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TokenizerError, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
@@ -70,8 +71,7 @@ from prime_rl.orchestrator.publication import (
 from prime_rl.orchestrator.report import BatchReporter, LearningWatch, RunReporter, SampleKeeper, environment_figures
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import Curricula, ExampleSampler, Pools
-from prime_rl.orchestrator.scheduler import Scheduler
-from prime_rl.orchestrator.trainer_watch import TrainerWatch, trainer_status
+from prime_rl.orchestrator.scheduler import GroupLedger, Scheduler
 from prime_rl.utils.process import StopFlag, end_orphans, inherit_orphans
 from prime_rl.utils.runtime import complain, setup_logger
 from prime_rl.utils.secrets import close_handed
@@ -171,9 +171,8 @@ def make_sampler(config: OrchestratorConfig, envs: Environments, progress: Progr
         curricula.restore(progress.curricula)
     except ValueError as error:
         raise CheckpointError(f"the sampler state of step {progress.step}: {error}") from error
-    return ExampleSampler(
-        envs, config.seed, config.env_weights, pools, config.settled_share, curricula, progress.next_index
-    )
+    weights = {env.label: env.weight for env in config.env}
+    return ExampleSampler(envs, config.seed, weights, pools, config.settled_share, curricula, progress.next_index)
 
 
 def make_scheduler(
@@ -247,8 +246,10 @@ async def resume_done(run: RunDir, config: OrchestratorConfig, reporter: RunRepo
 async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable[[], bool]) -> int:
     """`orchestrate` under guard, and its last word in the status file. Returns the exit code."""
     before = read_status(run.status, RunStatus)
-    signs = before.signs if before else []  # they hold until the next batch is looked at
-    writer = StatusWriter(run.status, RunStatus(run_id=run.run_id, max_steps=config.max_steps, signs=signs))
+    status = RunStatus(run_id=run.run_id, max_steps=config.max_steps)
+    if before:  # these hold until the next batch, of which there may be none
+        status.signs, status.reward = before.signs, before.reward
+    writer = StatusWriter(run.status, status)
     final_status: dict[str, object] = {}
     second: SecondOrchestrator | None = None
     try:

@@ -23,7 +23,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from prime_rl.configs.shared import SamplingConfig
+from prime_rl.configs.base import SamplingConfig
 from prime_rl.orchestrator.client import AdapterRefused, Completion, CompletionRequest, RequestRefused, UnknownModel
 from prime_rl.orchestrator.envs.base import Message, PolicyError, RolloutError
 from prime_rl.orchestrator.pool import InferenceClient
@@ -100,7 +100,10 @@ class PolicyVersions:
             self._sweep()
 
     def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:
-        """The version that an answer comes from; see `Publication.answered_by`."""
+        """The version behind an answer to a request for `asked`: that one, or unless `exactly` a newer one.
+
+        `weights` is from the server's answer. Raises UnknownModel when it is neither: the server has lost it.
+        """
         return self._publication.answered_by(asked, weights, exactly=exactly)
 
     async def restore(self, version: int | None = None) -> None:

@@ -19,10 +19,9 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Protocol
 
+from prime_rl.configs.base import SamplingConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import SamplingConfig
 from prime_rl.contract.files import make_folder, open_lock
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.served import adapter_name, parse_adapter_name, parse_weights_name, weights_name
@@ -35,15 +34,19 @@ from prime_rl.orchestrator.client import (
     ServerClient,
     UnknownModel,
 )
-from prime_rl.orchestrator.guard import RunFailed
+from prime_rl.orchestrator.guard import RunFailed, trainer_status
 from prime_rl.orchestrator.pool import InferenceClient, Replicas
-from prime_rl.orchestrator.trainer_watch import trainer_status
 from prime_rl.utils.runtime import Background
 from prime_rl.utils.secrets import SecretError, read_secret
 
 
 class AdapterPublication:
-    """Publication of a run with an adapter. `from_adapter`: version 0 is published too; else it is the base model."""
+    """Publication of a run with an adapter. `from_adapter`: version 0 is published too; else it is the base model.
+
+    Attributes:
+        first: the version that is served before any is published: 0, the base model, or -1 where that is not a
+            version of the run, because it starts from an adapter.
+    """
 
     def __init__(self, run: RunDir, *, from_adapter: bool = False) -> None:
         self.first = -1 if from_adapter else 0
@@ -177,50 +180,6 @@ CLEAR_TIMEOUT_S = 5.0
 LEASE_POLL_S = 0.3
 
 
-class Publication(Protocol):
-    """The way of one run's versions to the servers; `client` has these, and calls `equip` for one that comes back.
-
-    Attributes:
-        first: the version that is served before any is published: 0, the base model, or -1 where that is not a
-            version of the run, because it starts from an adapter.
-    """
-
-    first: int
-
-    async def equip(self, server: ServerClient) -> None:
-        """Give a server that comes back what the others have."""
-
-    async def begin(self, client: InferenceClient) -> None:
-        """Remove what an earlier orchestrator of the run left; afterwards `first` is served."""
-
-    async def publish(self, client: InferenceClient, version: int) -> None:
-        """Have every living server serve `version`, and each that comes back. Raises RequestRefused."""
-
-    async def restore(self, client: InferenceClient, version: int) -> None:
-        """Give `version` again to the servers that have lost it. Raises RequestRefused."""
-
-    def retain(self, client: InferenceClient, is_needed: Callable[[int], bool]) -> None:
-        """Let go of the versions that are not needed."""
-
-    async def withdraw(self, client: InferenceClient) -> None:
-        """Leave the servers as they were before the run."""
-
-    def unchanged(self) -> AbstractAsyncContextManager[object]:
-        """Inside, the current version is not replaced, where a new one would take its place."""
-
-    def model_name(self, version: int) -> str | None:
-        """The model that a request for `version` names; None for the name of the base model."""
-
-    def label(self, version: int) -> str:
-        """The name of `version` for people and logs."""
-
-    def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:
-        """The version behind an answer to a request for `asked`: that one, or unless `exactly` a newer one.
-
-        `weights` is from the server's answer. Raises UnknownModel when it is neither: the server has lost it.
-        """
-
-
 @asynccontextmanager
 async def lease(path: Path, tell: Callable[[str | None], None]) -> AsyncIterator[None]:
     """Take the weights of the workspace's servers for this process; waits while another run has them."""
@@ -321,6 +280,10 @@ class WholeWeights:
             await server.load_weights(self._run.broadcast_dir(self._wanted).resolve() if self._wanted else None)
             if label == self.label(self._wanted) and server.weights != label:
                 raise RequestRefused(f"inference reports the weights {server.weights!r} instead of {label!r}")
+
+
+# The way of one run's versions to the servers; `client` has these, and calls `equip` for one that comes back.
+Publication = AdapterPublication | WholeWeights
 
 
 async def choose_publication(

@@ -18,8 +18,7 @@ from functools import partial
 from prime_rl.configs.reports import SamplesConfig
 from prime_rl.contract.files import held_async
 from prime_rl.contract.layout import RunDir
-from prime_rl.contract.learning import Learning, Sign
-from prime_rl.contract.metrics import parse_metrics
+from prime_rl.contract.metrics import Learning, Sign, parse_metrics
 from prime_rl.contract.samples import BatchRewards, Keeping, Sample, SampleFile, SampleTokens, SampleTurn, TokenSample
 from prime_rl.contract.status import StatusWriter
 from prime_rl.contract.types import TrainingBatch
@@ -216,12 +215,8 @@ class LearningWatch:
     def look(self) -> list[Sign]:
         """Read on to the end of both files."""
         for tail in self._tails:
-            more = True
-            while more:
-                found = tail.read()
-                for step, figures in filter(None, map(parse_metrics, found.lines)):
-                    self._learning.feed(step, figures)
-                more = found.more
+            for step, figures in filter(None, map(parse_metrics, tail.lines())):
+                self._learning.feed(step, figures)
         return self._learning.signs()
 
 

@@ -20,7 +20,13 @@ from typing import Any, TypeVar
 
 from prime_rl.orchestrator.client import AccessDenied, AdapterRefused, Completion
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, RolloutError
-from prime_rl.orchestrator.envs.checked import EnvironmentBroken, EnvironmentFault, ExampleUnusable, Interrupted
+from prime_rl.orchestrator.envs.checked import (
+    EnvironmentBroken,
+    EnvironmentFault,
+    ExampleUnusable,
+    Interrupted,
+    TimedOut,
+)
 from prime_rl.orchestrator.policy import ChatTokenizer, FirstTurn, TokenizerError, TurnSampler
 from prime_rl.orchestrator.sampler import ExampleSampler, Pick
 
@@ -228,10 +234,10 @@ class RolloutWorker:
         ExampleUnusable when none ever will be.
         """
         pick = self.sampler.pick(index)
-        first_turn = FirstTurn(self.rollouts_per_example)
+        first_turn, limit_reached = FirstTurn(self.rollouts_per_example), asyncio.Event()
         try:
             rollouts = await together(
-                self._member(pick, index, number, first_turn, note_version)
+                self._member(pick, index, number, first_turn, limit_reached, note_version)
                 for number in range(self.rollouts_per_example)
             )
         except (AccessDenied, AdapterRefused, EnvironmentBroken, ExampleUnusable):
@@ -248,12 +254,17 @@ class RolloutWorker:
         index: int,
         number: int,
         first_turn: FirstTurn,
+        limit_reached: asyncio.Event,
         note_version: Callable[[int], None],
     ) -> Rollout:
-        """Rollout `number` of a group, or what replaces it: sampled with its own seed from its first turn on."""
+        """Rollout `number` of a group, or what replaces it: sampled with its own seed from its first turn on.
+
+        A time limit is reached twice at most: `limit_reached` is set from the first one of the group on.
+        """
         num_faults = 0
         for attempt in itertools.count():
             parts = (index, number, attempt) if attempt else (index, number)
+            is_last = limit_reached.is_set()
             session = PolicySession(
                 self.turns,
                 self.tokenizer,
@@ -268,8 +279,10 @@ class RolloutWorker:
                 raise
             except EnvironmentFault as fault:
                 num_faults += not isinstance(fault, Interrupted)
-                if num_faults > MAX_REPLACEMENTS:
+                if num_faults > MAX_REPLACEMENTS or (is_last and isinstance(fault, TimedOut)):
                     raise
+                if isinstance(fault, TimedOut):
+                    limit_reached.set()
                 logger.warning("env %s, %s: rollout dropped: %s", pick.env_name, pick.example.id, fault)
         raise AssertionError("unreachable")
 

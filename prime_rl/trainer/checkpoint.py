@@ -23,26 +23,34 @@ import errno
 import logging
 import math
 import os
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.orchestrator import CkptConfig, OrchestratorConfig
-from prime_rl.configs.shared import LoRAConfig
-from prime_rl.contract.files import make_folder, mark_stable, read_file, remove, staged_dir, write_atomic
+from prime_rl.contract.files import (
+    UNDECODABLE,
+    make_folder,
+    mark_stable,
+    put_away,
+    read_file,
+    remove,
+    staged_dir,
+    write_atomic,
+)
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker, step_name
 from prime_rl.contract.notes import pending_request
 from prime_rl.contract.peft import has_adapter
 from prime_rl.contract.status import NOT_FINITE
-from prime_rl.lora.adapter_state import AdapterConfig, load_peft, load_tensors, misfit, save_peft, shapes_of
+from prime_rl.lora.adapter_state import AdapterConfig, load_peft, load_tensors, mismatch, save_peft, shapes_of
 from prime_rl.trainer.optim import largest_in
 from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
 
@@ -240,12 +248,16 @@ class _Version(msgspec.Struct, frozen=True):
     version: int = 1
 
 
+# What no run reaches is not written on: sums of it must stay numbers that every rank and reader takes.
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
 class SavedProgress(msgspec.Struct, frozen=True):
     """`progress.json`. `state` is the training state with a reference for each tensor of STATE_FILE."""
 
-    step: int
-    total_tokens: int
-    total_samples: int
+    step: Count
+    total_tokens: Count
+    total_samples: Count
     state: dict[str, Any]
     version: int = CHECKPOINT_VERSION
 
@@ -265,7 +277,6 @@ class CheckpointManager:
 
     def admitted(self, run: TrainerRun) -> None:
         """Decide where the run starts (rank 0), and drop what an explicit `ckpt.resume_step` makes void."""
-        sweep(run.dir)
         complete = trainer_steps(run.dir)
         request = pending_request(run.dir, run.config.ckpt.resume_step)
         if request is None:
@@ -278,8 +289,11 @@ class CheckpointManager:
                 )
             drop_after(run.dir, step)
             write_atomic(run.dir.resumed, msgspec.json.encode(request))
-        if step == 0 and run.config.init.from_ is not None:
-            check_init(run.dir, run.config.init.from_)
+        if step == 0 and run.config.init.from_ is not None and not has_adapter(run.dir.init):
+            raise ValueError(
+                f"init.from = {run.config.init.from_!r}, but {run.dir.init} has no adapter: "
+                "add the run with prl runs add, which puts it there"
+            )
         run.progress.step = step
 
     def load(self, run: TrainerRun) -> None:
@@ -323,7 +337,7 @@ class CheckpointManager:
             saved = msgspec.json.decode(progress, type=SavedProgress)
             tensors = load_tensors(folder / STATE_FILE, limit=limit, mapped=self._snapshots.maps_files)
             state = join_tensors(saved.state, tensors)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise ValueError(f"{folder} is damaged: {' '.join(str(error).split())}") from error
         return saved, state
 
@@ -396,14 +410,6 @@ def _key(name: str) -> str | int:
     return int(name[len(_NUMBER) :]) if name.startswith(_NUMBER) else name
 
 
-def check_init(run: RunDir, wanted: str) -> None:
-    """Raises ValueError when the run asks to start from the adapter `wanted` and `prl` has not put it there."""
-    if not has_adapter(run.init):
-        raise ValueError(
-            f"init.from = {wanted!r}, but {run.init} has no adapter: add the run with prl runs add, which puts it there"
-        )
-
-
 @torch.no_grad()
 def begun_from(
     fresh: Mapping[str, Tensor], source: Mapping[str, Tensor], config: AdapterConfig, *, rank: int, scale: float
@@ -436,7 +442,7 @@ def _problem(fresh: Mapping[str, Tensor], source: Mapping[str, Tensor], rank: in
         for name, whole in fresh.items()
         if _module(name) in adapted
     }
-    return misfit(shapes_of(source), wanted) if source else "it has no tensors"
+    return mismatch(shapes_of(source), wanted) if source else "it has no tensors"
 
 
 def _module(name: str) -> str:
@@ -484,22 +490,27 @@ def prune(run: RunDir, config: CkptConfig) -> None:
     if of_both and not config.keep_rollouts:
         for step in list_steps(run.rollouts):
             if step <= of_both[-1]:
-                shutil.rmtree(run.rollout_dir(step), ignore_errors=True)
+                remove_step(run.rollout_dir(step))
 
 
 def drop_after(run: RunDir, step: int) -> None:
-    """Remove what was made after `step`: versions first, so that no reader picks up one that is about to be removed."""
+    """Put away what was made after `step`: versions first, so that no reader picks up one whose batches are gone.
+
+    `sweep` removes it: all runs wait for this, which takes no longer where there is much in a folder.
+    """
     for parent in (run.broadcast, run.checkpoints, run.rollouts):
         for later in [later for later in list_steps(parent) if later > step]:
-            remove_step(parent / step_name(later))
+            put_away(parent / step_name(later))
 
 
 def sweep(run: RunDir) -> None:
-    """Remove what a killed trainer left half written."""
-    saved = [run.checkpoint_dir(step) for step in list_steps(run.checkpoints)]
-    for folder, pattern in [(run.broadcast, ".step_*.tmp"), *((each, ".trainer.*.tmp") for each in saved)]:
-        for leftover in [] if folder.is_symlink() else folder.glob(pattern):
-            shutil.rmtree(leftover, ignore_errors=True)
+    """Remove what a killed trainer left half written, and what `drop_after` put away, as far as the disk lets us."""
+    with contextlib.suppress(OSError):
+        saved = [(run.checkpoint_dir(step), ".trainer.*.tmp") for step in list_steps(run.checkpoints)]
+        dropped = [(parent, ".step_*.old") for parent in (run.broadcast, run.checkpoints, run.rollouts)]
+        for folder, pattern in [(run.broadcast, ".step_*.tmp"), *saved, *dropped]:
+            for leftover in [] if folder.is_symlink() else folder.glob(pattern):
+                remove_step(leftover)
 
 
 def _fragments(run: RunDir, complete: Sequence[int]) -> list[int]:

@@ -21,14 +21,14 @@ from prime_rl.contract.status import StatusWriter, TrainerStatus
 from prime_rl.contract.types import MicroBatch
 from prime_rl.contract.usage import UsageLog
 from prime_rl.trainer.batches import BatchReader, Packer, noting
+from prime_rl.trainer.capacity import with_a_budget
 from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager, Snapshots, is_due
-from prime_rl.trainer.fit.capacity import with_a_budget
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter, TrainerUsage
 from prime_rl.trainer.model import PolicyModel, dtype_on, load_model
 from prime_rl.trainer.optim import FlatWeights, RunOptimizer, RunWeights
 from prime_rl.trainer.publish import BackgroundWriter, Publisher, open_broadcast
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun, setup_multi_run_manager
-from prime_rl.trainer.runs.hooks import RunLife
+from prime_rl.trainer.runs.manager import RunLife
 from prime_rl.trainer.runs.run import Leaving
 from prime_rl.trainer.runs.sync import (
     Channel,

@@ -78,6 +78,8 @@ def merge_into(out: Path, base: str, adapter: Path) -> None:
 
 def weight_files(base: str) -> list[Path]:
     """The safetensors files of a model folder or hub name. Raises ValueError when it has none."""
+    if not Path(base).exists() and file_of(base, CONFIG_FILE) is None:
+        raise ValueError(f"base model {base} not found (from {Path.cwd()}): put it back there, or leave --merge out")
     index = file_of(base, INDEX_FILE)
     names = [WEIGHTS_FILE]
     if index is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from prime_rl.contract.files import append_line, read_end
+from prime_rl.contract.files import UNDECODABLE, append_line, read_end
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.samples import BatchRatios, RatioFile
 from prime_rl.contract.status import StatusWriter, TrainerRunStatus
@@ -131,7 +131,7 @@ def peak_gib() -> float:
 def last_metrics_step(run: RunDir) -> int:
     """The step of the last whole line of `metrics/trainer.jsonl`; 0 without one."""
     for line in reversed(read_end(run.trainer_metrics, TAIL_BYTES).splitlines()):
-        with contextlib.suppress(msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        with contextlib.suppress(*UNDECODABLE, KeyError, TypeError, ValueError):
             return int(msgspec.json.decode(line)["step"])
     return 0
 

@@ -6,9 +6,9 @@ its own forward and again for its own backward, so a rank never holds more than 
 rank alone shards nothing that is frozen. Outside, what is trained as a whole is a `DTensor`: `part_here`, `cut` and
 `join` take it apart and put it together.
 
-On a GPU all rows lie end to end in one (`attention`). On a CPU they are padded at the right and attention is causal, so
-a token never sees the padding. No mask is needed in either. The head is applied only where the caller asks for the
-log-probability of a token, and its logits never exist as a whole.
+On a GPU all rows lie end to end in one (`packed_attention`). On a CPU they are padded at the right and attention is
+causal, so a token never sees the padding. No mask is needed in either. The head is applied only where the caller asks
+for the log-probability of a token, and its logits never exist as a whole.
 
 Dimensions: R rows, T tokens of a row, N loss tokens of all rows, H hidden size, V vocabulary.
 """
@@ -35,11 +35,20 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from prime_rl.configs.shared import LoRAConfig
+from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
-from prime_rl.trainer.attention import Segments, can_pack, use_packed_attention, use_rotary
-from prime_rl.trainer.fused import computed_again, fuse_mlps, fuse_norms, made_again, token_logprobs
+from prime_rl.trainer.fused import (
+    Segments,
+    can_pack,
+    computed_again,
+    fuse_mlps,
+    fuse_norms,
+    made_again,
+    token_logprobs,
+    use_packed_attention,
+    use_rotary,
+)
 from prime_rl.trainer.world import World
 from prime_rl.utils.runtime import give_back_holes
 

@@ -198,7 +198,7 @@ class RunOptimizer:
         """Take over saved moments and steps; rates and constants stay those of the run's config. Raises ValueError."""
         self.load_moments(saved["optimizer"])
         step = saved["scheduler"].get("step")
-        if not isinstance(step, int) or step < 0:
+        if not isinstance(step, int) or not 0 <= step < MAX_COUNT:
             raise ValueError(f"the saved scheduler is at step {step!r}")
         self.scheduler = make_scheduler(self.optimizer, self._config, step)
 
@@ -218,6 +218,10 @@ class RunOptimizer:
         state = weights.cut_state(saved["state"])
         check_state(config, self.optimizer.param_groups[0]["params"], state)
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+# Of updates: beyond it a float counts no further.
+MAX_COUNT = 2**53
 
 
 def make_optimizer(config: OptimConfig, params: Params, dtype: torch.dtype = torch.float32) -> Optimizer:
@@ -243,9 +247,14 @@ def check_state(config: OptimConfig, params: Params, state: dict[Any, Any]) -> N
         if number not in range(len(params)) or not isinstance(values, dict):
             raise ValueError(f"the checkpoint has moments of parameter {number!r}, the run has {len(params)}")
         for key in optimizer.state[probe].keys() | values.keys():
-            found, expected = _kind(values.get(key), 1), _kind(optimizer.state[probe].get(key), params[number].numel())
+            value, own = values.get(key), params[number]
+            found, expected = _kind(value, 1), _kind(optimizer.state[probe].get(key), own.numel())
             if found != expected:
                 raise ValueError(f"the checkpoint has {found} for {key!r} of parameter {number}, not {expected}")
+            if isinstance(value, torch.Tensor):  # of the weights' shape, or a count
+                is_sound = value.shape == own.shape if value.dim() else 0 <= float(value) < MAX_COUNT
+                if not is_sound:
+                    raise ValueError(f"the checkpoint has a {key!r} of parameter {number} that no update leaves")
 
 
 def _kind(value: Any, num_weights: int) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from prime_rl.configs.shared import BroadcastConfig
+from prime_rl.configs.base import BroadcastConfig
 from prime_rl.contract.files import (
     DEFAULT_POLL_S,
     NotWritten,
@@ -43,6 +43,7 @@ from prime_rl.trainer.checkpoint import (
     is_due,
     prune,
     remove_step,
+    sweep,
 )
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
@@ -89,6 +90,8 @@ class Publisher:
 
         The base model, which is version 0 of a run without `[init]`, is not.
         """
+        what = f"what was left of {run.run_id}"
+        self._writer.submit(WriteJob(run.run_id, what, partial(sweep, run.dir), lambda: None))
         report = partial(self._status.published, run, replace(run.progress))
         if run.progress.step or run.config.init.from_ is not None:
             snapshot = RunSnapshot.of(run, self._snapshots.weights(run), state=None)
@@ -173,16 +176,26 @@ class Publisher:
         self._writer.forget(run.run_id)
 
     def before_exit(self) -> None:
-        """Save every run after its last complete update, so that a stop loses nothing that was done."""
-        self._writer.finish(self._idle)
-        self.collect()
-        for run in self._manager.active:
-            self.save(run)
-            # One at a time, so that not all of them are in memory twice.
-            self._writer.finish(self._idle)
+        """Save every run after its last complete update, so that a stop loses nothing that was done.
+
+        One at a time, so that not all of them are in memory twice; those that wait for the disk are the last, and cost
+        the others nothing. Raises WaitTimeout when all are through and it did not take what one made.
+        """
+        late = []
+        for run in sorted(self._manager.used, key=lambda run: self._writer.waits_for(run.run_id) is not None):
+            try:
+                self._writer.finish(run.run_id, self._idle)
+                self.collect()
+                if not run.is_leaving:
+                    self.save(run)
+                    self._writer.finish(run.run_id, self._idle)
+            except WaitTimeout as error:
+                late.append(error)
         self.collect()
         self._broadcast.close()
         self._status.close()
+        if late:
+            raise late[0]
 
     def _idle(self, what: str) -> None:
         self._manager.channel.beat()
@@ -385,8 +398,8 @@ class BackgroundWriter:
             results, self._results = self._results, []
             return results
 
-    def finish(self, idle: Callable[[str], None] = lambda what: None) -> None:
-        """Wait until everything is done. `idle` is called meanwhile with what is waited for.
+    def finish(self, run_id: str, idle: Callable[[str], None] = lambda what: None) -> None:
+        """Wait until all of a run is written, as the trainer ends; `idle` is called meanwhile with what is waited for.
 
         Raises WaitTimeout after DISK_TIMEOUT_S; what has not begun by then is dropped.
         """
@@ -394,21 +407,18 @@ class BackgroundWriter:
 
         def is_done() -> bool:
             with self._changed:
-                if self._queues:
+                if run_id in self._queues:
                     self._changed.wait(DEFAULT_POLL_S)
-                left = next(iter(self._queues.values()), None)
-                what = _what(left) if left else None
+            what = self.waits_for(run_id)
             if what is not None:
                 idle(what)
             return what is None
 
+        what = f"the disk to take what {run_id} made"
         try:
-            wait_for(
-                is_done, "the disk to take what the runs made", timeout_s=DISK_TIMEOUT_S, sleep=lambda poll_s: None
-            )
+            wait_for(is_done, what, timeout_s=DISK_TIMEOUT_S, sleep=lambda poll_s: None)
         except WaitTimeout:
-            for run_id in list(self._queues):
-                self.forget(run_id)
+            self.forget(run_id)
             raise
 
     def forget(self, run_id: str) -> None:

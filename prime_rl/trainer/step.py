@@ -30,8 +30,9 @@ from torch import Tensor
 
 from prime_rl.configs.losses import LossConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.contract.files import read_file, write_atomic
+from prime_rl.contract.files import read_json, write_atomic
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.metrics import USUAL_LR
 from prime_rl.contract.status import NOT_FINITE
 from prime_rl.contract.types import ADVANTAGE_DTYPE, LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, MicroBatch
 from prime_rl.trainer.loss import LossInputs, LossSums, RowLosses, compute_losses, row_statistics, sums_by_run
@@ -157,7 +158,7 @@ class TrainStep:
             problem = f"update {step}: {problem}: set model.lora.rank or max_concurrent_runs lower"
         elif problem:
             optimizer.weights.drop_gradients()
-            problem = not_finite(step, problem, sums.loss, grad_norm, lr)
+            problem = not_finite(run.run_id, step, problem, sums.loss, grad_norm, lr)
         else:
             optimizer.next_rate()
             progress.step = step
@@ -241,11 +242,8 @@ def remember(error: PassTooLarge, config: TrainerConfig, world: World) -> None:
 def remembered(config: TrainerConfig, world: World) -> float:
     """Positions of a pass, as far as an earlier trainer came to know."""
     path = OutputDir(config.output_dir).pass_limit
-    try:
-        limit = msgspec.json.decode(read_file(path, limit=MAX_LIMIT_BYTES), type=PassLimit)
-    except (OSError, msgspec.MsgspecError):
-        return math.inf
-    if limit.machine != _machine(config, world):
+    limit = read_json(path, PassLimit, limit=MAX_LIMIT_BYTES)
+    if limit is None or limit.machine != _machine(config, world):
         return math.inf
     logger.warning("passes have at most %d tokens: a larger one did not fit (%s)", limit.tokens, path)
     return limit.tokens
@@ -273,9 +271,11 @@ def add_gradients(leaves: Sequence[Tensor], before: Sequence[Tensor | None]) -> 
         leaf.grad = old
 
 
-def not_finite(step: int, what: str, loss: float, grad_norm: float, lr: float) -> str:
-    """The reason, with the numbers, for which a run is evicted whose update is not done."""
-    return f"update {step}: {what} {NOT_FINITE}: loss {loss:g}, gradient norm {grad_norm:g}, lr {lr:g}"
+def not_finite(run_id: str, step: int, what: str, loss: float, grad_norm: float, lr: float) -> str:
+    """The reason, with the numbers, for which a run is evicted whose update is not done, and what to do."""
+    numbers = f"update {step}: {what} {NOT_FINITE}: loss {loss:g}, gradient norm {grad_norm:g}, lr {lr:g}"
+    lower = f"lower optim.lr (prl runs set {run_id} optim.lr={min(lr / 3, USUAL_LR):.2g})"
+    return f"{numbers}; {lower}, then prl runs rollback {run_id} --step N, of a checkpoint from before; 0 starts over"
 
 
 @dataclass(frozen=True)

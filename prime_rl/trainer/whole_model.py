@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
-from prime_rl.lora.adapter_state import load_tensors, misfit, shapes_of
+from prime_rl.lora.adapter_state import load_tensors, mismatch, shapes_of
 from prime_rl.trainer.checkpoint import Snapshots
 from prime_rl.trainer.model import cut, join, part_here
 from prime_rl.trainer.optim import Moments, RunWeights
@@ -89,7 +89,7 @@ class WholeModel:
     @torch.no_grad()
     def load(self, run: TrainerRun, tensors: dict[str, Tensor]) -> None:
         """Take over whole weights, which every rank has. ValueError, and nothing changed, when they do not fit."""
-        if problem := misfit(shapes_of(tensors), shapes_of(dict(self._named))):
+        if problem := mismatch(shapes_of(tensors), shapes_of(dict(self._named))):
             raise ValueError(f"the weights do not fit the model: {problem}")
         for name, parameter in self._named:
             part_here(parameter).copy_(cut(tensors[name], parameter))

@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -122,6 +122,15 @@ def _kernel_stat(pid: int) -> tuple[str, str]:
     return (fields[0], f"{boot}/{fields[19]}") if boot and len(fields) > 19 else ("", "")
 
 
+def send_kill(members: Iterable[ProcessId]) -> set[ProcessId]:
+    """SIGKILL all of them, and wait for none; returns them. Those of other users are left alone."""
+    targets = set(members)
+    for identity in targets:
+        with contextlib.suppress(PermissionError):
+            identity.send(signal.SIGKILL)
+    return targets
+
+
 def is_below(pid: int, ancestor: int) -> bool:
     """True when process `pid` was started by `ancestor` or by one that it started."""
     try:
@@ -207,7 +216,8 @@ def main(argv: list[str]) -> int:
 
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, note)
-    _tell_of_the_parents_death()
+    inherit_orphans()
+    die_with_parent(signal.SIGTERM)
     child = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
     while child.poll() is None and not told:
         time.sleep(POLL_S)
@@ -250,13 +260,17 @@ def send_signal(process: psutil.Process, signum: signal.Signals) -> None:
         process.send_signal(signum)
 
 
-def _tell_of_the_parents_death() -> None:
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    inherit_orphans()
-    if os.getppid() == 1:  # it died before the call
-        os.kill(os.getpid(), signal.SIGTERM)
+def signal_at_parents_death(signum: signal.Signals) -> None:
+    """Let the kernel send `signum` to this process when its parent dies. Linux only; elsewhere it does nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
+    """As `signal_at_parents_death`, and at once when the parent has died already."""
+    signal_at_parents_death(signum)
+    if sys.platform == "linux" and os.getppid() == 1:
+        os.kill(os.getpid(), signum)
 
 
 def inherit_orphans() -> None:

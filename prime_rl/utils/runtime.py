@@ -1,30 +1,40 @@
-"""This process: its log, its clock, its memory, tasks beside its owner, and installed extras. Without torch.
+"""This process: its log, clock and memory, tasks beside its owner, installed extras, its addresses. Without torch.
 
 One log format for every process, on standard error by default: time, level, part, message. A record may quote a run:
 its message is one line, and nothing in it is obeyed by a terminal. Decisions within a process go by a clock that never
 jumps; what is written for others, and read by people, is `time.time()`. A task that nothing awaits and that ends by an
 exception is logged, always. Extras are the parts of the installation that not every machine has (`pyproject.toml` lists
-them).
+them). Addresses are those by which other machines reach this one, and the ports on which it listens.
+
+`http_refusal` is the rule of every HTTP server of the project. A page in a browser reaches none but the server that it
+came from. It can send requests to each address that its reader's machine reaches, and give that address a name of its
+own. So the name that is asked for (`Host`) must be one of the server's, a page (`Origin`) must come from that name, and
+a POST must be declared as JSON: browsers ask before they send that elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import ctypes
 import gc
+import ipaddress
 import logging
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, TextIO
+
+import psutil
 
 from prime_rl.utils.text import clean_text
 
@@ -39,7 +49,7 @@ def set_up_memory() -> bool:
     Left alone, glibc decides by what was freed last, and a block that goes back to the system is cleared when it comes
     again: a third of a pass. Here blocks of up to 32 MiB are in one heap and are used again. The tensors go in another
     order than they came, so the heap has holes; a pass that is to take little memory calls `give_back_holes` from time
-    to time. What holes take is in `fit.predict`.
+    to time. What holes take is in `trainer.memory`.
 
     Returns whether the C library has this setting.
     """
@@ -97,23 +107,23 @@ def heavy_imports() -> Iterator[None]:
 TIMEOUT_S = 60.0
 
 
-def listed_gpus() -> int:
-    """GPUs that the driver's own tool lists; 0 without the tool or the driver."""
+def nvidia_smi(*options: str, timeout_s: float = TIMEOUT_S) -> str:
+    """The output of the driver's own tool; "" without the tool or the driver, or when it takes longer."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return 0
+        return ""
+    command = [tool, *options]
     try:
-        done = subprocess.run(
-            [tool, "-L"],
-            capture_output=True,
-            encoding="utf-8",
-            timeout=TIMEOUT_S,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", timeout=timeout_s, stdin=subprocess.DEVNULL, check=False
+        ).stdout
     except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+        return ""
+
+
+def listed_gpus() -> int:
+    """GPUs that the driver's own tool lists; 0 without the tool or the driver."""
+    return sum(line.startswith("GPU ") for line in nvidia_smi("-L").splitlines())
 
 
 def count_gpus(environment: Mapping[str, str], listed: Callable[[], int] = listed_gpus) -> int:
@@ -176,6 +186,14 @@ CPU = ("torch", "transformers", "tokenizers", "httpx", "starlette")
 def install_command(extra: str) -> str:
     """The shell command that installs this project with an extra."""
     return f'pip install "prl-multirun[{extra}]"'
+
+
+class StartError(RuntimeError):
+    """A server cannot start, or its engine failed; `exit_code` is 1, or 2 when the config itself is wrong."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def missing(extra: str, *modules: str) -> str | None:
@@ -288,3 +306,81 @@ def setup_logger(part: str, level: str = "info", stream: TextIO | None = None) -
     for noisy in ("httpx", "httpcore", "watchdog", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return logging.getLogger(part)
+
+
+LOOPBACK = "127.0.0.1"
+# Reserved for documents: nothing is there, and nothing is sent. It only makes the kernel choose a way out.
+OUTSIDE = ("192.0.2.1", 9)
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has `address`, or None when none of this machine's has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach `host`: "localhost", or a loopback address. Looks up no name."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def own_address() -> str:
+    """The IPv4 address of the interface that leads outside, else of any that is not the loopback, else loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(OUTSIDE)
+        return str(probe.getsockname()[0])
+    every = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
+    outside = [each.address for each in every if each.family == socket.AF_INET and not each.address.startswith("127.")]
+    return min(outside, default=LOOPBACK)
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that does not listen yet. Raises OSError when the port is taken or the address is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is named, though there is but one: asyncio switches Nagle's delay off only where it is, and with that
+    # delay an answer on a kept connection can be 40 ms late.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    # Without it a restart would fail while old connections are in TIME_WAIT.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+_AUTHORITY = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::[0-9]{1,5})?")
+_SHOWN = 100
+
+
+def http_refusal(
+    method: str, headers: Iterable[tuple[str, str]], hosts: Collection[str] | None = ()
+) -> tuple[int, str] | None:
+    """Return the HTTP status and one line for a request that must not be answered, else None.
+
+    Args:
+        headers: name and value of each, one that is sent twice twice.
+        hosts: the server's names beside those of the loopback; None: any, since the server asks for a key.
+    """
+    found = defaultdict(list)
+    for name, value in headers:
+        found[name.lower()].append(value.strip().lower())
+    host = found["host"][0] if len(found["host"]) == 1 else ""
+    parts = _AUTHORITY.fullmatch(host)
+    asked = parts and (parts["address"] or parts["name"])
+    if hosts is not None and (asked is None or not (is_loopback(asked) or asked in hosts)):
+        return 403, f"Host {host[:_SHOWN]!r} is not a name of this server: use 127.0.0.1 or localhost."
+    if foreign := [origin for origin in found["origin"] if origin.partition("://")[2] != host]:
+        return 403, f"Requests from pages of other sites are refused: Origin is {foreign[0][:_SHOWN]!r}."
+    kinds = [value.partition(";")[0].strip() for value in found["content-type"]]
+    if method == "POST" and kinds != ["application/json"]:
+        return 415, "The body must be JSON, with Content-Type: application/json."
+    return None

@@ -9,18 +9,21 @@ bounded, whatever the file holds.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.contract.files import open_file
+from prime_rl.contract.files import closing, open_file
 
 # One look takes at most this much, so a huge file is read in steps between which the reader can be stopped.
 CHUNK_BYTES = 1 << 20
 # A longer line is neither a metrics line nor a readable log line; it is dropped, not kept in memory.
 MAX_LINE_BYTES = 1 << 18
+# No metrics come near it, and a file of holes is read at no more than some hundred MiB a second.
+MAX_WHOLE_BYTES = 1 << 28
 # So many bytes before the offset are compared at each look: a file that was cut and grew again past the offset is
 # then noticed, though its size and inode are unchanged.
 _MARK_BYTES = 64
@@ -71,17 +74,24 @@ class FileTail:
     def read(self) -> TailRead:
         """Lines that were completed since the last call. Never raises for what a file may do."""
         try:
-            fd = open_file(self.path)
-            try:
+            with closing(open_file(self.path)) as fd:
                 return self._read(fd)
-            finally:
-                os.close(fd)
         except OSError:
             if self._is_put_aside():
                 return TailRead([])
             had_content = self._identity is not None
             self._forget()
             return TailRead([], reset=had_content)
+
+    def lines(self) -> Iterator[bytes]:
+        """The whole lines up to the present end of the file, read in chunks."""
+        end, more = 0, True
+        with contextlib.suppress(OSError):
+            end = self.path.stat().st_size
+        while more:
+            found = self.read()
+            yield from found.lines
+            more = found.more and self._offset < end
 
     def _read(self, fd: int) -> TailRead:
         identity, size = _look(fd)
@@ -128,8 +138,7 @@ class FileTail:
     def _old(self, number: int, limit: int) -> tuple[_Identity | None, bytes, bool]:
         """Of `x.log.number`: its identity, at most `limit` unread bytes, and whether it is the file that was read."""
         try:
-            with os.fdopen(open_file(self.path.with_name(f"{self.path.name}.{number}")), "rb", buffering=0) as file:
-                fd = file.fileno()
+            with closing(open_file(self.path.with_name(f"{self.path.name}.{number}"))) as fd:
                 is_ours = bool(self._mark) and self._is_marked(fd)
                 return _look(fd)[0], os.pread(fd, limit, self._offset * is_ours), is_ours
         except OSError:
@@ -172,12 +181,8 @@ class FileTail:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """The whole lines that a file has now, read in chunks."""
-    tail, more = FileTail(path), True
-    while more:
-        found = tail.read()
-        yield from found.lines
-        more = found.more
+    """The whole lines that a file has now, read in chunks; of a huge one those at its end."""
+    return FileTail(path, start_bytes=MAX_WHOLE_BYTES).lines()
 
 
 def _look(fd: int) -> tuple[_Identity, int]:

@@ -122,6 +122,8 @@ OnChange = Callable[[Path | None, Path | None], None]
 POLL_S = 1.0
 # A poll may take at most this share of one core, whatever the number of folders and the speed of the file system.
 POLL_SHARE = 20
+# A folder with more events than this in a second is not watched for so many seconds; then a hint about it comes.
+MAX_EVENTS, STORM_S = 5_000, 2.0
 # What a folder looks like: names with their inode and, for files, time of change and size.
 Picture = frozenset[tuple[str, int, int, int]]
 _CURES = {
@@ -174,6 +176,9 @@ class NativeEvents:
         self._ids = itertools.count(1)
         self._watches: dict[Path, tuple[WatchDescriptor, int]] = {}
         self._folders: dict[WatchDescriptor, Path] = {}
+        # When the present second of a folder began, and its events since; when one that had too many is watched again.
+        self._rates: dict[Path, tuple[float, int]] = {}
+        self._rests: dict[Path, float] = {}
         self._reader = InotifyFD()
         self._reader.start()
 
@@ -184,12 +189,15 @@ class NativeEvents:
             return set(self._watches)
 
     def add(self, folder: Path) -> bool:
-        """Watch what is at `folder` now; False when it is watched already, missing or not readable.
+        """Watch what is at `folder` now; False when it is watched already, missing, not readable, or has a storm.
 
         Raises OSError when the system has no more watches.
         """
         from watchdog.observers.inotify_c import CallbackId
 
+        if time.monotonic() < self._rests.get(folder, 0.0):
+            return False
+        self._rests.pop(folder, None)
         new_id = CallbackId(next(self._ids))
         try:
             wd = self._reader.add_callback(os.fsencode(folder), self._mask, self, new_id)
@@ -210,6 +218,7 @@ class NativeEvents:
         """Watch `folder` no longer; one that is not watched is no error."""
         with self._lock:
             old = self._watches.pop(folder, None)
+            self._rates.pop(folder, None)
         if old is not None:
             self._drop(folder, *old)
 
@@ -238,7 +247,18 @@ class NativeEvents:
     def on_event(self, event: InotifyEvent) -> None:
         """Report the folder of a change, and where a folder itself changed also its path; hidden names are left out."""
         name, folder = os.fsdecode(event.name), self._folders.get(event.wd)
-        if folder is not None and not name.startswith("."):
+        if folder is None:
+            return
+        now = time.monotonic()
+        began, num_events = self._rates.get(folder, (now, 0))
+        self._rates[folder] = (began, num_events + 1) if now < began + 1.0 else (now, 1)
+        if num_events >= MAX_EVENTS:  # whoever writes there would have this thread take the time of all
+            self._rests[folder] = now + STORM_S
+            self.remove(folder)
+            again = threading.Timer(STORM_S, self._on_change, (folder, folder))
+            again.daemon = True
+            again.start()
+        if not name.startswith("."):
             self._on_change(folder, folder / name if event.is_directory or not name else None)
 
     def on_watch_deleted(self, wd: WatchDescriptor) -> None:

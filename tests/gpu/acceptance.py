@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from prime_rl.configs.fit_flags import SHAPES
+from prime_rl.configs.system import SHAPES
 from tests.inference_support import CHAT_TEMPLATE, EOS, LETTERS, PAD
 from tests.system_support import ROOT, Workspace, read_metrics
 

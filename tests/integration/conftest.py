@@ -155,12 +155,12 @@ def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     """The last adapter of each of the isolation tests' runs when it had the trainer for itself."""
     from safetensors.torch import load_file, save_file
 
-    from tests.isolation_support import RUNS, train_alone
+    from tests.isolation_support import NUM_STEPS, RUNS, train_alone
 
     def make(folder: Path) -> None:
         for run_id in RUNS:
             (folder / run_id).mkdir(parents=True)
             save_file(train_alone(folder / run_id, tiny, run_id), folder / f"{run_id}.safetensors")
 
-    folder = _once(tmp_path_factory, "alone", make)
+    folder = _once(tmp_path_factory, f"alone_{NUM_STEPS}", make)
     return {run_id: load_file(folder / f"{run_id}.safetensors") for run_id in RUNS}

@@ -35,9 +35,9 @@ from tests.patience import PATIENCE_S
 from tests.system_support import NUM_ANSWER_TOKENS, ROOT, Workspace, closed, greedy_answer, make_workspace
 from tests.tui_support import opened_app, screen_text, until
 from tests.unit.test_daemons_forks import KILLED
-from tui.actions.chat import ChatTalk
 from tui.app import PrlApp
 from tui.screens.acting_places import ActingRunScreen
+from tui.widgets.chat_view import ChatTalk
 
 pytestmark = pytest.mark.release
 RUN, FORK = "run_a", "run_a-fork"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from prime_rl.base_model.store import Recipe
+from prime_rl.base_model.__main__ import Progress, Recipe
 from prime_rl.base_model.teach import Demonstrator, PromptEncoder, build_model, build_tokenizer, teach
 from prime_rl.utils.tasks import TASKS, similarity, split_of
 from tests.budgets import in_release
@@ -76,11 +76,38 @@ def test_the_same_recipe_teaches_the_same_bits() -> None:
         recipe = Recipe(seed=seed, num_steps=2, num_threads=1, hidden_size=32, num_layers=1, batch_size=4)
         torch.manual_seed(recipe.seed)
         model = build_model(recipe, tokenizer)
-        teach(model, recipe, PromptEncoder(tokenizer), lambda step, loss: None)
+        teach(model, recipe, PromptEncoder(tokenizer), lambda step: None)
         return list(model.parameters())
 
     one, again, other = taught(0), taught(0), taught(1)
     assert all(map(torch.equal, one, again)) and not all(map(torch.equal, one, other))
+
+
+def test_without_a_terminal_the_progress_is_a_line_each_ten_seconds_with_what_is_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now_s = 0.0
+    with Progress(360, lambda: False, lambda: now_s) as progress:
+        for step in range(1, 361):
+            now_s = 2.5 * step
+            progress(step)
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "make-base: teaching a base model" and len(lines) == 90
+    assert lines[0] == "make-base: step 4/360, 1%, about 15 min left"
+    assert lines[-2] == "make-base: step 356/360, 99%, about 10 s left"
+    assert lines[-1] == "make-base: step 360/360, 100%, about 0 s left"
+
+
+def test_a_terminal_shows_a_bar_with_what_is_left_and_no_loss(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss rises where demonstrations of mixed quality begin, which is no fault."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Progress(4, lambda: False) as progress:
+        for step in range(1, 5):
+            progress(step)
+    shown = capsys.readouterr().err
+    assert "0/4" in shown and "<" in shown and "loss" not in shown
 
 
 def test_an_up_to_date_model_is_left_alone(model: Path) -> None:

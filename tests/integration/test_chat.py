@@ -17,11 +17,13 @@ from daemons.chat import Chat, ChatSettings
 from daemons.errors import ActionError
 from prime_rl.contract.files import mark_stable, wait_for
 from prime_rl.contract.layout import OutputDir
+from tests.budgets import in_full
 from tests.chat_support import GREEDY, RUNS_VERSIONS, answer_of, ask, chat_server, loaded
 from tests.daemons_support import ROOT, RUN_TOML
 from tests.inference_support import KEY, RunningServer, adapter_dir, make_model
 from tests.integration.test_tui_tmux import Terminal
 from tests.patience import PATIENCE_S
+from tests.warm import warm
 
 
 @pytest.fixture(scope="module")
@@ -177,31 +179,40 @@ def test_a_run_that_trains_the_whole_model_is_talked_to_as_inference_serves_it(
         with pytest.raises(ActionError, match="serves run_w/broadcast/step_2 now, not run_w@v3"):
             ask(chat)
         assert chat.messages == []
-    with prl_chat(server, "run_w@v1") as process:
-        out, err = process.communicate("hello\n", timeout=PATIENCE_S)
-    assert (process.returncode, out, err.count("\n")) == (1, "", 1) and "not run_w@v1" in err
+    done = piped(server, "run_w@v1", "hello\n")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1) and "not run_w@v1" in done.stderr
+
+
+GREEDILY = ("--max-tokens", "12", "--temperature", "0")
+
+
+def environment(server: RunningServer) -> dict[str, str]:
+    return {**os.environ, "PRL_OUTPUT_DIR": str(server.output_dir), "PRL_API_KEY": KEY}
 
 
 def prl_chat(server: RunningServer, *args: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "daemons.cli", "chat", *args, "--max-tokens", "12", "--temperature", "0"]
-    environment = {**os.environ, "PRL_OUTPUT_DIR": str(server.output_dir), "PRL_API_KEY": KEY}
+    command = [sys.executable, "-m", "daemons.cli", "chat", *args, *GREEDILY]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=environment(server), stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def piped(server: RunningServer, target: str, lines: str) -> subprocess.CompletedProcess[str]:
+    words = ["chat", target, *GREEDILY]
+    return warm("daemons.cli").run(words, env=environment(server), cwd=ROOT, timeout_s=PATIENCE_S, stdin=lines)
 
 
 def test_a_pipe_is_answered_line_by_line(server: RunningServer) -> None:
-    with prl_chat(server, "run_a@v2") as process:
-        out, err = process.communicate("hello\n\nand\n", timeout=PATIENCE_S)
+    done = piped(server, "run_a@v2", "hello\n\nand\n")
     server.load("run_a@v2", adapter_dir(server, "run_a@v2"))
     first = answer_of(server, "run_a@v2", "hello")
-    assert (process.returncode, err) == (0, "")
-    assert out == f"{first}\n{answer_of(server, 'run_a@v2', 'hello', first, 'and')}\n"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{first}\n{answer_of(server, 'run_a@v2', 'hello', first, 'and')}\n"
     server.unload("run_a@v2")
     acts = [json.loads(line) for line in (server.output_dir / "logs" / "audit.jsonl").read_text().splitlines()]
     assert (acts[-1]["action"], acts[-1]["run_id"], acts[-1]["detail"]) == ("chat", "run_a", "version 2")
 
 
-@pytest.mark.parametrize("target", ["run_a", "base", "base alone"])
+@pytest.mark.parametrize("target", ["run_a", *in_full("base", "base alone")])
 def test_environments_are_tried_with_a_version_or_the_base_model(
     server: RunningServer, tmp_path: Path, target: str
 ) -> None:
@@ -209,11 +220,10 @@ def test_environments_are_tried_with_a_version_or_the_base_model(
     file, output_dir = tmp_path / "own.toml", tmp_path if target == "base alone" else server.output_dir
     text = RUN_TOML.format(max_steps=3, model=server.model) + "[sampling]\nmax_tokens = 12\n"
     file.write_text(text, encoding="utf-8")
-    command = [sys.executable, "-m", "daemons.cli", "env", "try", str(file), "-n", "1", "--json"]
-    command += ["--model", target.partition(" ")[0], "--output-dir", str(output_dir)]
-    environment = {**os.environ, "PRL_API_KEY": KEY}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    words = ["env", "try", str(file), "-n", "1", "--json"]
+    words += ["--model", target.partition(" ")[0], "--output-dir", str(output_dir)]
+    done = warm("daemons.cli").run(words, env=environment(server), cwd=ROOT, timeout_s=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
     (tried,) = json.loads(done.stdout)["envs"][0]["rollouts"]
     assert tried["error"] is None and 0 <= tried["reward"] <= 1 and 0 < tried["answer_tokens"][0] <= 12
     assert loaded(server) == [] and [path.name for path in tmp_path.iterdir()] == ["own.toml"]
@@ -261,7 +271,7 @@ def test_a_terminal_is_answered_until_quit(server: RunningServer, tmp_path: Path
         terminal.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *in_full(signal.SIGTERM)])
 def test_an_interrupted_chat_unloads_its_version(server: RunningServer, number: signal.Signals) -> None:
     with prl_chat(server, "run_a@v2") as process:
         wait_for(lambda: loaded(server) == ["chat/run_a@v2"], "the version to be loaded", timeout_s=PATIENCE_S)

@@ -19,12 +19,11 @@ from tests.inference_support import KEY, RunningServer
 from tests.patience import PATIENCE_S
 from tests.tui_run_support import Opened, opened_run
 from tests.tui_support import add_run, screen_text
-from tui.actions.chat import ChatTalk
 from tui.messages import ChatChanged, ChatTurn
 from tui.screens.acting_places import ActingRunScreen
 from tui.screens.compare import PickRuns
 from tui.screens.runs import RunsScreen
-from tui.widgets.chat_view import ChatView
+from tui.widgets.chat_view import ChatTalk, ChatView
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +151,7 @@ async def test_what_cannot_be_is_one_line_and_the_question_is_given_back(tmp_pat
         await o.press("escape", "1")
         assert o.screen.tab == "charts"
     async with opened_run(tmp_path, "run_a", read_only=True) as o:
-        assert "Chat" not in screen_text(o.app) and "chat" not in o.screen.tab_names
+        assert "Chat" not in screen_text(o.app) and "chat" not in o.screen.views
 
 
 @pytest.mark.slow

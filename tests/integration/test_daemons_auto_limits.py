@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from prime_rl.configs.base import load_toml
 from prime_rl.contract.layout import OutputDir
-from prime_rl.trainer.fit.capacity import MOST_AUTO_SLOTS
+from prime_rl.trainer.capacity import MOST_AUTO_SLOTS
 from tests.daemons_support import Prl, fake_workspace
 from tests.trainer_support import write_model
 

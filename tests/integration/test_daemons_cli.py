@@ -21,6 +21,7 @@ from daemons.cli import run
 from prime_rl.contract.files import append_line, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.samples import Sample, SampleFile
+from tests.budgets import in_full
 from tests.daemons_support import PATIENCE_S, ROOT, RUN_TOML, Prl, fake_workspace
 
 
@@ -87,21 +88,21 @@ def test_the_life_of_a_run_with_the_daemons_down(inline: Inline) -> None:
 def test_validate_prints_every_problem_with_its_place(inline: Inline) -> None:
     file = inline.prl.run_file(max_steps=0)
     file.write_text(file.read_text().replace("= 4", "= 3") + "[optim]\nrl = 1\n")
-    lines = inline("runs", "validate", str(file), exit_code=1).stderr.splitlines()
+    lines = inline("runs", "validate", str(file), exit_code=2).stderr.splitlines()
     assert lines == [
         f"prl: {file}: max_steps: found 0: must be greater than or equal to 1",
         f"prl: {file}: optim.rl: unknown key; did you mean 'lr'? valid keys: betas, lr, max_norm, type, weight_decay",
         f"prl: {file}: batch_size: found 8: must be a multiple of rollouts_per_example = 3",
     ]
     args = ("runs", "validate", str(file), "--set", "max_steps=x", "--json")
-    report = json.loads(inline(*args, exit_code=1).stdout)
+    report = json.loads(inline(*args, exit_code=2).stdout)
     assert (report["version"], report["valid"], report["trainer"]) == (1, False, None)
     assert [(each["key"], each["found"], each["line"]) for each in report["problems"]] == [
         *(("max_steps", "x", None), ("optim.rl", 1, None), ("batch_size", 8, None))
     ]
     assert report["problems"][2]["allowed"] == "must be a multiple of rollouts_per_example = 3"
     file.write_text("a = 1\nb = \n")
-    (torn,) = json.loads(inline("runs", "validate", str(file), "--json", exit_code=1).stdout)["problems"]
+    (torn,) = json.loads(inline("runs", "validate", str(file), "--json", exit_code=2).stdout)["problems"]
     assert (torn["line"], torn["key"]) == (2, None)
 
 
@@ -141,7 +142,7 @@ def test_json_is_stable(inline: Inline) -> None:
         *("clocks", "inference"),
     ]
     shown = prl.json("runs", "show", "run_reverse")
-    assert list(shown) == ["version", "run", "config", "metrics", "errors", "checkpoints", "disk"]
+    assert list(shown) == ["version", "run", "config", "metrics", "errors", "data_changed", "checkpoints", "disk"]
     assert shown["config"]["max_steps"] == 3 and shown["disk"]["num_bytes"] > 0
 
 
@@ -174,7 +175,23 @@ def test_with_json_a_missing_workspace_is_an_empty_one(tmp_path: Path, capsys: p
     for command, key in (("runs list", "runs"), ("runs best", "standings"), ("usage", "rows"), ("status", "daemons")):
         assert run([*command.split(), "--json", "--output-dir", str(tmp_path / "typo")]) == 0
         assert json.loads(capsys.readouterr().out)[key] == []
-    assert run(["runs", "list", "--output-dir", str(tmp_path)]) == 0
+
+
+def test_a_folder_without_a_workspace_is_told_and_one_without_runs_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "daemons").mkdir()
+    place = ["--output-dir", str(tmp_path)]
+    for command in (["runs", "list"], ["status"]):
+        assert run([*command, *place]) == 2
+        line = f"prl: no workspace in {tmp_path}: prl up --output-dir {tmp_path} makes one\n"
+        assert capsys.readouterr() == ("", line)
+        assert run([*command, "--json", *place]) == 0, "an empty one, as one that is not there"
+        assert json.loads(capsys.readouterr().out)["runs"] == []
+    OutputDir(tmp_path).supervisor_lock.touch()
+    assert run(["status", *place]) == 0
+    assert run(["runs", "list", *place]) == 0
     assert "no runs yet: add one with prl runs add" in capsys.readouterr().out.replace("\n", " ")
 
 
@@ -184,7 +201,7 @@ def test_a_file_of_another_kind_is_told_in_one_short_line(name: str, inline: Inl
     use = "prl up @" if "system" in name else f"prl {file.stem} @"
     for command in ("add", "validate", "sweep --set seed=1"):
         verb, *more = command.split()
-        said = inline("runs", verb, str(file), *more, exit_code=1).stderr
+        said = inline("runs", verb, str(file), *more, exit_code=2).stderr
         assert said.count("\n") == 1 and said.endswith(f", not like a run's config: use {use} {file}\n"), said
     said = inline("up", "@", str(run_file), "--dry-run", exit_code=2).stderr
     assert said == (
@@ -199,7 +216,7 @@ def test_entries_of_a_list_are_set_by_their_number(inline: Inline) -> None:
     assert inline.json("runs", "show", "run_a")["config"]["env"] == [{"id": "sort-letters", "args": {"min_len": 3}}]
     inline("runs", "set", "run_a", "env.0.id=reverse-text", "env.0.args=null")
     inline("runs", "sweep", file, "--set", "env.0.id=reverse-text,sort-letters", "--name", "s")
-    said = inline("runs", "add", file, "--set", "env.1.id=x", exit_code=1).stderr
+    said = inline("runs", "add", file, "--set", "env.1.id=x", exit_code=2).stderr
     assert said.endswith("env: '1' is not an entry: expected the number of one, such as env.0\n"), said
 
 
@@ -225,11 +242,16 @@ def test_several_files_are_added_or_none(inline: Inline, tmp_path: Path) -> None
     files = [str(inline.prl.run_file(name)) for name in "ab"]
     bad = tmp_path / "bad.toml"
     bad.write_text("batch_size = 4")
-    refused = inline("runs", "add", *files, str(bad), exit_code=1)
+    refused = inline("runs", "add", *files, str(bad), exit_code=2)
     assert "bad.toml: rollouts_per_example: required" in refused.stderr and inline.json("runs", "list")["runs"] == []
     assert inline("runs", "add", *files, "--dry-run").stdout.count("would add") == 2
-    assert inline("runs", "add", *files).stdout.count("added run_") == 2
-    assert {run["run_id"] for run in inline.json("runs", "list")["runs"]} == {"run_a", "run_b"}
+    assert inline("runs", "add", *files, "--dry-run").stderr == "" and not inline.prl.output_dir.exists()
+    done = inline("runs", "add", *files)
+    assert done.stdout.count("added run_") == 2
+    made = f"prl: made a new workspace at {inline.prl.output_dir}: prl up starts it; --output-dir names another\n"
+    assert done.stderr == made, "perhaps in a wrong folder"
+    assert inline("runs", "sweep", files[0], "--set", "seed=1,2").stderr == ""
+    assert {"run_a", "run_b"} < {run["run_id"] for run in inline.json("runs", "list")["runs"]}
 
 
 def test_the_doctor_says_what_to_do(inline: Inline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -245,13 +267,13 @@ def test_the_doctor_says_what_to_do(inline: Inline, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (("runs", "add", "none.toml"), 1, "not found: none.toml"),
-        (("runs", "validate", "none.toml"), 1, "not found: none.toml"),
+        (("runs", "add", "none.toml"), 2, "not found: none.toml"),
+        (("runs", "validate", "none.toml"), 2, "not found: none.toml"),
         (("runs", "add", "{file}", "--id", "run_a/../../x"), 2, "invalid run id 'run_a/../../x'"),
         (("runs", "add", "{file}", "--id", ".."), 2, "invalid run id '..'"),
         (("runs", "add", "{file}", "{file}", "--id", "run_a"), 2, "--id names one run, and there are 2 files"),
         (("runs", "add", "{file}", "--set", "max_steps"), 2, "invalid 'max_steps': expected KEY=VALUE"),
-        (("runs", "add", "{file}", "--set", "optim.rl=1"), 1, "optim.rl: unknown key; did you mean 'lr'?"),
+        (("runs", "add", "{file}", "--set", "optim.rl=1"), 2, "optim.rl: unknown key; did you mean 'lr'?"),
         (("runs", "show", "run_none"), 1, "run 'run_none' not found"),
         (("runs", "show", "../etc"), 2, "invalid run id"),
         (("runs", "evict", "run_none", "--reason", "x"), 1, "run 'run_none' not found"),
@@ -437,7 +459,7 @@ def test_a_demo_that_is_ended_ends_everything_it_started(prl: Prl, end: str) -> 
         assert (child.stderr.read(), prl.members()) == ("", [])
 
 
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("plain", [False, *in_full(True)])
 def test_a_demo_in_a_terminal_that_is_closed_leaves_nothing(prl: Prl, plain: bool) -> None:
     words = ["demo", "--configs", demo_configs(prl, max_steps=200), *["--plain"] * plain]
     pid, terminal = pty.fork()  # the kernel sends SIGHUP to the one that controls it

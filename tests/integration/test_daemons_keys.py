@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from daemons.launchers.members import find_members, kill_all
+from daemons.launchers.local import find_members, kill_all
 from daemons.process import spawn
 from daemons.specs import orchestrator_spec
 from prime_rl.contract.layout import list_rollout_steps
@@ -68,10 +68,12 @@ async def test_the_orchestrator_has_the_key_in_no_environment_and_an_environment
             assert process.poll() is None, run.log.read_text()
             (child,) = psutil.Process(process.pid).children()
             seen, of_child = psutil.Process(process.pid).environ(), child.environ()
+            held = [os.readlink(each) for each in Path(f"/proc/{process.pid}/fd").iterdir() if each.is_symlink()]
         finally:
             await asyncio.to_thread(kill_all, find_members(output_dir, [leader], [spec.name]), reap=process.poll)
             await asyncio.to_thread(process.wait, 60)
     assert CANARY not in str(seen) and seen["NOT_NAMED"] == "no"
+    assert held and not any("memfd" in each for each in held), "what it read the key from is closed"
     assert of_child["NAMED"] == "yes" and "PATH" in of_child
     others = {name for name in of_child if name not in BASE_VARIABLES and not name.startswith(BASE_PREFIXES)}
     assert others == {"NAMED", "PYTHONUTF8"}, "neither the key, nor the way to it, nor what was not named"

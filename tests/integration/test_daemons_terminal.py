@@ -22,6 +22,7 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunStatus
 from prime_rl.utils.process import ProcessId
+from tests.budgets import in_full
 from tests.daemons_support import PATIENCE_S, ROOT, Prl, fake_workspace
 
 
@@ -45,7 +46,7 @@ def test_a_narrow_terminal_shows_fewer_columns_and_whole_words(prl: Prl) -> None
     assert len(heads[60]) > len(heads[40]) > len(heads[24]) and heads[24] == ["run", "state", "step"]
 
 
-@pytest.mark.parametrize("coding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("coding", ["ascii", *in_full("latin-1")])
 def test_what_a_terminal_cannot_show_is_a_question_mark(prl: Prl, coding: str) -> None:
     prl.env["PYTHONIOENCODING"] = coding
     command = [sys.executable, "-m", "daemons.cli", "--debug", "runs", "list", "--output-dir", str(prl.output_dir)]
@@ -120,6 +121,23 @@ def test_ctrl_c_while_a_delete_waits_says_how_things_stand(prl: Prl) -> None:
     assert (child.returncode, err.count("\n")) == (130, 1) and "stays evicted" in err
 
 
+@pytest.mark.parametrize("absent", [None, "standard error must be a terminal"])
+def test_a_demo_opens_the_console_only_where_all_of_it_is_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: str | None
+) -> None:
+    """As text otherwise; what counts as a terminal is tested with prl-tui."""
+    seen: list[bool] = []
+
+    def run_demo(*args: object, with_tui: bool, stays: bool) -> None:
+        seen.append(with_tui)
+
+    monkeypatch.setattr("daemons.demo.no_terminal", lambda: absent)
+    monkeypatch.setattr("daemons.demo.run_demo", run_demo)
+    assert run(["demo", "--output-dir", str(tmp_path / "demo")]) == 130
+    assert run(["demo", "--plain", "--output-dir", str(tmp_path / "demo")]) == 130
+    assert seen == [absent is None, False]
+
+
 def test_the_head_of_a_list_is_enough(prl: Prl) -> None:
     command = f"{sys.executable} -m daemons.cli runs list --watch --output-dir {prl.output_dir} | head -n 1"
     done = subprocess.run(
@@ -135,12 +153,15 @@ def test_down_ends_a_start_that_builds_the_base_model(tmp_path: Path) -> None:
     where = ["--output-dir", str(tmp_path / "out")]
     (tmp_path / "out").mkdir()
 
-    def told(*words: str) -> str:
-        return subprocess.run([*prl, *words, *where], capture_output=True, text=True, check=True).stdout
+    def told(*words: str, check: bool = True) -> str:
+        return subprocess.run([*prl, *words, *where], capture_output=True, text=True, check=check).stdout
+
+    def is_preparing() -> bool:  # before it has begun the folder is no workspace
+        return "prl up is preparing" in told("status", check=False)
 
     up = subprocess.Popen([*prl, "up", *where], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_for(lambda: "prl up is preparing" in told("status"), "the start to be under way", timeout_s=PATIENCE_S)
+        wait_for(is_preparing, "the start to be under way", timeout_s=PATIENCE_S)
         assert "stopped, no process is left" in told("down")
         assert up.wait(PATIENCE_S) == 130
     finally:

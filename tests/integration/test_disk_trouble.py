@@ -31,7 +31,7 @@ from prime_rl.contract.files import (
     write_atomic,
 )
 from prime_rl.contract.layout import RunDir, list_steps
-from prime_rl.contract.status import LOST_AFTER_S
+from prime_rl.contract.status import LOST_AFTER_S, TrainerStatus, read_status
 from tests.daemons_support import Prl
 from tests.patience import PATIENCE_S
 from tests.system_support import Workspace, closed, make_workspace, read_metrics
@@ -170,7 +170,7 @@ def test_what_only_a_runs_own_disk_has_is_its_own_fault(
 
 def test_what_a_read_only_disk_kept_of_a_failed_write_goes_with_the_next_write(tmpfs: Path) -> None:
     (tmpfs / "run_a" / "broadcast").mkdir(parents=True)
-    version, mark = tmpfs / "run_a" / "broadcast" / "step_1", tmpfs / "run_a" / "mark"
+    version = tmpfs / "run_a" / "broadcast" / "step_1"
     with contextlib.ExitStack() as stack:
 
         def write() -> None:
@@ -182,7 +182,7 @@ def test_what_a_read_only_disk_kept_of_a_failed_write_goes_with_the_next_write(t
         with pytest.raises(OSError, match="Read-only"):
             write()
         assert [each.name for each in tmpfs.rglob("weights")] == ["weights"], "nothing can be removed now"
-    write_atomic(mark, b"x")
+    write_atomic(version.with_name("mark"), b"x")
     assert sorted(each.name for each in tmpfs.rglob("*")) == ["broadcast", "mark", "run_a"]
 
 
@@ -233,6 +233,10 @@ def is_held(workspace: Workspace, begins: str) -> bool:
     return (status["bottleneck"] or "").startswith(begins) and is_told
 
 
+def are_active(workspace: Workspace, num_runs: int) -> bool:
+    return [run["state"] for run in workspace.runs().values()] == ["active"] * num_runs
+
+
 def go_on(workspace: Workspace, num_steps: int) -> None:
     """Until each run has made so many steps."""
     before = {run_id: run["step"] for run_id, run in workspace.runs().items()}
@@ -257,7 +261,7 @@ def test_a_disk_that_takes_nothing_holds_all_runs_and_loses_nothing(small: Works
     small.up()
     for name in ("a", "b"):
         small.prl("runs", "add", str(small.write_run(f"run_{name}", max_steps=MANY, max_async_level=1)))
-    small.wait(lambda: len(small.runs()) == 2, "both runs")
+    small.wait(lambda: are_active(small, 2), "both runs to be in a slot")
     go_on(small, 2)
     for trouble in TROUBLES:
         with trouble(small.output_dir) as begins:
@@ -283,10 +287,16 @@ def test_a_disk_that_takes_nothing_holds_all_runs_and_loses_nothing(small: Works
 
 
 def end(workspace: Workspace) -> None:
-    """Give each run a budget that it has used up, and wait until it has ended."""
+    """Give each run a budget that it has used up, and wait until it has ended and what it leaves is written."""
+
+    def is_empty() -> bool:
+        status = read_status(workspace.paths.trainer_status, TrainerStatus)
+        return status is not None and not status.runs
+
     for run_id in workspace.runs():
         workspace.prl("runs", "set", run_id, "budget.max_tokens=1")
     workspace.wait(lambda: {run["state"] for run in workspace.runs().values()} == {"finished"}, "all runs to finish")
+    workspace.wait(is_empty, "the trainer to save them and free their slots")
 
 
 def check_whole(run: RunDir) -> None:
@@ -303,7 +313,7 @@ def check_whole(run: RunDir) -> None:
 def test_a_stop_on_a_full_disk_ends_and_the_next_start_goes_on(small: Workspace) -> None:
     small.up()
     small.prl("runs", "add", str(small.write_run("run_a", max_steps=MANY)))
-    small.wait(lambda: len(small.runs()) == 1, "the run")
+    small.wait(lambda: are_active(small, 1), "the run to be in a slot")
     go_on(small, 3)
     with filled(small.output_dir) as begins:
         small.wait(lambda: is_held(small, begins), begins)

@@ -21,7 +21,7 @@ from tui.readers.run_config import ConfigReader, ConfigRequest
 
 pytestmark = pytest.mark.release
 RUN = "run_ed"
-EDITED = f"edited, not in effect: optim.lr 0.0015 -> 0.01: prl runs apply {RUN}, or prl runs restore {RUN}"
+EDITED = f"edited, not in effect: optim.lr 0.0015 -> 0.01: prl runs apply {RUN} (paused), or prl runs restore {RUN}"
 opened = partial(opened_app, clock=time.time, size=(160, 40))
 
 

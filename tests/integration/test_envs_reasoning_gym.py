@@ -8,8 +8,9 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -33,10 +34,13 @@ from tests.orchestrator_support import (
 from tests.patience import PATIENCE_S
 from tests.system_support import ROOT
 
-reasoning_gym = pytest.importorskip("reasoning_gym", reason="not installed: a part of it needs a C compiler")
-from reasoning_gym.factory import CURRICULA, DATASETS  # noqa: E402
+if TYPE_CHECKING:
+    from prime_rl.orchestrator.envs.reasoning_gym_env import ReasoningGymEnvironment
 
-from prime_rl.orchestrator.envs.reasoning_gym_env import ReasoningGymEnvironment  # noqa: E402
+if find_spec("reasoning_gym") is None:
+    pytest.skip("reasoning_gym is not installed: a part of it needs a C compiler", allow_module_level=True)
+# It takes a second to import, and no other tests do: one worker has them all.
+pytestmark = pytest.mark.xdist_group("reasoning_gym")
 
 SEED = 3
 NUM_EVAL, NUM_TRAIN = 4, 12
@@ -70,6 +74,8 @@ class Knows:
 
 
 def environment(family: str, **args: object) -> ReasoningGymEnvironment:
+    from prime_rl.orchestrator.envs.reasoning_gym_env import ReasoningGymEnvironment
+
     return ReasoningGymEnvironment(family, {"num_examples": NUM_TRAIN, "num_eval_examples": NUM_EVAL, **args}, SEED)
 
 
@@ -80,6 +86,8 @@ def asked(examples: Sequence[Example]) -> list[str]:
 @pytest.mark.parametrize("family", EASY)
 async def test_examples_and_scores_are_the_librarys_own(family: str) -> None:
     env = environment(family)
+    import reasoning_gym
+
     theirs = reasoning_gym.create_dataset(family, seed=SEED, size=NUM_EVAL + NUM_TRAIN)
     entries = [theirs[number] for number in range(NUM_EVAL + NUM_TRAIN)]
     assert [each.messages[-1]["content"] for each in env.examples("eval")] == [
@@ -123,6 +131,8 @@ FAMILIES_OF_RECIPES = [
 
 @pytest.mark.parametrize("family", FAMILIES_OF_RECIPES)
 async def test_the_families_of_the_recipes_are_mathematics_and_take_their_own_answers(family: str) -> None:
+    from reasoning_gym.factory import DATASETS
+
     assert DATASETS[family][0].__module__.split(".")[1] in ("algebra", "arithmetic", "geometry")
     env = environment(family)
     for example in env.examples("eval"):
@@ -134,6 +144,8 @@ async def test_the_families_of_the_recipes_are_mathematics_and_take_their_own_an
 @pytest.mark.parametrize("family", sorted(BROKEN))
 def test_families_that_are_refused_score_their_own_answer_low(family: str) -> None:
     """When a new version of the library has mended one, this fails, and the family is welcome."""
+    import reasoning_gym
+
     dataset = reasoning_gym.create_dataset(family, seed=SEED, size=5)
     scores = [dataset.score_answer(dataset[number]["answer"], dataset[number]) for number in range(5)]
     assert min(scores) < 1.0
@@ -142,6 +154,8 @@ def test_families_that_are_refused_score_their_own_answer_low(family: str) -> No
 def test_the_families_of_the_configs_are_those_of_the_library() -> None:
     """A config is checked without the library: what is allowed is a list, which must be the library's own."""
     assert version("reasoning-gym") == VERSION, "write the lists of prime_rl/configs/envs.py again"
+    from reasoning_gym.factory import DATASETS
+
     assert set(DATASETS) == FAMILIES and BROKEN < FAMILIES
 
 
@@ -167,6 +181,8 @@ async def test_it_runs_in_a_process_of_its_own() -> None:
 async def test_grids_are_right_across_the_process(family: str) -> None:
     """These two score their own answer wrong after their entries were JSON. Entries stay in the process here."""
     args = {"num_examples": 4, "num_eval_examples": 2}
+    import reasoning_gym
+
     theirs = reasoning_gym.create_dataset(family, seed=SEED, size=6)
     answers = {theirs[number]["question"]: theirs[number]["answer"] for number in range(6)}
     env = ProcessEnvironment(EnvConfig(id=f"reasoning-gym:{family}", args=args), seed=SEED)
@@ -215,6 +231,8 @@ def test_a_level_that_the_library_cannot_make_is_told(family: str, settings: dic
 
 
 def test_the_families_without_levels_are_those_of_the_library() -> None:
+    from reasoning_gym.factory import CURRICULA, DATASETS
+
     assert set(DATASETS) - set(CURRICULA) == WITHOUT_CURRICULUM
 
 

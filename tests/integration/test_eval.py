@@ -20,6 +20,7 @@ from daemons.cli import run as prl
 from prime_rl.contract.files import wait_for
 from prime_rl.orchestrator.metrics import pass_at
 from scripts.outputs import OUTPUTS
+from tests.budgets import in_full
 from tests.chat_support import GREEDY, answer_of, ask, chat_server, loaded
 from tests.daemons_support import ROOT
 from tests.inference_support import KEY, RunningServer, adapter_dir
@@ -98,6 +99,20 @@ def test_several_targets_are_evaluated_on_the_same_examples(
     ]
 
 
+def test_rows_of_a_file_are_asked_and_scored(place: list[str], tmp_path: Path, capsys: Any) -> None:
+    """All of them: none is kept back to train on."""
+    rows = [{"prompt": "hello", "answer": "(?s).*"}, {"prompt": "bye", "answer": "^never$ever"}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    words = ["eval", "base", "run_a@v1", "--data", str(file), "--scorer", "regex", "--set", "sampling.max_tokens=4"]
+    assert prl([*words, "-k", "2", *place, "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    for result in done["results"]:
+        counts = (result["num_examples"], result["num_rollouts"], result["num_failed"])
+        assert (counts, result["figures"]["reward"], result["problem"]) == ((2, 4, 0), 0.5, None)
+    assert {(row["example_id"], row["reward"]) for row in rows_of(done["samples"])} == {("1", 1.0), ("2", 0.0)}
+
+
 def test_a_table_names_what_failed_and_the_others_go_on(
     server: RunningServer, place: list[str], env: str, tmp_path: Path, capsys: Any
 ) -> None:
@@ -116,12 +131,12 @@ def test_wrong_use_is_one_line(server: RunningServer, place: list[str], env: str
         (["base"], 2, "no environment: name a TOML file"),
         (["run_x", "--env", env], 1, "run 'run_x' not found"),
         (["run_x@v0", "--env", env], 1, "run 'run_x' not found"),
-        (["nothing", "--env", env], 1, "prl: 'nothing' not found: must be a run"),
+        (["nothing", "--env", env], 2, "prl: 'nothing' not found: must be a run"),
         (["run_a@v9", "--env", env], 1, "run_a does not have a version of step 9"),
         (["base", "--env", str(tmp_path / "none.toml")], 2, "none.toml"),
         (["base", "--env", env, "--data", env], 2, "only one of them"),
         (["base", "--data", str(tmp_path / "none.jsonl")], 1, "none.jsonl not found"),
-        (["base", "--env", env, "--set", "sampling.temperature=9"], 1, "temperature"),
+        (["base", "--env", env, "--set", "sampling.temperature=9"], 2, "temperature"),
     ):
         assert prl(["eval", *args, *place]) == code, args
         error = capsys.readouterr().err
@@ -167,7 +182,7 @@ def test_an_interrupt_shows_what_is_done(server: RunningServer, place: list[str]
     assert loaded(server) == []
 
 
-@pytest.mark.parametrize("how", ["to the command", "to all processes of the terminal"])
+@pytest.mark.parametrize("how", ["to all processes of the terminal", *in_full("to the command")])
 def test_an_interrupt_ends_a_wait_for_inference(
     place: list[str], server: RunningServer, tmp_path: Path, how: str
 ) -> None:

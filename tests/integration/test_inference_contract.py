@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 from peft import PeftModel
@@ -35,7 +34,7 @@ from tests.inference_support import (
     RunningServer,
     adapter_dir,
     error_of,
-    fill_slots,
+    filled_slots,
     greedy,
     logprob_tolerance,
     make_adapter,
@@ -181,11 +180,9 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
 @pytest.mark.numeric
 def test_mixed_requests_equal_their_solo_outputs(server: RunningServer, model: Path) -> None:
     """Base and two adapters, greedy and seeded, prompts of different lengths: all at the same time and one by one."""
-    others = fill_slots(server, make_adapter(server.output_dir / "others", model, seed=30))
-    for name in others:  # every slot has held weights: what is left must not reach rows of the base
-        server.complete(PROMPTS[0], model=name, max_tokens=1)
-    for name in others:
-        server.unload(name)
+    with filled_slots(server, make_adapter(server.output_dir / "others", model, seed=30)) as others:
+        for name in others:  # every slot has held weights: what is left must not reach rows of the base
+            server.complete(PROMPTS[0], model=name, max_tokens=1)
     requests = [
         {"model": name, "prompt": prompt, "max_tokens": 4 + 15 * idx, "temperature": temperature, "seed": 11}
         for idx, prompt in enumerate(PROMPTS[::2])
@@ -254,6 +251,8 @@ def test_every_setting_narrows_as_its_definition_says(
 
 def test_models_are_listed_and_unloaded_ones_are_gone(server: RunningServer, model: Path) -> None:
     assert server.get("/v1/models").headers[LOGPROBS_HEADER] == "processed_logprobs"
+    import openai
+
     folder = make_adapter(adapter_dir(server, "run_c@v2"), model, seed=9)
     server.load("run_c@v2", folder)
     with server.openai() as client:
@@ -354,26 +353,22 @@ def test_a_request_of_many_choices_holds_up_no_other_run(server: RunningServer) 
 def test_who_uses_an_unloaded_adapter_gives_way_to_one_that_is_loaded(server: RunningServer, model: Path) -> None:
     """Who loads, asks for much and unloads, again and again, keeps no slot from others."""
     folder = make_adapter(adapter_dir(server, "run_q@v1"), model, seed=6)
-    names = fill_slots(server, folder)
     many = {"prompt": [[5 + each] for each in range(16)], "n": 128, "max_tokens": 240, "ignore_eos": True}
     talk = {"messages": [{"role": "user", "content": "on and on"}], "stream": True, "max_tokens": 200}
-    with ThreadPoolExecutor(2) as pool:
+    with filled_slots(server, folder), ThreadPoolExecutor(1) as pool, server.http() as client:
         server.load("chat/run_q@v1", folder)
         asked = pool.submit(server.post, "/v1/completions", model="chat/run_q@v1", **many)
         wait_for(lambda: status_of(server).num_waiting > 1000, "choices to wait", timeout_s=PATIENCE_S)
-        num_waiting = status_of(server).num_waiting
-        streamed = pool.submit(server.post, "/v1/chat/completions", model="chat/run_q@v1", **talk)
-        wait_for(lambda: status_of(server).num_waiting > num_waiting, "the stream to wait", timeout_s=PATIENCE_S)
-        server.unload("chat/run_q@v1")
-        assert not asked.done(), "its slot is the last"
-        server.load("chat/run_q@v2", folder)
-        refused = asked.result(PATIENCE_S)
-    assert refused.status_code == 404 and "another one needs its slot" in error_of(refused)
-    assert "another one needs its slot" in streamed.result(PATIENCE_S).text
-    wait_for(lambda: status_of(server).num_waiting == 0, "its choices to be forgotten", timeout_s=PATIENCE_S)
-    assert server.complete(PROMPTS[0], model="chat/run_q@v2", max_tokens=2)["choices"]
-    for name in (*names, "chat/run_q@v2"):
-        server.unload(name)
+        talk["model"] = "chat/run_q@v1"
+        with client.stream("POST", "/v1/chat/completions", json=talk) as streamed:  # the head comes, the text waits
+            server.unload("chat/run_q@v1")
+            assert not asked.done(), "its slot is the last"
+            server.load("chat/run_q@v2", folder)
+            refused, text = asked.result(PATIENCE_S), streamed.read().decode()
+        assert refused.status_code == 404 and "another one needs its slot" in error_of(refused)
+        assert "another one needs its slot" in text
+        wait_for(lambda: status_of(server).num_waiting == 0, "its choices to be forgotten", timeout_s=PATIENCE_S)
+        assert server.complete(PROMPTS[0], model="chat/run_q@v2", max_tokens=2)["choices"]
 
 
 def test_adapters_come_from_below_output_dir_only(server: RunningServer, model: Path, tmp_path: Path) -> None:
@@ -393,11 +388,9 @@ def test_adapters_come_from_below_output_dir_only(server: RunningServer, model: 
 
 def test_no_more_adapters_than_slots(server: RunningServer, model: Path) -> None:
     folder = make_adapter(adapter_dir(server, "run_m@v1"), model, seed=5)
-    names = fill_slots(server, folder)
-    response = server.post("/v1/load_lora_adapter", lora_name="run_m@v1", lora_path=str(folder))
-    assert response.status_code == 400 and "slots" in error_of(response)
-    for name in names:
-        server.unload(name)
+    with filled_slots(server, folder):
+        response = server.post("/v1/load_lora_adapter", lora_name="run_m@v1", lora_path=str(folder))
+        assert response.status_code == 400 and "slots" in error_of(response)
     server.load("run_m@v1", folder)
     server.unload("run_m@v1")
 
@@ -443,6 +436,8 @@ def test_key_is_needed_everywhere_but_for_health(server: RunningServer) -> None:
             response = client.post("/v1/completions", json=body, headers=header)
             assert response.status_code == 401
             error_of(response)
+    import openai
+
     with pytest.raises(openai.AuthenticationError), server.openai(api_key="wrong") as client:
         client.models.list()
 

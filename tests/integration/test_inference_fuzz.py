@@ -102,12 +102,20 @@ def neighbour(server: RunningServer) -> Iterator[list[float]]:
     assert not wrong
 
 
+def is_of_vllm(server: RunningServer) -> bool:
+    return server.output_dir.name.startswith("vllm")
+
+
+def num_requests(server: RunningServer) -> int:
+    """FUZZ_REQUESTS, an eighth of them to vLLM."""
+    return FUZZ_REQUESTS // (8 if is_of_vllm(server) else 1)
+
+
 def attack(server: RunningServer) -> None:
-    """Send FUZZ_REQUESTS drawn requests, some at a time; an eighth to vLLM, whose own refusals name no field."""
-    is_vllm = server.output_dir.name.startswith("vllm")
+    """Send drawn requests, some at a time; vLLM's own refusals name no field."""
 
     @settings(
-        max_examples=max(1, FUZZ_REQUESTS // BATCH // (8 if is_vllm else 1)),
+        max_examples=max(1, num_requests(server) // BATCH),
         deadline=None,
         derandomize=not IS_FULL,
         database=None,
@@ -117,7 +125,7 @@ def attack(server: RunningServer) -> None:
     @given(st.lists(requests(), min_size=BATCH, max_size=BATCH))
     def several(batch: list[Asked]) -> None:
         for asked, answer in zip(batch, pool.map(lambda each: send(server, each), batch), strict=True):
-            check(asked, *answer, names_fields=not is_vllm)
+            check(asked, *answer, names_fields=not is_of_vllm(server))
         assert server.process.poll() is None, server.log.read_text()[-3000:]
 
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
@@ -129,16 +137,15 @@ def test_no_request_that_can_be_drawn_harms_the_server(server: RunningServer) ->
     with neighbour(server) as seconds:
         attack(server)
     assert seconds, "the neighbour was answered meanwhile"
-    assert server.output_dir.name.startswith("vllm") or "Traceback" not in server.log.read_text()
+    assert is_of_vllm(server) or "Traceback" not in server.log.read_text()
     assert [each["id"] for each in server.get("/v1/models").json()["data"]][:1] == [server.model]
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("server", ["embedded"], indirect=True)
 def test_a_neighbour_waits_no_longer_than_beside_ordinary_requests(server: RunningServer) -> None:
     with neighbour(server) as seconds, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         ordinary = Asked("POST", "/v1/completions", ORDINARY)
-        list(pool.map(lambda _: send(server, ordinary), range(FUZZ_REQUESTS // 2)))
+        list(pool.map(lambda _: send(server, ordinary), range(num_requests(server) // 2)))
     before = statistics.median(seconds)
     with neighbour(server) as seconds:
         attack(server)

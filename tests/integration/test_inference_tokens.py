@@ -5,9 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
-from renderers.client import generate as renderers_generate
 
 from tests.inference_support import LOADED, RunningServer, token_ids
 
@@ -21,6 +19,11 @@ def test_max_tokens_are_cut_to_the_room_that_is_left(server: RunningServer) -> N
     body = server.complete([5] * 250, max_tokens=7, temperature=0, ignore_eos=True)
     assert [len(ids) for ids in token_ids(body)] == [6]
     assert body["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_empty_name_is_that_of_the_base_model(server: RunningServer) -> None:
+    own, none = (server.complete(PROMPTS[0], model=name, max_tokens=4, temperature=0) for name in (server.model, ""))
+    assert token_ids(none) == token_ids(own)
 
 
 def test_stop_string_ends_the_text(server: RunningServer) -> None:
@@ -57,6 +60,9 @@ class Plain:
 
 async def test_the_training_client_of_others_gets_the_same_tokens_and_logprobs(server: RunningServer) -> None:
     """`renderers` is what the training client of verifiers asks through."""
+    import openai
+    from renderers.client import generate as renderers_generate
+
     settings = {"max_tokens": NUM_TOKENS, "temperature": 0.9, "seed": 4, "top_p": 0.9}
     async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key or "none", max_retries=0) as client:
         for model in (server.model, A):
@@ -72,8 +78,9 @@ async def test_the_training_client_of_others_gets_the_same_tokens_and_logprobs(s
             assert answer["completion_ids"] == choice["token_ids"]
             assert answer["completion_logprobs"] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
             assert answer["finish_reason"] == choice["finish_reason"]
+        own = {"token_ids": [1], "sampling_params": {"model": A}}
         streams = {"token_ids": [1], "sampling_params": {"stream": True}}
-        for body in (streams, {"token_ids": [1], "stream": True}, {"token_ids": "x"}, {"prompt": [1]}):
+        for body in (own, streams, {"token_ids": [1], "stream": True}, {"token_ids": "x"}, {"prompt": [1]}):
             assert server.post("/inference/v1/generate", **body).status_code == 400
         with pytest.raises(openai.NotFoundError):
             await renderers_generate(

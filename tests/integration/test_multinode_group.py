@@ -16,7 +16,7 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import list_steps
 from prime_rl.contract.types import read_batch
 from prime_rl.multinode.records import Phase
-from prime_rl.multinode.rollouts import Plan
+from prime_rl.multinode.work import Plan
 from tests.budgets import ALL_PHASES
 from tests.learning import ascent_of_adapter
 from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, check_same_adapter, interrupt

@@ -22,6 +22,7 @@ from prime_rl.contract.layout import RunDir, list_rollout_steps
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.orchestrator.guard import find_other
 from prime_rl.utils.process import ProcessId
+from tests.budgets import in_full
 from tests.orchestrator_support import (
     FakeInference,
     config_data,
@@ -105,7 +106,7 @@ def test_importing_it_loads_neither_torch_nor_transformers() -> None:
     assert done.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, *in_full(signal.SIGINT)])
 async def test_a_signal_stops_it_cleanly_in_any_wait(tmp_path: Path, signal_number: int) -> None:
     run, fake, data = prepared(tmp_path, max_async_level=0)
     async with serving(fake) as url:

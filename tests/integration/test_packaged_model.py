@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.base_model import store
-from prime_rl.base_model.__main__ import main
-from prime_rl.base_model.store import StoreError, is_up_to_date, save
+from prime_rl.base_model import __main__ as make_base
+from prime_rl.base_model.__main__ import StoreError, is_up_to_date, main, save
 from tests.patience import PATIENCE_S
 
 KIND = ["--kind", "smollm2-135m"]
@@ -22,11 +21,11 @@ KIND = ["--kind", "smollm2-135m"]
 
 def test_a_model_that_is_whole_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "model"
-    save(out, store.WHEEL_SHA256, {}, lambda folder: (folder / "config.json").write_text("{}") and None)
+    save(out, make_base.WHEEL_SHA256, {}, lambda folder: (folder / "config.json").write_text("{}") and None)
     assert main(["--out", str(out), *KIND]) == 0
     assert "is up to date" in capsys.readouterr().out
     (out / "config.json").write_text("{ }")
-    assert not is_up_to_date(out, store.WHEEL_SHA256), "another size"
+    assert not is_up_to_date(out, make_base.WHEEL_SHA256), "another size"
 
 
 def test_a_folder_of_somebody_else_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,9 +50,9 @@ def test_without_a_network_it_says_so_and_leaves_nothing(
 
 
 def test_a_package_of_another_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "PACKAGE", "tomli==2.0.1")
+    monkeypatch.setattr(make_base, "PACKAGE", "tomli==2.0.1")
     with pytest.raises(StoreError, match=r"tomli==2\.0\.1: cannot be fetched: ERROR: "):
-        store.fetch(tmp_path, lambda: False)
+        make_base.fetch(tmp_path, lambda: False)
 
 
 def test_ctrl_c_while_it_is_fetched_leaves_nothing(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ LOST = """
 import json, os, subprocess, sys
 from pathlib import Path
 import psutil
-from daemons.launchers.members import find_members, kill_all
+from daemons.launchers.local import find_members, kill_all
 from daemons.process import daemon_environment
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.secrets import handed_over
@@ -351,7 +351,7 @@ REMOTE_CODE = """
 import sys
 from prime_rl.configs.base import build
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.weight_files import max_model_len
+from prime_rl.inference.guard import max_model_len
 from prime_rl.trainer.model import ModelError, _load_base
 import torch
 for load in (lambda: _load_base(sys.argv[1], torch.float32),

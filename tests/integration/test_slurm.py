@@ -54,9 +54,9 @@ def test_up_outside_an_allocation_submits_a_job_and_down_ends_it(tmp_path: Path)
         for name in ("trainer", "inference"):
             handle = status(prl, name).handle
             assert handle is not None and handle.engine == "slurm"
-        for more in ((), ("--max_concurrent_runs", "3")):
-            refused = prl(*prl.up_args(*engine, *more), exit_code=1).stderr
-            assert refused.count("\n") == 1 and "already" in refused and "prl down" in refused, refused
+        assert prl(*prl.up_args(*engine)).stdout.startswith("already running with these settings: ")
+        refused = prl(*prl.up_args(*engine, "--max_concurrent_runs", "3"), exit_code=1).stderr
+        assert refused.count("\n") == 1 and "already" in refused and "prl down" in refused, refused
         prl("runs", "add", str(prl.run_file()))
         prl.wait_state("run_reverse", "finished")
         assert "ending job 1 (RUNNING" in prl("down").stdout

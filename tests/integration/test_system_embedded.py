@@ -107,7 +107,8 @@ def test_a_killed_trainer_comes_back_and_the_run_goes_on(workspace: Workspace) -
 
 def test_a_second_up_says_who_holds_the_workspace(workspace: Workspace) -> None:
     workspace.up()
-    second = workspace.prl("up", "@", str(workspace.system_toml), check=False)
+    assert "already running with these settings" in workspace.prl("up", "@", str(workspace.system_toml)).stdout
+    second = workspace.prl("up", "@", str(workspace.system_toml), "--max_concurrent_runs", "5", check=False)
     assert second.returncode == 1
     supervisor = read_status(workspace.paths.daemon_status("supervisor"), DaemonStatus)
     assert supervisor is not None and str(supervisor.pid) in second.stderr

@@ -17,6 +17,7 @@ from prime_rl.trainer import publish as publish_module
 from prime_rl.trainer.checkpoint import RunSnapshot
 from prime_rl.trainer.publish import FileSystemWeightBroadcast
 from prime_rl.trainer.runs import get_multi_run_manager
+from tests.budgets import in_full
 from tests.fork_runner import Runner
 from tests.isolation_support import TOLERANCE
 from tests.patience import PATIENCE_S
@@ -183,9 +184,17 @@ def test_a_last_version_that_cannot_be_written_evicts_instead_of_finishing(
     assert f"publishing version {NUM_STEPS} failed: {run.broadcast_dir(NUM_STEPS)}" in run.evicted.read_text()
 
 
-@pytest.mark.parametrize("how", ["deleted", "moved to the trash", "replaced"])
+VERSION, CHECKPOINT = "broadcast/.step_2.*/adapter_model.safetensors", "checkpoints/step_2/.trainer.*/state.safetensors"
+
+
 @pytest.mark.parametrize(
-    "file", ["broadcast/.step_2.*/adapter_model.safetensors", "checkpoints/step_2/.trainer.*/state.safetensors"]
+    ("file", "how"),
+    [
+        (VERSION, "moved to the trash"),
+        (VERSION, "replaced"),
+        (CHECKPOINT, "deleted"),
+        *in_full((VERSION, "deleted"), (CHECKPOINT, "moved to the trash"), (CHECKPOINT, "replaced")),
+    ],
 )
 def test_a_run_that_goes_away_while_it_is_written_stays_away(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, how: str
@@ -197,7 +206,7 @@ def test_a_run_that_goes_away_while_it_is_written_stays_away(
     was_there: list[Path] = []
 
     def write_bytes(path: Path, data: bytes) -> int:
-        if path.match(f"run_a/{file}") and not was_there:
+        if path.resolve().match(f"run_a/{file}") and not was_there:
             was_there.append(path)
             real(path, data[: len(data) // 2])
             if how == "deleted":

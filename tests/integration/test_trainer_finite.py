@@ -49,7 +49,7 @@ def test_a_run_ends_at_the_first_update_whose_weights_or_next_logits_are_not_fin
         _, step, what = WILD[kind]
         reason = run.evicted.read_text()
         assert reason.startswith(f"update {step}: ") and what in reason and "are not finite: loss " in reason, kind
-        assert f"lr {run_lr(kind):g}" in reason, kind
+        assert f"lr {run_lr(kind):g}; lower optim.lr (prl runs set {run.run_id} optim.lr=0.001), then " in reason, kind
         assert published(run) == step - 1, kind
         for version in range(1, step):
             assert all(tensor.isfinite().all() for tensor in adapter(run, version).values()), kind

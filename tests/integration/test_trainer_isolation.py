@@ -43,6 +43,8 @@ from tests.trainer_support import (
     write_run,
 )
 
+pytestmark = pytest.mark.budget
+
 
 @pytest.mark.slow
 def test_training_changes_the_adapters_and_every_step_matters(

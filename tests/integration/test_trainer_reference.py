@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from prime_rl.configs.shared import DEFAULT_TARGET_MODULES
+from prime_rl.configs.base import DEFAULT_TARGET_MODULES
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import TrainingBatch, TrainingSample
 from prime_rl.lora.adapter_state import peft_names

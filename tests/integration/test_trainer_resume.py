@@ -216,6 +216,7 @@ def test_a_damaged_checkpoint_evicts_with_the_reason(model: Path, tmp_path: Path
         ({"step": 3}, "is of step 3, expected 4"),
         ({"state": {}}, "is damaged: KeyError: 'optimizer'"),
         ({"state": [[]]}, "is damaged"),
+        ({"total_tokens": 2**60}, "is damaged"),
     ],
 )
 def test_progress_of_another_kind_is_explained(

@@ -23,8 +23,8 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.utils.text import one_line
 from tests.patience import PATIENCE_S
-from tests.tui_support import add_run, build_workspace, opened_app, orch_toml, screen_text, until
-from tui.actions.jobs import Job
+from tests.tui_support import add_run, build_workspace, cell_text, opened_app, orch_toml, screen_text, until
+from tui.actions import Job
 from tui.app import PrlApp
 from tui.dialogs.add import AddDialog, TomlArea
 from tui.dialogs.delete import ALWAYS, DeleteDialog, EvictDialog
@@ -74,7 +74,7 @@ async def outcome(app: PrlApp, pilot: Pilot[None], state: str = "done", *, of: s
 
 async def select(app: PrlApp, pilot: Pilot[None], run_id: str) -> None:
     table = app.screen.query_one(RunsTable)
-    app.call_next(lambda: table.move_cursor(row=table.get_row_index(run_id)))
+    app.call_next(lambda: table.move_cursor(row=table.run_ids.index(run_id)))
     await until(pilot, lambda: table.selected_id == run_id, f"the cursor on {run_id}")
     await pilot.pause()
 
@@ -98,7 +98,7 @@ async def test_evict_needs_a_reason_and_writes_it(workspace: OutputDir) -> None:
         assert entry.command.startswith("prl runs evict run_queued-a --reason 'too slow'")
         await until(pilot, lambda: isinstance(app.screen, RunsScreen), "home")
         table = app.screen.query_one(RunsTable)
-        await until(pilot, lambda: "evicted" in str(table.get_cell("run_queued-a", "state")), "the new state")
+        await until(pilot, lambda: "evicted" in cell_text(table, "run_queued-a", "state"), "the new state")
     assert audit(workspace) == [("evict", "run_queued-a")]
 
 
@@ -362,7 +362,7 @@ async def test_a_start_that_is_refused_tells_why(
         app.call_next(area.load_text, orch_toml(extra="nonsense = 1"))
         await until(pilot, lambda: "nonsense: unknown key" in verdict(dialog), "the problem")
         await refused("fix the problems first")
-        monkeypatch.setattr("tui.dialogs.add.DEBOUNCE_S", PATIENCE_S)
+        monkeypatch.setattr("tui.dialogs.form.DEBOUNCE_S", PATIENCE_S)
         app.call_next(area.load_text, orch_toml())
         await until(pilot, lambda: dialog._check is None, "the change")
         await refused("the config is still being checked")

@@ -13,7 +13,7 @@ from daemons.specs import ALERTS
 from prime_rl.contract.layout import OutputDir
 from tests.tui_support import NOW, build_workspace, opened_app, screen_text, until
 from tui.screens.base import CommandScreen
-from tui.screens.problems import ProblemsScreen
+from tui.screens.system import ProblemsScreen
 
 FAILED = OpenIncident("run_failed", "run_crashed", "inference refused the adapter", NOW - 300)
 COLLAPSED = OpenIncident("reward_collapsed", "run_sort-rank16", "mean reward of 10 batches is 0.1", NOW - 60)

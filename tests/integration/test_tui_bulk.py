@@ -12,7 +12,7 @@ from textual.widgets import Button, Input, OptionList, Static
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.integration.test_tui_actions import configs, opened, outcome, select, verdict, workspace  # noqa: F401
 from tests.tui_support import add_run, screen_text, until
-from tui.actions.jobs import up_choices
+from tui.actions import up_choices
 from tui.app import PrlApp
 from tui.dialogs.add import AddDialog, TomlArea
 from tui.dialogs.delete import DeleteDialog, EvictDialog

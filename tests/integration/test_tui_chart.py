@@ -5,12 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rich.text import Text
+from rich.theme import Theme
+from textual.app import App, ComposeResult
 from textual.geometry import Size
 
 from prime_rl.contract.layout import OutputDir
 from tests.tui_run_support import opened_run
 from tests.tui_support import add_run, build_workspace, screen_text
+from tui.readers.charts import ChartData
+from tui.readers.rollouts import RolloutsData
 from tui.widgets.chart import Chart
+from tui.widgets.line_list import LineList
+from tui.widgets.rollouts_view import RolloutsView
 
 
 async def test_one_that_has_grown_and_was_not_told_yet_is_drawn(
@@ -25,6 +32,39 @@ async def test_one_that_has_grown_and_was_not_told_yet_is_drawn(
                 patched.setattr(Chart, "size", grown)
                 lines = [chart.render_line(y) for y in range(grown.height)]
             assert {line.cell_length for line in lines} == {grown.width}
+
+
+class Places(App[None]):
+    """A chart and a list, as they are before anything is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chart, self.list = Chart("reward"), LineList[str]("no rollouts are kept yet")
+        self.rollouts = RolloutsView()
+        self.console.push_theme(Theme({"muted": "dim"}))
+
+    def compose(self) -> ComposeResult:
+        yield self.chart
+        yield self.list
+        yield self.rollouts
+
+
+async def test_what_is_not_read_yet_is_told_apart_from_what_is_not_there() -> None:
+    app = Places()
+    async with app.run_test(size=(80, 40)):
+
+        def words() -> list[str]:
+            lines = [app.chart.render_line(app.chart.size.height // 2)]
+            lines += [each.render_line(len(each._heading)) for each in (app.list, app.rollouts.list)]
+            return [line.text.strip() for line in lines]
+
+        assert words() == ["reading …"] * 3
+        app.chart.show(ChartData(), is_read=False)
+        assert words()[0] == "reading …"
+        app.chart.show(ChartData())
+        app.list.show((), lambda index: Text())
+        app.rollouts.show(RolloutsData("run_a"))
+        assert words() == ["no values yet", *["no rollouts are kept yet"] * 2]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 50)])

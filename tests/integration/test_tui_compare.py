@@ -97,7 +97,7 @@ async def opened(workspace: OutputDir, *, filtered: str = "") -> AsyncIterator[O
 async def test_the_best_run_is_named_with_what_differs(workspace: OutputDir) -> None:
     async with opened(workspace, filtered="step=80") as o:
         await o.shows({BEST, SECOND, OTHER})
-        await o.sees(f"best ★ {BEST}", "optim.lr = 0.003")
+        await o.sees(f"best ★ {BEST}", "lr = 0.003")
         assert "environments" not in screen_text(o.app)
 
 

@@ -18,6 +18,7 @@ from tests.tui_support import (
     Ticker,
     add_run,
     build_workspace,
+    cell_text,
     opened_app,
     orch_toml,
     screen_text,
@@ -138,12 +139,10 @@ async def test_the_cursor_stays_on_its_run_when_others_come_and_go(workspace: Ou
 
 async def test_new_metrics_change_the_row(workspace: OutputDir) -> None:
     async with opened(workspace.path, size=(160, 30)) as (app, pilot):
-        before = str(table(app).get_cell("run_reverse-lr1e-3", "reward"))
+        before = cell_text(table(app), "run_reverse-lr1e-3", "reward")
         with RunDir(workspace.path / "run_reverse-lr1e-3").orchestrator_metrics.open("a") as file:
             file.write('{"step": 43, "reward/mean": 0.111}\n')
-        await until(
-            pilot, lambda: "0.111" in str(table(app).get_cell("run_reverse-lr1e-3", "reward")), "the new reward"
-        )
+        await until(pilot, lambda: "0.111" in cell_text(table(app), "run_reverse-lr1e-3", "reward"), "the new reward")
         assert "0.111" not in before
 
 
@@ -175,12 +174,12 @@ def heard_at(app: PrlApp, run_id: str) -> float | None:
 async def test_a_run_becomes_lost_as_time_passes(workspace: OutputDir) -> None:
     clock = Ticker()
     async with opened(workspace.path, clock=clock) as (app, pilot):
-        assert "active" in str(table(app).get_cell("run_reverse-lr1e-3", "state"))
+        assert "active" in cell_text(table(app), "run_reverse-lr1e-3", "state")
         clock.now = NOW + 14.5  # the trainer wrote one second before NOW, the run as well
         RunDir(workspace.path / "run_reverse-lr1e-3").status.touch()
         clock.now = NOW + 30
         await until(
-            pilot, lambda: "active" not in str(table(app).get_cell("run_reverse-lr1e-3", "state")), "the loss of life"
+            pilot, lambda: "active" not in cell_text(table(app), "run_reverse-lr1e-3", "state"), "the loss of life"
         )
 
 
@@ -208,12 +207,12 @@ async def test_help_begins_at_the_keys_of_the_screen(workspace: OutputDir) -> No
 @pytest.mark.slow
 async def test_columns_follow_the_width(workspace: OutputDir) -> None:
     async with opened(workspace.path, size=(80, 24)) as (app, pilot):
-        assert table(app).columns == ["state", "run", "progress", "reward", "note", "seen"]
+        assert [each.key for each in table(app)._layout] == ["state", "run", "progress", "reward", "note", "seen"]
         await pilot.press("j")
         chosen = table(app).selected_id
         assert table(app).virtual_size.width <= 80
         await pilot.resize_terminal(200, 50)
-        await until(pilot, lambda: len(table(app).columns) == 13, "all columns")
+        await until(pilot, lambda: len(table(app)._layout) == 13, "all columns")
         assert table(app).selected_id == chosen
         assert table(app).virtual_size.width <= 200
 
@@ -297,7 +296,7 @@ async def test_bad_files_do_not_stop_it(workspace: OutputDir) -> None:
         with run.orchestrator_metrics.open("a") as file:
             file.write("}\n")
         await pilot.press("escape")
-        await until(pilot, lambda: "0.400" in str(table(app).get_cell("run_bad", "reward")), "the completed line")
+        await until(pilot, lambda: "0.400" in cell_text(table(app), "run_bad", "reward"), "the completed line")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from textual.screen import Screen
 from textual.widgets import Input, OptionList
 
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.learning import Sign
+from prime_rl.contract.metrics import Sign
 from prime_rl.contract.status import Crash, DaemonStatus, RunStatus
 from tests.tui_places_support import FakeProbe, busy, put_group
 from tests.tui_support import (
@@ -31,10 +31,9 @@ from tui.model.snapshot import Snapshot
 from tui.screens.base import CommandScreen, HelpScreen
 from tui.screens.compare import CompareScreen
 from tui.screens.nodes import NodesScreen
-from tui.screens.problems import ProblemsScreen
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
-from tui.screens.system import SystemScreen
+from tui.screens.system import ProblemsScreen, SystemScreen
 from tui.widgets.header import WorkspaceHeader
 
 
@@ -147,7 +146,7 @@ async def test_numbers_on_a_run_are_its_tabs_and_esc_leads_back(workspace: Outpu
 async def test_system_says_what_everything_does_and_takes(workspace: OutputDir) -> None:
     async with opened(workspace, "3") as (app, pilot):
         await sees(app, pilot, "34 %", "61.0 GiB of 128.0 GiB", "NVIDIA H200", "87 %", "full in 10h", "210.0 GiB free")
-        await sees(app, pilot, "3/4 slots", "0.21 updates/s", "train 67 %", "wait 23 %")
+        await sees(app, pilot, "3/4 slots", "updates, 0.21/s", "train 67 %", "wait 23 %")
         await sees(app, pilot, "51 running", "7 waiting", "62 %", "run_sort-rank16@v86")
         await sees(app, pilot, "152 %", "3.0 GiB", "run_crashed", "3 early crashes")
 
@@ -276,15 +275,16 @@ async def test_a_run_that_does_not_learn_and_a_restart_loop_are_problems_with_wh
     crashes = [Crash(at=NOW - 100 * number, kind="crash", reason="exit code 1") for number in (3, 2, 1)]
     write_status(workspace.daemon_status("inference"), DaemonStatus(name="inference", state="running", crashes=crashes))
     async with opened(workspace, "5") as (app, pilot):
-        await until(pilot, lambda: f"run {run.run_id}" in keys_of(app), "the run")
+        await until(pilot, lambda: f"run {run.run_id} no gradient" in keys_of(app), "the run")
         assert "daemon inference" in keys_of(app)
         keys = keys_of(app)
         for key, words in (
             ("daemon inference", ("restart loop: inference ended 3 times", "prl logs inference")),
             (
-                f"run {run.run_id}",
-                ("no gradient: grad_norm at most 0 for 28 updates", "no version from before it is left", "entropy is"),
+                f"run {run.run_id} no gradient",
+                ("no gradient: grad_norm at most 0 for 28 updates", "no version from before it is left"),
             ),
+            (f"run {run.run_id} entropy is gone", ("entropy is gone: mean 0.001 nats", "end the run if its reward")),
         ):
             await pilot.press("g", *["j"] * keys.index(key))
             assert problems(app).problems.selected == key

@@ -97,7 +97,7 @@ async def test_all_charts_have_room_on_a_large_screen(workspace: OutputDir) -> N
         with_values = [title(chart).split("  ")[0] for chart in charts if chart.data.has_values]
         assert with_values == [
             "reward", "loss", "entropy", "mismatch KL", "grad norm", "learning rate", "lengths", "lag", "step time, s",
-            "trainer time, s", "tokens/s",
+            "trainer time, s", "tokens/s generated",
         ]  # fmt: skip
         await o.until(lambda: len({chart.region.y for chart in charts}) == 4, "four rows of three")
         await o.until(lambda: all(grid.region.contains_region(chart.region) for chart in charts), "room for all")
@@ -371,11 +371,11 @@ async def test_checkpoints_newest_first(workspace: OutputDir) -> None:
     add_history(workspace, RUN)
     async with opened_run(workspace.path, size=(120, 30)) as o:
         await see(o, "checkpoints", "4 checkpoints, 11.5 MiB", "◌ partial", "✔ STABLE", "orchestrator trainer")
-        assert o.screen.checkpoints.selected is not None and o.screen.checkpoints.selected.step == 40
+        assert o.screen.checkpoints.chosen is not None and o.screen.checkpoints.chosen.step == 40
         (line,) = [line for line in screen_text(o.app).splitlines() if "starts here" in line]
         assert " 30 " in line and "30m" in line
         await o.press("j")
-        assert o.screen.checkpoints.selected.step == 30
+        assert o.screen.checkpoints.chosen.step == 30
 
 
 @pytest.mark.slow

@@ -16,10 +16,11 @@ from textual.widgets import Input, OptionList
 from daemons import actions, up_and_down
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.text import CleanText
+from tests.budgets import in_full
 from tests.integration.test_tui_actions import opened, outcome, select
 from tests.patience import PATIENCE_S
 from tests.tui_support import build_workspace, orch_toml, settled, until
-from tui.actions.jobs import read_draft
+from tui.actions import read_draft
 from tui.dialogs.add import AddDialog, TomlArea
 from tui.dialogs.form import ChooseDialog
 from tui.screens.runs import RunsScreen
@@ -94,7 +95,7 @@ async def test_no_action_asks_the_disk_in_the_thread_that_draws(
 
 @pytest.mark.parametrize(
     ("key", "owner", "name"),
-    [("u", actions, "list_trash"), ("U", up_and_down, "last_start"), ("c", OutputDir, "run")],
+    [("U", up_and_down, "last_start"), *in_full(("u", actions, "list_trash"), ("c", OutputDir, "run"))],
 )
 async def test_a_key_is_answered_while_an_action_waits_for_the_disk(
     workspace: OutputDir, monkeypatch: pytest.MonkeyPatch, key: str, owner: Any, name: str

@@ -15,9 +15,18 @@ from daemons.actions import set_run_keys
 from prime_rl.configs.base import load_toml
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.integration.test_tui_actions import audit, entry_of, outcome, select
-from tests.tui_support import add_history, build_workspace, command, opened_app, orch_toml, screen_text, until
+from tests.tui_support import (
+    add_history,
+    build_workspace,
+    cell_text,
+    command,
+    opened_app,
+    orch_toml,
+    screen_text,
+    until,
+)
 from tests.unit.test_daemons_forks import put_adapter, put_version
-from tui.actions.jobs import ExportForm, ForkForm, SweepForm
+from tui.actions import ExportForm, ForkForm, SweepForm
 from tui.app import PrlApp
 from tui.dialogs.form import FormDialog
 from tui.keys import Command, complete
@@ -71,8 +80,8 @@ async def test_pause_with_a_reason_and_continue(workspace: OutputDir) -> None:
         assert run.paused.read_text() == "others first"
         assert entry.command.startswith(f"prl runs pause {QUEUED} --reason 'others first'")
         table = app.screen_stack[1].query_one(RunsTable)
-        await until(pilot, lambda: "paused" in str(table.get_cell(QUEUED, "state")), "the new state")
-        assert "others first" in str(table.get_cell(QUEUED, "note"))
+        await until(pilot, lambda: "paused" in cell_text(table, QUEUED, "state"), "the new state")
+        assert "others first" in cell_text(table, QUEUED, "note")
         await pilot.press("z")
         await until(pilot, lambda: not run.paused.exists(), "the end of the pause")
         assert (await outcome(app, pilot, of="runs continue")).text == f"{QUEUED}: continues"
@@ -121,11 +130,65 @@ async def test_a_finished_run_tells_why_it_cannot_be_paused_and_is_not_evicted(w
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_done")
         assert not app.screen.active_bindings["e"].enabled
-        why = "run_done cannot be paused: it is finished and has no slot"
+        why = "run_done: cannot be paused: it is finished and has no slot"
         await pilot.press("z")
-        await until(pilot, lambda: [each.message for each in app._notifications] == [why], "the reason")
+        await until(pilot, lambda: told(app) == [why], "the reason")
         await typed(app, pilot, "pause")
-        await pilot.pause()
+        await until(pilot, lambda: told(app) == [why, why], "the reason again")
+        assert entry_of(app) is None and isinstance(app.screen, RunsScreen)
+
+
+# Of a run by its state: the acts that do nothing to it, and what tells so after its id.
+IDLE_ACTS = {
+    "run_done": {
+        "pause": "cannot be paused: it is finished",
+        "evict": "already finished",
+        "readmit": "is finished: only",
+        "continue": "not paused",
+    },
+    "run_collapsed": {"pause": "cannot be paused: it is evicted", "evict": "already evicted"},
+    "run_typo": {"pause": "cannot be paused: it is invalid", "readmit": "is invalid: only"},
+    "run_crashed": {"pause": "cannot be paused: it has failed"},
+    QUEUED: {"readmit": "is stopped: only"},
+    "run_queued-b": {"pause": "already paused", "readmit": "is paused: only"},
+}
+ACT_KEYS = {"pause": "z", "evict": "e", "readmit": "r"}
+
+
+def told(app: PrlApp) -> list[str]:
+    return [each.message for each in app._notifications]
+
+
+async def test_each_act_tells_why_it_does_nothing_by_command(workspace: OutputDir) -> None:
+    """Of the run that the command names, whatever the state of the run under the cursor."""
+    RunDir(workspace.path / "run_queued-b").paused.write_text("later")
+    expected: list[str] = []
+    async with opened(workspace.path) as (app, pilot):
+        for run_id, acts in IDLE_ACTS.items():
+            for act, why in acts.items():
+                expected.append(f"{run_id}: {why}")
+                await typed(app, pilot, f"{act} {run_id}")
+                await until(pilot, lambda: len(told(app)) == len(expected), expected[-1])
+        assert all(line.startswith(start) for line, start in zip(told(app), expected, strict=True)), told(app)
+        assert entry_of(app) is None and isinstance(app.screen, RunsScreen)
+
+
+async def test_each_act_tells_why_it_does_nothing_by_key(workspace: OutputDir) -> None:
+    expected: list[str] = []
+    async with opened(workspace.path) as (app, pilot):
+        for run_id, acts in IDLE_ACTS.items():
+            await select(app, pilot, run_id)
+            for act in ACT_KEYS.keys() & acts.keys() if run_id != "run_queued-b" else ():
+                expected.append(f"{run_id}: {acts[act]}")
+                assert not app.screen.active_bindings[ACT_KEYS[act]].enabled
+                await pilot.press(ACT_KEYS[act])
+                await until(pilot, lambda: len(told(app)) == len(expected), expected[-1])
+        assert all(line.startswith(start) for line, start in zip(told(app), expected, strict=True)), told(app)
+        await select(app, pilot, "run_done")
+        await pilot.press("space")
+        await select(app, pilot, "run_collapsed")
+        await pilot.press("space", "e")
+        await until(pilot, lambda: told(app)[-1].endswith("so nothing was changed; and 1 more"), "why of both")
         assert entry_of(app) is None and isinstance(app.screen, RunsScreen)
 
 
@@ -144,9 +207,9 @@ async def test_weight_is_checked_at_its_field_and_set(workspace: OutputDir) -> N
         entry = await outcome(app, pilot)
         assert entry.command.startswith(f"prl runs set {QUEUED} weight=2")
         table = app.screen_stack[1].query_one(RunsTable)
-        await until(pilot, lambda: "weight 2" in str(table.get_cell(QUEUED, "note")), "the weight in the table")
+        await until(pilot, lambda: "weight 2" in cell_text(table, QUEUED, "note"), "the weight in the table")
         await typed(app, pilot, "set weight=3 tags=a,b")
-        await until(pilot, lambda: "weight 3" in str(table.get_cell(QUEUED, "note")), "the other weight")
+        await until(pilot, lambda: "weight 3" in cell_text(table, QUEUED, "note"), "the other weight")
     config = load_toml(RunDir(workspace.path / QUEUED).orch_toml)
     assert (config["weight"], config["tags"]) == (3, ["a", "b"])
 
@@ -193,7 +256,7 @@ async def test_budget_shows_what_is_used_and_is_taken_back(workspace: OutputDir)
         await outcome(app, pilot)
         assert load_toml(run.orch_toml)["budget"] == {"max_tokens": 1000}
         table = app.screen_stack[1].query_one(RunsTable)
-        await until(pilot, lambda: "budget 90 %" in str(table.get_cell(QUEUED, "note")), "the share")
+        await until(pilot, lambda: "budget 90 %" in cell_text(table, QUEUED, "note"), "the share")
         await until(pilot, lambda: "900 of 1.0k tokens" in screen_text(app), "the bar of the preview")
         await pilot.press("B")
         dialog = await form(app, pilot)

@@ -19,6 +19,7 @@ import pytest
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.process import EXIT_TERMINAL_GONE
+from tests.budgets import in_full
 from tests.patience import PATIENCE_S
 from tests.tui_support import add_run
 
@@ -99,7 +100,7 @@ def shown(*command: str) -> Iterator[Shown]:
         program.close()
 
 
-@pytest.mark.parametrize(("left_by", "code"), [(b"\x03", 130), (b"q", 0), (signal.SIGTERM, 143)], ids=str)
+@pytest.mark.parametrize(("left_by", "code"), [(b"q", 0), (signal.SIGTERM, 143), *in_full((b"\x03", 130))], ids=str)
 def test_how_it_is_left_is_its_exit_code(tmp_path: Path, left_by: bytes | signal.Signals, code: int) -> None:
     with shown("-m", "tui", str(tmp_path)) as program:
         if isinstance(left_by, bytes):
@@ -110,7 +111,7 @@ def test_how_it_is_left_is_its_exit_code(tmp_path: Path, left_by: bytes | signal
     assert program.modes_left_changed() == set()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, *in_full(signal.SIGTERM)])
 def test_the_terminal_is_as_before_when_a_child_that_shows_it_is_ended(tmp_path: Path, sent: signal.Signals) -> None:
     with shown("-c", AS_A_CHILD, str(tmp_path)) as program:
         (tui,) = psutil.Process(program.child.pid).children()

@@ -90,7 +90,7 @@ def test_the_examples_are_in_it_and_valid(installed: Installed) -> None:
     run = examples / "demo" / "reverse.toml"
     assert installed.run("prl", "runs", "validate", str(run)).stdout.startswith(f"{run}: valid")
     wrong = installed.run("prl", "runs", "validate", str(examples / "demo" / "system.toml"))
-    assert wrong.returncode == 1 and "unknown key" in wrong.stderr
+    assert wrong.returncode == 2 and "looks like a workspace's system file" in wrong.stderr
 
 
 @pytest.mark.parametrize(

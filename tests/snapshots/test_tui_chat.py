@@ -60,6 +60,6 @@ def showing(look: ChatLook) -> Callable[[Pilot[None]], Awaitable[None]]:
 
 
 @SIZES
-@pytest.mark.parametrize("look", [ANSWERING, REFUSED], ids=["answers", "refused"])
+@pytest.mark.parametrize("look", [ANSWERING, *in_full(REFUSED)], ids=["answers", "refused"])
 def test_chat(snap_compare: Callable[..., bool], app: PrlApp, size: tuple[int, int], look: ChatLook) -> None:
     assert snap_compare(app, terminal_size=size, run_before=showing(look))

@@ -8,10 +8,22 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import NodeHealth
 from tests.budgets import in_full
-from tests.tui_places_support import FakeProbe, busy, put_group
-from tests.tui_support import Ticker, build_workspace, frozen_clock, has_looked, roomy_disk, screen_text, settled, until
+from tests.tui_pilot import PatientPilot
+from tests.tui_places_support import FakeProbe, busy, put_group, put_sweep
+from tests.tui_support import (
+    Ticker,
+    build_workspace,
+    command,
+    frozen_clock,
+    has_looked,
+    roomy_disk,
+    screen_text,
+    settled,
+    until,
+)
 from tui.app import PrlApp
 from tui.screens.base import WorkspaceScreen
 
@@ -67,3 +79,29 @@ def test_place(
         await settled(pilot)
 
     assert snap_compare(app, terminal_size=size, run_before=steps)
+
+
+@pytest.mark.parametrize(
+    ("key", "then", "words"),
+    [(None, "", "lr2e-3-seed3"), ("6", "group optim.lr", "± 0.0")],
+    ids=["runs", "groups"],
+)
+def test_a_sweep_of_two_values_with_three_seeds_each(
+    snap_compare: Compare, tmp_path: Path, key: str | None, then: str, words: str
+) -> None:
+    """In the runs table, and compared by the value: the deviation of the seeds is thinner than a character."""
+    put_sweep(OutputDir(tmp_path / "lab"))
+    app = PrlApp(tmp_path / "lab", clock=frozen_clock, read_disk=roomy_disk)
+    app.animation_level = "none"
+
+    async def steps(pilot: Pilot[None]) -> None:
+        patient = PatientPilot(app)
+        await until(patient, lambda: has_looked(app), "a look")
+        if key is not None:
+            await patient.press(key)
+            await until(patient, lambda: "★" in screen_text(app), "the runs compared")
+            await command(patient, then)
+        await until(patient, lambda: words in screen_text(app), words)
+        await settled(patient)
+
+    assert snap_compare(app, terminal_size=(80, 24), run_before=steps)

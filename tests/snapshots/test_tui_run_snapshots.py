@@ -67,9 +67,9 @@ def test_tab(snap_compare: Compare, app: PrlApp, size: tuple[int, int], tab: str
     ("tab", "keys"),
     [
         *in_full((CHARTS, ("m", "s", "s", "left", "left", "left"))),
-        (CHARTS, ("w", *"sort", "tab", "enter", "space", "space")),
+        *in_full((CHARTS, ("w", *"sort", "tab", "enter", "space", "space"))),
         *in_full((ROLLOUTS, ("n",)), (CONFIG, ("v",)), (CONFIG, ("w", *"upper", "enter"))),
-        (LOGS, ("v", "v", "slash", *"client", "enter")),
+        *in_full((LOGS, ("v", "v", "slash", *"client", "enter"))),
     ],
     ids=["one-chart", "compared", "turns", "defaults", "differences", "warnings"],
 )
@@ -94,9 +94,11 @@ def test_rollouts_with_their_tokens(
     assert snap_compare(app, terminal_size=size, run_before=opened(ROLLOUTS, *keys, run_id=run_id))
 
 
+@pytest.mark.slow
 def test_an_invalid_config(snap_compare: Compare, app: PrlApp) -> None:
     assert snap_compare(app, terminal_size=SMALL, run_before=opened(CONFIG, run_id="run_typo"))
 
 
+@pytest.mark.slow
 def test_events_of_an_evicted_run(snap_compare: Compare, app: PrlApp) -> None:
     assert snap_compare(app, terminal_size=SMALL, run_before=opened(EVENTS, run_id="run_collapsed"))

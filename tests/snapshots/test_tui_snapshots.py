@@ -63,8 +63,8 @@ def test_home(snap_compare: Compare, app: PrlApp, size: tuple[int, int]) -> None
 
 @pytest.mark.parametrize(
     "keys",
-    [("question_mark",), ("e",), ("space", "space", "e")],
-    ids=["help", "evict", "evict-two"],
+    [("question_mark",), ("space", "space", "e"), *in_full((("e",),))],
+    ids=["help", "evict-two", "evict"],
 )
 def test_small_screen(snap_compare: Compare, app: PrlApp, keys: tuple[str, ...]) -> None:
     assert snap_compare(app, terminal_size=SMALL, run_before=looked(*keys))

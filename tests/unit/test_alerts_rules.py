@@ -8,15 +8,14 @@ from typing import Any, get_args
 
 import pytest
 
-from daemons.alerts.__main__ import LOOK_EVERY_S, Alerts
-from daemons.alerts.rules import CRASH_LASTS_S, MAX_TEXT_CHARS, Incident, incidents, is_well
+from daemons.alerts.__main__ import CRASH_LASTS_S, LOOK_EVERY_S, MAX_TEXT_CHARS, Alerts, Incident, incidents, is_well
 from daemons.alerts.targets import _WORDS, Message, message
 from daemons.quiet import OpenIncident, read_open
 from daemons.workspace import DaemonView, RefusedView, RunView, Workspace
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.reports import ALERT_KINDS, AlertKind, AlertsConfig
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.learning import Sign, sign_texts
+from prime_rl.contract.metrics import Sign, sign_texts
 from prime_rl.contract.nodes import SeenNode
 from prime_rl.contract.status import NodeStatus, RunState
 from prime_rl.trainer.step import not_finite
@@ -79,7 +78,7 @@ def wrong(*args: Any) -> list[Incident]:
     return [each for each in incidents(*args) if each.is_proven]
 
 
-NOT_FINITE = not_finite(3, "its loss or gradient", float("nan"), 1.0, 1e-4)
+NOT_FINITE = not_finite("run_a", 3, "its loss or gradient", float("nan"), 1.0, 1e-4)
 
 NO_GRADIENT = Sign("no_gradient", 0.0, 1e-6, 28)
 COLLAPSED = Sign("reward_collapsed", 0.1, 0.8, 3)  # it has a kind of its own
@@ -110,6 +109,16 @@ CASES: list[tuple[AlertKind, str, str, Workspace, list[SeenNode], int]] = [
         "run_a",
         f"a step hangs; {sign_texts([NO_GRADIENT], 'run_a')[0]}",
         workspace(replace(RUN, problem=text("a step hangs"), signs=(COLLAPSED, NO_GRADIENT))),
+        [],
+        10,
+    ),
+    (
+        "run_trouble",
+        "run_a",
+        "restart loop: run_a; edited, not in effect: seed 1 -> 2",
+        workspace(
+            replace(RUN, crash_loop=text("restart loop: run_a"), edited=text("edited, not in effect: seed 1 -> 2"))
+        ),
         [],
         10,
     ),

@@ -55,7 +55,7 @@ def test_the_stack_of_a_child_that_hangs_is_kept_with_its_parents(
         try:
             assert parent.stdout is not None and parent.stdout.readline() == b"here\n"
             with caplog.at_level(logging.INFO, "alerts"):
-                keep_stack(output)("trainer", ProcessId.of(parent.pid)).join()
+                keep_stack(output, "trainer", ProcessId.of(parent.pid)).join()
         finally:
             kill_tree(parent.pid)
     kept = output.logs / "stacks" / "trainer.txt"
@@ -89,7 +89,7 @@ def test_a_sealed_daemon_writes_its_stack_itself_and_lives(
     try:
         wait_for(lambda: log.read_text() == "here\n", "the daemon to hang", timeout_s=PATIENCE_S)
         with caplog.at_level(logging.INFO, "alerts"):
-            keep_stack(output)("inference", ProcessId.of(daemon.pid)).join()
+            keep_stack(output, "inference", ProcessId.of(daemon.pid)).join()
         assert daemon.poll() is None, "the signal ends nothing"
     finally:
         daemon.kill()
@@ -104,7 +104,7 @@ def test_a_process_of_another_machine_is_left_alone(output: OutputDir, caplog: p
     if not here.start:
         pytest.skip("this system does not tell the boots of machines apart")
     with caplog.at_level(logging.INFO, "alerts"):
-        keep_stack(output)("trainer", ProcessId(here.pid, here.create_time, f"another-boot/{here.start}")).join()
+        keep_stack(output, "trainer", ProcessId(here.pid, here.create_time, f"another-boot/{here.start}")).join()
     (line,) = caplog.messages
     assert line.startswith("trainer: no stack is kept: ") and line.endswith(" is on another machine")
     assert not (output.logs / "stacks").exists()

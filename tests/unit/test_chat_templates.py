@@ -11,8 +11,8 @@ import pytest
 
 from daemons.adding import add_run, check_file
 from daemons.errors import ActionError
-from prime_rl.inference.embedded.protocol import Text
-from prime_rl.inference.errors import ApiError
+from prime_rl.inference.embedded.server import Text
+from prime_rl.inference.guard import ApiError
 from prime_rl.orchestrator.envs.base import Message
 from prime_rl.orchestrator.policy import ChatTokenizer, TokenizerError
 from prime_rl.utils.chat_template import ChatTemplate

@@ -126,6 +126,8 @@ def test_a_table_is_explained_by_its_fields(capsys: Any) -> None:
 def test_an_unknown_key_gets_the_nearest_ones(capsys: Any) -> None:
     assert run(["config", "explain", "optim.lrr"]) == 2
     assert capsys.readouterr().err.startswith("prl: unknown key 'optim.lrr': did you mean optim.lr")
+    assert run(["config", "explain", "optim.learning_rate"]) == 2
+    assert "unknown key 'optim.learning_rate': this table has optim.type, optim.lr, " in capsys.readouterr().err
     assert run(["config", "explain", "rank"]) == 2
     assert "model.lora.rank or lora.rank" in capsys.readouterr().err
     assert run(["config", "schema", "run"]) == 2

@@ -11,6 +11,8 @@ from daemons.cli import run
 from daemons.specs import write_component_configs
 from prime_rl.configs.base import (
     MAX_PROBLEMS,
+    MAX_TOML_BYTES,
+    MAX_TOML_VALUES,
     ConfigError,
     ConfigParseError,
     build,
@@ -20,6 +22,7 @@ from prime_rl.configs.base import (
     merge,
     parse_argv,
     parse_set,
+    parse_toml,
 )
 from prime_rl.configs.envs import BUILT_IN_ENVS
 from prime_rl.configs.inference import InferenceConfig
@@ -142,6 +145,22 @@ def test_what_cannot_be_passed_on_to_other_processes_is_not_valid(tmp_path: Path
         load_run_config(run_toml(tmp_path, f"{MINIMAL}args = {value}\n"))
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["".join(f"key{number} = 1\n" for number in range(MAX_TOML_VALUES)), f"keys = [{'{},' * MAX_TOML_VALUES}]\n"],
+    ids=["keys", "entries of a list"],
+)
+def test_a_config_of_very_many_values_is_refused_before_each_of_them_is_checked(tmp_path: Path, text: str) -> None:
+    path = run_toml(tmp_path, text + MINIMAL)
+    with pytest.raises(ConfigError, match=rf"has 100\d\d values, expected at most {MAX_TOML_VALUES}: keep data in"):
+        load_run_config(path)
+    path.write_text(text + MINIMAL + "#" * MAX_TOML_BYTES)
+    with pytest.raises(ConfigError, match=rf"has \d+ bytes, expected at most {MAX_TOML_BYTES}"):
+        load_run_config(path)
+    with pytest.raises(ConfigError, match=rf"orch.toml: has \d+ bytes, expected at most {MAX_TOML_BYTES}"):
+        parse_toml("#" * (MAX_TOML_BYTES + 1), "orch.toml")
+
+
 def test_of_very_many_problems_the_first_are_told_and_none_takes_longer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run_config(run_toml(tmp_path, "".join(f"key{number} = 1\n" for number in range(1_000)) + MINIMAL))
@@ -191,6 +210,7 @@ def test_a_batch_that_no_trainer_can_hold_is_refused(tmp_path: Path) -> None:
     assert check_against_trainer(config.model_copy(update={"batch_size": most + 1}), LIMITS) != []
     # What a full batch takes is read.
     assert max_batch_bytes(most, seq_len) >= full_batch_bytes(most, seq_len)
+    assert max_batch_bytes(4_000_000, seq_len) == MAX_BATCH_BYTES, "whatever a config asks for"
 
 
 def test_a_workspace_refuses_a_run_for_whose_versions_it_has_no_room(tmp_path: Path) -> None:
@@ -211,7 +231,12 @@ def test_a_workspace_refuses_a_run_for_whose_versions_it_has_no_room(tmp_path: P
 
 def test_another_model_or_longer_samples_are_refused(tmp_path: Path) -> None:
     config = load_run_config(run_toml(tmp_path, MINIMAL), {"seq_len": 129, "model": {"name": "other"}})
-    assert [problem.key for problem in check_against_trainer(config, LIMITS)] == ["model.name", "seq_len"]
+    problems = check_against_trainer(config, LIMITS)
+    assert [problem.key for problem in problems] == ["model.name", "seq_len"]
+    assert problems[1].message.endswith("128; a longer one for all runs: prl down, then prl up --seq_len N")
+    config = load_run_config(run_toml(tmp_path, MINIMAL), {"sampling": {"max_tokens": 128}})
+    (problem,) = check_against_trainer(config, LIMITS)
+    assert problem.key == "sampling.max_tokens" and problem.message.endswith("then prl up --seq_len N")
 
 
 def test_one_model_under_two_paths_is_the_same(tmp_path: Path) -> None:

@@ -4,31 +4,47 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import tomli_w
 
 from daemons import actions
 from daemons.actions import rollback_run, set_run_keys
-from daemons.adding import fork_run
+from daemons.adding import checked, fork_run
+from daemons.cli import run as prl
 from daemons.details import diff_runs, read_details
 from daemons.errors import ActionError
+from daemons.exports import export_run
+from daemons.halving import Halving
 from daemons.observe import Observer
 from daemons.ranking import read_contestants
 from daemons.workspace import RunView
 from daemons.workspace_reader import read_workspace
-from prime_rl.configs.admitted import config_in_effect, read_effect
-from prime_rl.configs.base import load_toml
+from prime_rl.configs.admitted import (
+    MAX_CHANGE_CHARS,
+    MAX_CHANGES,
+    apply,
+    config_in_effect,
+    read_effect,
+    told_with_changes,
+)
+from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError, dump_toml, load_toml, parse_toml
+from prime_rl.configs.validate import find_problems
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.notes import Change, pending_request, read_admitted
-from prime_rl.contract.status import RunState, StatusWriter, TrainerRunStatus, TrainerStatus
+from prime_rl.contract.notes import MAX_ADMITTED_BYTES, Admission, Change, pending_request, read_admitted
+from prime_rl.contract.status import RunState, RunStatus, StatusWriter, TrainerRunStatus, TrainerStatus
 from prime_rl.orchestrator.orchestrator import find_run, read_config
+from prime_rl.results import Workspace
 from prime_rl.trainer.runs import MultiRunManager
 from tests.runs_support import BASE, add, look, manager_of
 from tests.trainer_support import write_config
 from tests.unit.test_daemons_forks import put_version
+from tui.model.snapshot import make_snapshot
 from tui.readers.compare import CompareReader
 from tui.readers.run_config import ConfigReader, ConfigRequest
 
@@ -56,12 +72,16 @@ def restarted(run: RunDir) -> MultiRunManager:
     return look(manager_of(run.path.parent))
 
 
-def test_an_edit_is_not_in_effect_before_and_after_a_restart_and_every_reader_shows_what_is(run: RunDir) -> None:
+def test_an_edit_is_not_in_effect_before_and_after_a_restart_and_every_reader_shows_what_is(
+    run: RunDir, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
     workspace, output = run.path.parent, OutputDir(run.path.parent)
     add(workspace, "run_b", optim={"lr": 0.0015}, max_steps=25)
     put_version(run, 1)
     edit(run, optim={"lr": 0.01})
-    sentence = "edited, not in effect: optim.lr 0.0015 -> 0.01: prl runs apply run_a, or prl runs restore run_a"
+    sentence = (
+        "edited, not in effect: optim.lr 0.0015 -> 0.01: prl runs apply run_a (paused), or prl runs restore run_a"
+    )
     for _ in range(2):
         manager = restarted(run)
         assert manager.run(0).config.optim.lr == 0.0015
@@ -80,9 +100,33 @@ def test_an_edit_is_not_in_effect_before_and_after_a_restart_and_every_reader_sh
         compared._open("run_a")
         compared._read_config("run_a")
         assert compared._configs["run_a"][1]["optim.lr"] == "0.0015"
+        ranked = read_contestants(workspace, read_workspace(workspace).runs, "reward/mean")
+        assert {each.config["optim.lr"] for each in ranked} == {"0.0015"}
+        assert Workspace(workspace).run("run_a").config["optim"]["lr"] == 0.0015
+        card = export_run(workspace, "run_a", tmp_path_factory.mktemp("out") / "adapter").out / "README.md"
+        assert "lr = 0.0015" in card.read_text() and "0.01" not in card.read_text()
+        [problem] = make_snapshot(found := read_workspace(workspace), {}, found.read_at).problems
+        assert (problem.name, problem.text) == ("run_a", sentence)
+        for words in (["status"], ["runs", "list"], ["runs", "show", "run_a"]):
+            assert prl([*words, "--output-dir", str(workspace)]) == 0
+            assert "edited, not in effect: optim.lr 0.0015 -> 0.01" in capsys.readouterr().out, words
         fork = fork_run(workspace, "run_a")
         assert load_toml(output.run(fork.run_id).orch_toml)["optim"]["lr"] == 0.0015
         actions.delete_run(workspace, fork.run_id)
+
+
+def test_an_edited_max_steps_ends_no_run_and_moves_no_rung(run: RunDir) -> None:
+    workspace = run.path.parent
+    put_version(run, 10)
+    status = TrainerStatus(state="training", max_runs=1, runs={"run_a": TrainerRunStatus(run_idx=0, step=10)})
+    writer = StatusWriter(OutputDir(workspace).trainer_status, status)
+    StatusWriter(run.status, RunStatus(run_id="run_a", state="running", step=10)).close(state="finished")
+    edit(run, max_steps=5)
+    seen = Observer(OutputDir(workspace)).runs([])["run_a"]
+    known = Halving(OutputDir(workspace))._fact("run_a")
+    assert known is not None and (seen.max_steps, known[1], known[0].is_over) == (25, 25, False)
+    assert view(run).max_steps == 25 and view(run).state is RunState.ACTIVE
+    writer.close(state="stopped", runs={})
 
 
 def test_what_the_trainer_admits_is_written_once_and_a_comment_is_no_edit(run: RunDir) -> None:
@@ -131,6 +175,82 @@ def test_what_a_run_puts_in_the_place_of_its_admitted_config_ends_no_trainer(run
     assert manager.run(0).config.weight == 3.0
 
 
+def test_the_largest_config_is_admitted_and_more_of_a_history_than_is_kept_is_not_looked_through(run: RunDir) -> None:
+    change, late = Change(0.0, 1, "\x01" * MAX_CHANGE_CHARS), Change(0.0, 1, f"{'x' * MAX_CHANGE_CHARS}, seed 1 -> 2")
+    largest = Admission("run_a", 0.0, 0, "", '"' * MAX_TOML_BYTES, [change] * MAX_CHANGES)
+    assert len(tomli_w.dumps(msgspec.to_builtins(largest), multiline_strings=True)) <= MAX_ADMITTED_BYTES
+    early = Change(0.0, 1, "seed 3 -> 1")
+    run.admitted.write_bytes(msgspec.toml.encode(Admission("run_a", 0.0, 0, "", "", [early, *[late] * MAX_CHANGES])))
+    assert told_with_changes(run, {"seed": "2"}) == {"seed": "2"}
+
+
+ESCAPED = "\\" * 200_000
+TOO_LARGE = f"would have over {MAX_TOML_BYTES} bytes when it is written back, with its escapes: shorten its texts"
+
+
+def prompted(system: str, **changes: Any) -> dict[str, Any]:
+    return {"optim": {"lr": 0.0015}, "env": [{"id": "reverse-text", "prompt": {"system": system}}], **changes}
+
+
+def put_literally(run: RunDir, system: str, **changes: Any) -> str:
+    """Write a prompt without escapes, as TOML's literal strings have it; returns the text of the file."""
+    write_config(run, BASE, **prompted("PROMPT", **changes))
+    text = run.orch_toml.read_text().replace('"PROMPT"', f"'{system}'")
+    run.orch_toml.write_text(text)
+    return text
+
+
+def test_a_config_that_cannot_be_written_back_is_refused_before_it_is_admitted(tmp_path: Path, run: RunDir) -> None:
+    new = add(tmp_path, "run_b")
+    put_literally(new, ESCAPED)
+    manager = restarted(new)
+    assert manager.id_2_idx == {"run_a": 0} and TOO_LARGE in new.config_error.read_text()
+    with pytest.raises(ConfigError, match=TOO_LARGE):
+        checked(tmp_path, load_toml(new.orch_toml), "orch.toml", None, new.data_file)
+    assert TOO_LARGE in str(find_problems(load_toml(new.orch_toml), "orch.toml", None)[0])
+    put_literally(run, ESCAPED, max_steps=30)
+    look(manager)
+    assert TOO_LARGE in (view(run).edited or "") and config_in_effect(run).max_steps == 25
+
+
+def test_live_keys_that_make_the_config_too_large_with_what_is_in_effect_are_the_edits_problem(run: RunDir) -> None:
+    rest = len(tomli_w.dumps({**load_toml(run.orch_toml), **prompted("", max_steps=25)}))
+    write_config(run, BASE, **prompted("x" * (MAX_TOML_BYTES - rest - 500), max_steps=25))
+    actions.apply_edit(run.path.parent, "run_a")
+    manager = restarted(run)
+    edit(run, tags=["x" * 60] * 10)
+    look(manager)
+    assert TOO_LARGE in (view(run).edited or "") and view(run).state is not RunState.INVALID
+    assert config_in_effect(run).env[0].prompt.system and manager.run(0).config.tags == []
+    assert restarted(run).id_2_idx == {"run_a": 0}
+
+
+def test_a_config_that_an_older_version_admitted_stays_valid_however_many_escapes_it_has(run: RunDir) -> None:
+    admitted, text = read_admitted(run), put_literally(run, ESCAPED, max_steps=25)
+    assert admitted is not None
+    before = msgspec.structs.replace(admitted, text=text)
+    run.admitted.write_text(tomli_w.dumps(msgspec.to_builtins(before), multiline_strings=True))
+    put_literally(run, ESCAPED, max_steps=25, weight=3.0)
+    manager = restarted(run)
+    assert manager.id_2_idx == {"run_a": 0} and manager.run(0).config.env[0].prompt.system == ESCAPED
+    assert TOO_LARGE in (view(run).edited or "") and config_in_effect(run).weight == 1
+    assert read_admitted(run) is not None
+
+
+def test_a_config_that_would_grow_without_end_is_not_written_to_its_end(run: RunDir) -> None:
+    """A list of tables behind a long name, which stands before each of them: a gigabyte."""
+    items = ", ".join(["{ a = '" + "x" * 100 + "' }", *["{}"] * 5000])
+    extra = f"{'k' * 150_000}.l = [{items}]"
+    data = {**load_toml(run.orch_toml), "more": parse_toml(extra, "orch.toml")}
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=TOO_LARGE):
+            dump_toml(data, "orch.toml")
+        assert tracemalloc.get_traced_memory()[1] < 20 * MAX_TOML_BYTES
+    finally:
+        tracemalloc.stop()
+
+
 def test_apply_takes_the_edit_at_the_next_admission_and_keeps_a_history(run: RunDir) -> None:
     edit(run, optim={"lr": 0.01}, max_steps=30)
     assert actions.apply_edit(run.path.parent, "run_a", reason="faster") == (
@@ -144,6 +264,30 @@ def test_apply_takes_the_edit_at_the_next_admission_and_keeps_a_history(run: Run
     lines = [json.loads(line) for line in OutputDir(run.path.parent).audit.read_text().splitlines()]
     assert [(line["action"], line["reason"]) for line in lines] == [("apply", "faster")]
     assert "nothing to apply" in actions.apply_edit(run.path.parent, "run_a")
+
+
+def test_what_is_fixed_by_the_first_step_can_change_before_it(run: RunDir) -> None:
+    edit(run, model={"name": str(BASE), "lora": {"rank": 2}})
+    assert actions.apply_edit(run.path.parent, "run_a").startswith("run_a: applied model.")
+    assert restarted(run).run(0).config.model.lora.rank == 2
+
+
+def test_a_run_that_takes_a_slot_while_an_edit_is_applied_keeps_its_config(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = TrainerStatus(state="training", max_runs=1, runs={"run_a": TrainerRunStatus(run_idx=0)})
+    writers: list[StatusWriter] = []
+
+    def applied(run: RunDir, text: str) -> None:
+        apply(run, text)
+        writers.append(StatusWriter(OutputDir(run.path.parent).trainer_status, status))
+
+    monkeypatch.setattr(actions, "apply", applied)
+    edit(run, optim={"lr": 0.01})
+    with pytest.raises(ActionError, match="run_a took a slot meanwhile: pause it first"):
+        actions.apply_edit(run.path.parent, "run_a")
+    assert not run.applied.exists() and config_in_effect(run).optim.lr == 0.0015
+    writers[0].close(state="stopped", runs={})
 
 
 def test_a_key_that_changed_while_the_run_trained_is_compared_with_all_that_it_was(run: RunDir) -> None:
@@ -181,7 +325,9 @@ def test_restore_brings_the_text_back_as_it_was(run: RunDir) -> None:
     before = run.orch_toml.read_text()
     edit(run, optim={"lr": 0.01})
     run.orch_toml.chmod(0o600)
-    actions.restore_config(run.path.parent, "run_a")
+    actions.restore_config(run.path.parent, "run_a", reason="by mistake")
+    [line] = [json.loads(line) for line in OutputDir(run.path.parent).audit.read_text().splitlines()]
+    assert (line["action"], line["reason"], line["detail"]) == ("restore", "by mistake", "optim.lr 0.01 -> 0.0015")
     assert run.orch_toml.read_text() == before and run.orch_toml.stat().st_mode & 0o777 == 0o600
     assert "nothing to restore" in actions.restore_config(run.path.parent, "run_a")
 
@@ -269,6 +415,9 @@ def test_a_folder_that_was_renamed_or_copied_is_named_as_that_and_goes_on_under_
     moved = RunDir(workspace / "run_moved")
     assert manager.id_2_idx == {} and view(moved).state is RunState.INVALID
     assert "is that of run_a, renamed or copied: use prl runs fork, or put the name back" in (view(moved).reason or "")
+    shutil.copytree(moved.path, workspace / "run_copied")
+    assert look(manager).id_2_idx == {}
+    assert "is that of run_a, renamed or copied" in (view(RunDir(workspace / "run_copied")).reason or "")
     put_version(moved, 1)
     assert fork_run(workspace, "run_moved").added
     actions.delete_run(workspace, "run_moved-fork")

@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
+import shutil
+import sys
 import threading
 import tracemalloc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
 
+from prime_rl.contract import files
 from prime_rl.contract.files import (
     FileRefused,
     WaitStopped,
@@ -22,6 +26,8 @@ from prime_rl.contract.files import (
     read_end,
     read_file,
     read_text,
+    remove,
+    remove_file,
     staged_dir,
     wait_for,
     write_atomic,
@@ -117,9 +123,9 @@ def test_staged_dir_appears_when_the_disk_has_every_file_of_it(tmp_path: Path, m
         calls.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
         sync(fd)
 
-    def watched_rename(source: Path, target: Path) -> None:
+    def watched_rename(source: Path, target: Path, **at: Any) -> None:
         calls.append("rename")
-        rename(source, target)
+        rename(source, target, **at)
 
     monkeypatch.setattr(os, "fsync", watched_sync)
     monkeypatch.setattr(os, "rename", watched_rename)
@@ -130,6 +136,204 @@ def test_staged_dir_appears_when_the_disk_has_every_file_of_it(tmp_path: Path, m
         mark_stable(staged, sync=False)
     assert sorted(calls[:2]) == ["state", "weights"]
     assert calls[2:] == [staged.name, "rename", tmp_path.name]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    """The checkpoints of a run and those of another one, each with a marker and a checkpoint of the same name."""
+    made = tmp_path / "run_a" / "checkpoints", tmp_path / "run_b" / "checkpoints"
+    for checkpoints in made:
+        (checkpoints / "step_1").mkdir(parents=True)
+        for name in ("note.txt", "step_1/state"):
+            (checkpoints / name).write_text("kept")
+    return made
+
+
+def give_way(folder: Path, others: Path) -> None:
+    """A link to `others` comes in the place of `folder`."""
+    folder.rename(folder.with_name("aside"))
+    folder.symlink_to(others)
+
+
+@pytest.mark.parametrize(("call", "name"), [("unlink", "note.txt"), ("rmdir", "step_1")])
+def test_a_folder_that_gives_way_to_a_link_while_something_in_it_is_removed_costs_others_nothing(
+    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, call: str, name: str
+) -> None:
+    ours, others = runs
+    module, function = (os, "unlink") if call == "unlink" else (files, "_remove_tree")
+    real = getattr(module, function)
+
+    def swapped(*args: Any, **at: Any) -> None:
+        monkeypatch.undo()
+        give_way(ours, others)
+        real(*args, **at)
+
+    monkeypatch.setattr(module, function, swapped)
+    remove(ours / name)
+    assert not (ours.with_name("aside") / name).exists()
+    assert sorted(os.listdir(others)) == ["note.txt", "step_1"] and (others / "step_1" / "state").read_text() == "kept"
+    with pytest.raises(FileRefused, match=r"run_a/checkpoints is a symbolic link: must be a regular folder; remove it"):
+        remove(ours / name)
+    assert sorted(os.listdir(others)) == ["note.txt", "step_1"]
+
+
+@pytest.mark.parametrize("above", [False, True], ids=["it", "its parent"])
+def test_a_staged_folder_that_gives_way_to_a_link_costs_others_nothing(runs: tuple[Path, Path], above: bool) -> None:
+    ours, others = runs
+    refused = pytest.raises(FileRefused, match="run_a/checkpoints is a symbolic link")
+    with refused if above else contextlib.nullcontext(), staged_dir(ours / "step_1") as staged:
+        (left,) = ours.glob(".step_1.*.tmp")
+        give_way(ours if above else left, others if above else others / "step_1")
+        (staged / "state").write_text("ours")
+    assert sorted(os.listdir(others)) == ["note.txt", "step_1"] and (others / "step_1" / "state").read_text() == "kept"
+
+
+def deep(folder: Path, levels: int) -> Path:
+    """A new folder with so many others in one another, each with a file."""
+    folder.mkdir()
+    fd = os.open(folder, os.O_RDONLY)
+    for _ in range(levels):
+        os.close(os.open("file", os.O_CREAT, dir_fd=fd))
+        os.mkdir("d", dir_fd=fd)
+        inner = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = inner
+    os.close(fd)
+    return folder
+
+
+def test_a_folder_of_any_depth_is_removed_with_few_descriptors_and_calls(tmp_path: Path) -> None:
+    """Else its owner brings the one who removes it to the end of either, and all others with it."""
+    folder, ours = deep(tmp_path / "deep", 2 * sys.getrecursionlimit()), threading.get_ident()
+    (folder / "link").symlink_to(tmp_path / "kept")
+    (tmp_path / "kept").mkdir()
+    held, most = set[int](), list[int]()
+    before, after = os.open, os.close
+
+    def opened(*args: Any, **options: Any) -> int:
+        fd = before(*args, **options)
+        if threading.get_ident() == ours:  # threads that other tests have left open and close files too
+            held.add(fd)
+            most.append(len(held))
+        return fd
+
+    def closed(fd: int) -> None:
+        if threading.get_ident() == ours:
+            held.discard(fd)
+        after(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        patch.setattr(os, "close", closed)
+        remove(folder)
+    assert os.listdir(tmp_path) == ["kept"] and len(most) > sys.getrecursionlimit()
+    assert max(most) <= 4 and not held
+
+
+def test_a_folder_of_folders_without_end_is_a_trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_LEVELS", 10)
+    remove(deep(tmp_path / "ten", 10))
+    with pytest.raises(OSError, match="is more than 10 folders deep"):
+        remove(deep(tmp_path / "eleven", 12))
+
+
+def test_an_empty_folder_that_lets_nobody_in_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "run_a" / "closed").mkdir(parents=True)
+    (tmp_path / "run_a" / "closed").chmod(0)
+    opened = list[object]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_exchanged", opened.append)
+        remove(tmp_path / "run_a")
+    assert not opened and os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_moved_away_while_it_is_removed_takes_nobody_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, others = tmp_path / "run_a" / "broadcast", tmp_path / "run_b" / "broadcast"
+    (ours / "step_1" / "inner").mkdir(parents=True), others.mkdir(parents=True)
+    (ours / "step_1" / "inner" / "file").touch(), (others / "inner").mkdir()
+    unlink = os.unlink
+
+    def moved(name: str, *, dir_fd: int) -> None:
+        (ours / "step_1" / "inner").rename(others / "moved")
+        unlink(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", moved)
+    with pytest.raises(OSError, match="was moved while it was removed"):
+        remove(ours / "step_1")
+    assert sorted(os.listdir(others)) == ["inner", "moved"]
+
+
+def test_what_others_remove_at_the_same_time_ends_no_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(6):
+        (tmp_path / "run_a" / f"full_{number}" / "inner").mkdir(parents=True)
+        (tmp_path / "run_a" / f"file_{number}").touch()
+    unlink = os.unlink
+
+    def by_two(name: str, *, dir_fd: int) -> None:
+        monkeypatch.setattr(os, "unlink", unlink)
+        for other in (tmp_path / "run_a").glob("*_[0123]"):
+            shutil.rmtree(other) if other.is_dir() else other.unlink()
+        unlink(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", by_two)
+    remove(tmp_path / "run_a")
+    assert os.listdir(tmp_path) == []
+
+
+def test_only_a_file_is_removed_as_one(tmp_path: Path) -> None:
+    """What has a folder where a file of ours would be must not have the one who looks remove all in it."""
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    for name in ("folder", "file", "link", "missing"):
+        remove_file(tmp_path / name)
+    assert os.listdir(tmp_path) == ["folder"] and (tmp_path / "folder" / "inner").is_dir()
+
+
+def test_what_a_failed_write_left_is_removed_with_the_next_in_its_folder_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To remove it may be dear: that is for its own run to pay."""
+    ours, others = tmp_path / "run_a" / "control", tmp_path / "run_b" / "control"
+    ours.mkdir(parents=True), others.mkdir(parents=True)
+
+    def no_more(*args: Any, **at: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", no_more)
+        patch.setattr(os, "unlink", no_more)
+        with pytest.raises(OSError, match="Read-only"):
+            write_atomic(ours / "paused.txt", "x")
+    (left,) = os.listdir(ours)
+    write_atomic(others / "paused.txt", "x")
+    assert os.listdir(ours) == [left]
+    write_atomic(ours / "paused.txt", "x")
+    assert os.listdir(ours) == ["paused.txt"]
+
+
+@pytest.mark.parametrize("how", ["with a link in it", "of another owner"])
+def test_a_staging_folder_that_others_may_write_into_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """They could put links there, and have what is published written over what is a neighbour's."""
+    mkdir = os.mkdir
+
+    def replaced(name: str, mode: int = 0o777, *, dir_fd: int) -> None:
+        assert mode == 0o700
+        mkdir(name, mode, dir_fd=dir_fd)
+        path = tmp_path / "broadcast" / name
+        (path / "weights").symlink_to(path) if how == "with a link in it" else os.chown(path, 4711, -1)
+
+    if how == "of another owner" and os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    (tmp_path / "broadcast").mkdir()
+    monkeypatch.setattr(os, "mkdir", replaced)
+    with pytest.raises(FileRefused, match="was replaced while it was made"), staged_dir(tmp_path / "broadcast/step_1"):
+        raise AssertionError("nothing may be written there")
+    assert os.listdir(tmp_path / "broadcast") == []
 
 
 def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

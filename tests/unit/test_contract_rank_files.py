@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prime_rl.contract.types import RankEntry, RankFileWriter, read_rank_file
+from tests.budgets import examples
 
 ENTRIES = [RankEntry(f"{number}", bytes([number]) * number * 50) for number in range(5)]
 
@@ -29,7 +30,7 @@ def test_entries_come_back_in_order_also_after_the_writer_starts_again(tmp_path:
 
 
 @given(data=st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(60))
 def test_a_torn_end_costs_its_own_entry_only_and_the_next_writer_cuts_it_off(
     tmp_path: Path, data: st.DataObject
 ) -> None:

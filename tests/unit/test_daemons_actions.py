@@ -17,7 +17,8 @@ import msgspec
 import pytest
 
 from daemons import actions, cli
-from daemons.actions import ActionError, WrongUseError
+from daemons.errors import ActionError, WrongUseError
+from daemons.trash import purge_trash
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.validate import key_of, load_run_config
 from prime_rl.contract.layout import OutputDir
@@ -211,6 +212,18 @@ def test_a_finished_run_is_not_evicted_and_one_that_was_continued_is_told(worksp
     assert actions.READMIT(workspace, run.run_id).startswith("run_reverse: is stopped: only a run that is evicted")
 
 
+def test_a_finished_run_that_the_trainer_still_holds_is_evicted(
+    workspace: Path, source: Path, trainer: StatusWriter
+) -> None:
+    """Its files say that it is finished; what others report protects the slot from a run that says so too early."""
+    run = OutputDir(workspace).run(actions.add_run(workspace, source, overrides={"sampling": {"max_tokens": 8}}))
+    run.broadcast_dir(3).mkdir(parents=True)
+    (run.broadcast_dir(3) / "STABLE").touch()
+    trainer.update(runs={run.run_id: TrainerRunStatus(run_idx=1, step=3, max_steps=3)})
+    assert actions.evict_run(workspace, run.run_id, "it holds a slot")
+    assert run.evicted.read_text() == "it holds a slot"
+
+
 def test_readmit_takes_away_the_last_word_of_a_failed_run(workspace: Path, source: Path) -> None:
     run = OutputDir(workspace).run(actions.add_run(workspace, source))
     run.status.write_bytes(msgspec.json.encode(RunStatus(run_id=run.run_id, state="failed", reason="no key")))
@@ -247,8 +260,8 @@ def test_the_newest_of_several_deleted_runs_comes_back(workspace: Path, source: 
     assert load_run_config(OutputDir(workspace).run("run_a").orch_toml).seed == 3
     with pytest.raises(ActionError, match="run_a exists"):
         actions.undelete_run(workspace, "run_a")
-    assert actions.purge_trash(workspace) == 2
-    assert actions.purge_trash(workspace) == 0
+    assert purge_trash(workspace) == 2
+    assert purge_trash(workspace) == 0
     with pytest.raises(ActionError, match="nothing to restore"):
         actions.undelete_run(workspace, "run_b")
 
@@ -257,8 +270,28 @@ def test_purge_follows_no_links(workspace: Path, source: Path, tmp_path: Path) -
     (tmp_path / "precious").mkdir()
     actions.delete_run(workspace, actions.add_run(workspace, source))
     (workspace / ".trash" / "link").symlink_to(tmp_path / "precious")
-    assert actions.purge_trash(workspace) == 2
+    assert purge_trash(workspace) == 2
     assert (tmp_path / "precious").is_dir()
+
+
+def test_what_cannot_be_purged_keeps_nothing_else(
+    workspace: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("run_a", "run_b", "run_c"):
+        actions.delete_run(workspace, actions.add_run(workspace, source, run_id=name))
+    rmdir = os.rmdir
+
+    def refuses(name: str, *, dir_fd: int) -> None:
+        if name.startswith("run_b."):
+            raise PermissionError(1, "Operation not permitted")
+        rmdir(name, dir_fd=dir_fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refuses)
+        with pytest.raises(ActionError, match=r"cannot remove run_b\.\S+ \(Operation not permitted\).*; removed: 2"):
+            purge_trash(workspace)
+    assert [entry.name.partition(".")[0] for entry in OutputDir(workspace).trash.iterdir()] == ["run_b"]
+    assert purge_trash(workspace) == 1
 
 
 def test_what_was_deleted_long_ago_is_purged(workspace: Path, source: Path) -> None:
@@ -272,8 +305,8 @@ def test_what_was_deleted_long_ago_is_purged(workspace: Path, source: Path) -> N
     now = calendar.timegm((2026, 1, 8, 0, 0, 1)) + 0.0
     os.rename(new, trash / "run_new.20260107T000000Z")
     assert actions.list_trash(workspace, older_than_s=7 * day_s, now=now) == [("run_old", "20260101T000000Z-002")]
-    assert actions.purge_trash(workspace, older_than_s=8 * day_s, now=now) == 0
-    assert actions.purge_trash(workspace, older_than_s=7 * day_s, now=now, reason="full") == 1
+    assert purge_trash(workspace, older_than_s=8 * day_s, now=now) == 0
+    assert purge_trash(workspace, older_than_s=7 * day_s, now=now, reason="full") == 1
     assert sorted(entry.name for entry in trash.iterdir()) == ["run_new.20260107T000000Z", "stray"]
     assert (audit(workspace)[-1]["reason"], audit(workspace)[-1]["detail"]) == ("full", "run_old.20260101T000000Z-002")
 
@@ -286,7 +319,7 @@ def test_links_inside_a_deleted_run_lead_nowhere(workspace: Path, source: Path, 
     (run.path / "rollouts").symlink_to(precious)
     (run.control / "link").symlink_to(precious / "file")
     actions.delete_run(workspace, run.run_id)
-    assert actions.purge_trash(workspace) == 1
+    assert purge_trash(workspace) == 1
     assert (precious / "file").exists()
 
 
@@ -322,7 +355,7 @@ def test_a_trash_that_is_a_link_is_refused(workspace: Path, source: Path, tmp_pa
     call = {
         "delete": actions.delete_run,
         "undelete": actions.undelete_run,
-        "purge": lambda h, _: actions.purge_trash(h),
+        "purge": lambda h, _: purge_trash(h),
     }
     with pytest.raises(ActionError, match="is a symbolic link; nothing was changed: remove the link"):
         call[act](workspace, run_id)

@@ -11,12 +11,14 @@ import pytest
 import tomli_w
 
 from daemons.launchers.base import LaunchError
-from daemons.specs import UP, save_devices, write_component_configs
+from daemons.specs import FIT_MODULE, UP, save_devices, write_component_configs
 from daemons.up_and_down import _numbers, settle_slots, share_a_gpu
 from prime_rl.configs.base import build, load_config, merge
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir
-from tests.daemons_support import ROOT
+from prime_rl.trainer.fit import main as fit
+from tests.budgets import in_full
+from tests.daemons_support import ROOT, in_this_process
 
 SAID = {"max_concurrent_runs": "auto", "model": {"name": "models/somewhere/base"}}
 
@@ -131,7 +133,12 @@ SHAPE = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 4
 
 
 @pytest.mark.usefixtures("one_gpu")
-def test_vllm_gets_what_the_trainer_leaves_of_the_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_a_process", [False, *in_full(True)])
+def test_vllm_gets_what_the_trainer_leaves_of_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_a_process: bool
+) -> None:
+    if not is_a_process:
+        monkeypatch.setattr("daemons.up_and_down.run_child", in_this_process(FIT_MODULE, fit))
     shape = {**SHAPE, "hidden_size": 4096, "intermediate_size": 65_536, "vocab_size": 32_000}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     trainer = {"max_tokens_per_micro_batch": 65_536}

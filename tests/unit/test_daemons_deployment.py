@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from daemons.alerts.rules import is_well
+from daemons.alerts.__main__ import is_well
 from daemons.decide import Daemon, State
 from daemons.launchers.local import Local
 from daemons.records import adoptable

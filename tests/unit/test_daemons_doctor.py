@@ -17,6 +17,8 @@ from daemons import doctor
 from daemons.doctor import HOME, examine, packages_found, probe
 from daemons.machine import DiskView
 from prime_rl.contract.layout import OutputDir
+from tests.budgets import in_full
+from tests.unit.test_contract_disk import Look, look  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 MOUNTS = """\
@@ -139,6 +141,28 @@ def test_the_workspace_must_be_a_folder_that_can_be_written(tmp_path: Path) -> N
     assert found.message.endswith(" and 1 more"), found.message
 
 
+@pytest.mark.parametrize(
+    ("room", "level", "message"),
+    [
+        ({"f_files": 50_000, "f_favail": 50_000}, "ok", "50,000 of 50,000 free"),
+        ({"f_files": 50_000, "f_favail": 9}, "warning", "9 of 50,000 free"),
+        ({"f_files": 50_000, "f_favail": 0}, "broken", "0 of 50,000 free"),
+        ({"f_files": 0, "f_favail": 0}, "ok", "without a limit"),
+    ],
+)
+def test_inodes_are_counted(tmp_path: Path, look: Look, room: dict[str, int], level: str, message: str) -> None:  # noqa: F811
+    look(workspace=room)
+    found = doctor.check_inodes(tmp_path / "new")
+    assert (found.level, found.message) == (level, message)
+
+
+def test_a_mount_that_is_read_only_is_named(tmp_path: Path, look: Look) -> None:  # noqa: F811
+    assert doctor.check_output_dir(tmp_path).level == "ok"
+    look(workspace={"f_flag": os.ST_RDONLY})
+    found = doctor.check_output_dir(tmp_path)
+    assert found.level == "broken" and found.message.endswith("is mounted read-only")
+
+
 def test_a_key_is_judged_and_not_shown(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("canary")
@@ -193,8 +217,9 @@ def test_a_taken_port_that_was_not_chosen_is_only_a_warning(tmp_path: Path) -> N
     assert found["port"].level in ("ok", "warning"), "the default port, which may be taken here"
 
 
-@pytest.mark.parametrize("name", ["daemons", "tui"])
-@pytest.mark.parametrize("by", ["folder", "path"])
+@pytest.mark.parametrize(
+    ("name", "by"), [("daemons", "folder"), ("tui", "path"), *in_full(("daemons", "path"), ("tui", "folder"))]
+)
 def test_a_foreign_package_of_our_name_is_found(name: str, by: str, tmp_path: Path) -> None:
     """As `prl` runs: its own package is found first, but a daemon begins its search in the working folder."""
     package, elsewhere = tmp_path / "foreign" / name, tmp_path / "elsewhere"

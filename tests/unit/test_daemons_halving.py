@@ -241,6 +241,14 @@ def test_a_pause_of_a_person_outlasts_the_rung_and_a_readmitted_loser_is_left_al
     assert not sweep.run("run_1").finished.exists()
 
 
+def test_a_run_whose_metrics_are_no_file_of_its_own_keeps_no_other_waiting(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path, [0.9, 0.1, 0.2], slots=3)
+    (tmp_path / "elsewhere").touch()
+    sweep.run("run_0").orchestrator_metrics.symlink_to(tmp_path / "elsewhere")
+    sweep.go()
+    assert sweep.ends["run_2"] == MAX_STEPS and sweep.run("run_0").finished.exists()
+
+
 def test_a_bad_sweep_costs_the_others_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sweep = Sweep(tmp_path, [0.1, 0.9, 0.5], slots=3)
     folder = sweep.output.sweep("s").parent

@@ -13,6 +13,7 @@ from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.status import LOST_AFTER_S
 from prime_rl.utils.process import ProcessId
+from tests.budgets import examples
 
 CONFIG = SupervisorConfig(
     start_timeout_s=30, drain_s=20, grace_s=5, backoff_s=1, max_backoff_s=8, early_crash_s=10, max_early_crashes=3
@@ -123,7 +124,7 @@ EVENTS = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(spec=st.sampled_from(SPECS), restart=st.booleans(), events=st.lists(EVENTS, max_size=60))
 def test_no_history_makes_twins_or_wakes_what_has_failed(spec: DaemonSpec, restart: bool, events: list[Event]) -> None:
     stall = {"limit_s": 60, "restart": restart}
@@ -132,7 +133,7 @@ def test_no_history_makes_twins_or_wakes_what_has_failed(spec: DaemonSpec, resta
         world.step(event)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(uptimes=st.lists(st.sampled_from([0.5, 9.0, 11.0, 500.0]), max_size=40))
 def test_the_wait_after_a_crash_doubles_up_to_its_limit_and_is_forgotten_after_a_long_life(
     uptimes: list[float],
@@ -158,7 +159,7 @@ def test_the_wait_after_a_crash_doubles_up_to_its_limit_and_is_forgotten_after_a
         assert wait_s == expected
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(events=st.lists(EVENTS, max_size=30))
 def test_whatever_happened_a_quiet_world_comes_to_rest(events: list[Event]) -> None:
     world = World(SPECS[0], CONFIG)

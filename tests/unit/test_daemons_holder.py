@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -10,22 +12,24 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from daemons import records
+from daemons import records, supervisor_process
 from daemons.launchers.base import LaunchError
 from daemons.launchers.local import Local
 from daemons.pidfile import SupervisorInfo, SupervisorLock, find_rival, read_info
 from daemons.specs import save_devices, saved_devices, service_specs, settle_devices, write_component_configs
 from daemons.submit import script_file, start_job
 from daemons.supervisor_process import down, prepare
+from daemons.up_and_down import choose_system, start_workspace, take_workspace
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import Crash, DaemonStatus, Handle, read_status
+from prime_rl.contract.status import Crash, DaemonStatus, Handle, InferenceStatus, read_status
 from prime_rl.utils.process import ProcessId, boot_id
 
 HERE = socket.gethostname()
@@ -47,10 +51,8 @@ def stranger() -> Iterator[ProcessId]:
         child.kill()
 
 
-def sign(output: OutputDir, host: str, pid: int = 4711) -> None:
-    info = SupervisorInfo(
-        pid=pid, create_time=1.0, boot_id="of another", host=host, argv=[], output_dir="x", started_at=0.0
-    )
+def sign(output: OutputDir, host: str, pid: int = 4711, boot: str = "of another") -> None:
+    info = SupervisorInfo(pid=pid, create_time=1.0, boot_id=boot, host=host, argv=[], output_dir="x", started_at=0.0)
     write_atomic(output.supervisor_pidfile, msgspec.json.encode(info))
 
 
@@ -125,6 +127,124 @@ def test_a_workspace_that_is_named_by_a_relative_path_keeps_its_daemons(
     said: list[str] = []
     prepare(system, OutputDir(system.output_dir), said.append).release()
     assert "keeping trainer: already running with the same config" in said and stranger.is_running()
+
+
+OLD, NEW = "old-key-4711", "new-key-4712"
+
+
+@contextlib.contextmanager
+def inference_with(output: OutputDir, key: str | None, *, lives: bool = True) -> Iterator[None]:
+    """A server that asks for `key`, as the workspace's inference; that has ended unless it `lives`."""
+
+    class Asks(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_open = key is None or self.headers["Authorization"] == f"Bearer {key}"
+            self.send_response(200 if is_open else 401)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Asks) as server:
+        threading.Thread(target=server.serve_forever).start()
+        status = InferenceStatus(state="serving", base_url=f"http://127.0.0.1:{server.server_port}/v1")
+        now = ProcessId.of(os.getpid())
+        status.pid, status.pid_create_time, status.pid_start = now.pid, now.create_time, now.start if lives else "0"
+        write_atomic(output.inference_status, msgspec.json.encode(status))
+        yield
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("asked", "here", "is_same"),
+    [
+        (OLD, OLD, True),
+        (OLD, NEW, False),
+        (None, NEW, False),
+        (None, None, True),
+    ],
+)
+def test_up_with_another_key_is_no_up_with_the_same_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None, here: str | None, is_same: bool
+) -> None:
+    monkeypatch.delenv("PRL_API_KEY", raising=False)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    wanted = choose_system(["--model.name", str(tmp_path / "model")], tmp_path / "workspace", say=print)
+    output, said = OutputDir(tmp_path / "workspace"), list[str]()
+    monkeypatch.setattr(supervisor_process, "wait_until_ready", lambda *_, **__: True)
+    lock = take_workspace(wanted, output, said.append)
+    beat(output, int(time.time()) + 1)
+    monkeypatch.setattr("daemons.up_and_down._holder_with", lambda *_: read_info(output))
+    key_file = tmp_path / "key"
+    key_file.touch(mode=0o600)
+    key_file.write_text(here or "")
+    if here:
+        monkeypatch.setenv("PRL_API_KEY_FILE", str(key_file))
+
+    def up() -> None:
+        start_workspace(wanted, stop=lambda: False, say=said.append, on_look=lambda workspace: None)
+
+    with inference_with(output, asked):
+        if is_same:
+            up()
+            assert said[-1].startswith("already running with these settings: pid ")
+            (tmp_path / "model" / "config.json").write_text("{ }")
+            os.utime(tmp_path / "model" / "config.json", (time.time() + 60, time.time() + 60))
+            up()
+            assert (
+                said[-1] == f"files of {tmp_path / 'model'} have changed since then: prl down, then prl up takes them"
+            )
+        else:
+            with pytest.raises(
+                LaunchError, match=r"with another API key than PRL_API_KEY has here; stop it with prl down"
+            ):
+                up()
+            assert not any("already running" in line for line in said)
+    lock.release()
+    written = b"".join(path.read_bytes() for path in output.path.rglob("*") if path.is_file())
+    assert OLD.encode() not in written and NEW.encode() not in written
+
+
+def test_a_key_that_is_not_given_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PRL_API_KEY", raising=False)
+    output = OutputDir(tmp_path)
+    with inference_with(output, OLD):
+        assert not supervisor_process.has_another_key(SystemConfig(), output, or_none=False)
+        assert supervisor_process.has_another_key(SystemConfig(), output, or_none=True)
+        monkeypatch.setenv("PRL_API_KEY", "two words")
+        with pytest.raises(LaunchError, match="PRL_API_KEY has no valid key"):
+            supervisor_process.has_another_key(SystemConfig(), output, or_none=False)
+        monkeypatch.setenv("PRL_API_KEY", NEW)
+    assert not supervisor_process.has_another_key(SystemConfig(), output, or_none=True), "nothing answers any more"
+
+
+def test_a_program_that_has_the_port_of_inference_now_does_not_get_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRL_API_KEY", NEW)
+    output, asked = OutputDir(tmp_path), list[str]()
+    monkeypatch.setattr(supervisor_process, "_asked", lambda url, key=None: asked.append(url) or 200)
+    with inference_with(output, None, lives=False):
+        assert not supervisor_process.has_another_key(SystemConfig(), output, or_none=True) and asked == []
+    with inference_with(output, None):
+        assert supervisor_process.has_another_key(SystemConfig(), output, or_none=True) and len(asked) == 2
+
+
+@pytest.mark.parametrize(("here", "is_kept"), [(OLD, True), (NEW, False), (None, False)])
+def test_daemons_of_a_dead_supervisor_are_kept_with_the_same_key_only(
+    output: OutputDir, stranger: ProcessId, monkeypatch: pytest.MonkeyPatch, here: str | None, is_kept: bool
+) -> None:
+    system = SystemConfig.model_validate({"inference": {"port": 0}, "output_dir": str(output.path)})
+    write_component_configs(system, output)
+    record(output, "inference", stranger)
+    monkeypatch.delenv("PRL_API_KEY", raising=False)
+    if here:
+        monkeypatch.setenv("PRL_API_KEY", here)
+    with inference_with(output, OLD):
+        prepare(system, output, print).release()
+    assert stranger.is_running() == is_kept
 
 
 def test_a_daemon_that_moves_to_other_devices_or_has_another_program_is_not_kept(
@@ -249,6 +369,19 @@ def test_a_holder_notices_that_another_machine_took_its_workspace(output: Output
     lock.release()
     info = read_info(output)
     assert info is not None and info.host == "elsewhere", "and leaves it what is its own now"
+
+
+def test_what_a_dead_holder_still_holds_is_waited_for(output: OutputDir) -> None:
+    """Its threads end after it, and a child that it was starting has the lock until it becomes another program."""
+    lock = SupervisorLock.acquire(output)
+    assert lock is not None
+    sign(output, HERE, boot=boot_id())
+    last = threading.Timer(0.2, lock.release)
+    last.start()
+    after = SupervisorLock.acquire(output)
+    last.join()
+    assert after is not None
+    after.release()
 
 
 def test_the_lock_of_a_workspace_that_was_made_again_is_not_that_of_the_new_one(output: OutputDir) -> None:

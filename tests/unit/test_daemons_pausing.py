@@ -20,13 +20,15 @@ from daemons.errors import ActionError, WrongUseError
 from daemons.launchers.base import Ended
 from daemons.observe import Observer
 from daemons.specs import RunNow, orchestrator_spec, wants_orchestrator
+from daemons.workspace import why_idle
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.base import parse_toml
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.notes import pending_request
-from prime_rl.contract.status import RunStatus, StatusWriter, TrainerRunStatus, TrainerStatus
+from prime_rl.contract.status import RunState, RunStatus, StatusWriter, TrainerRunStatus, TrainerStatus
 from prime_rl.utils.process import ProcessId
+from prime_rl.utils.text import one_line
 from tests.daemons_support import RUN_TOML
 from tests.unit.test_daemons_decide import CONFIG, READY, RUN, running
 
@@ -75,11 +77,33 @@ REFUSED: dict[str, Callable[[RunDir], object]] = {
 @pytest.mark.parametrize("state", REFUSED)
 def test_what_has_no_slot_to_give_up_is_refused_in_one_line(run: RunDir, state: str) -> None:
     REFUSED[state](run)
-    with pytest.raises(ActionError, match=f"run_a cannot be paused: it (is|has) {state}") as error:
+    with pytest.raises(ActionError, match=f"run_a: cannot be paused: it (is|has) {state}") as error:
         pause_run(run.path.parent, run.run_id)
     assert "\n" not in str(error.value) and not run.paused.exists() and acts(run) == []
     with pytest.raises(ActionError, match="not found"):
         continue_run(run.path.parent, "run_missing")
+
+
+# By act: the states in which it does something; in all others a person is told why not.
+HAS_EFFECT = {
+    "pause": {"waiting", "active", "paused", "stopped"},
+    "continue": {"paused"},
+    "evict": {"waiting", "active", "paused", "stopped", "invalid", "failed"},
+    "readmit": {"evicted", "failed", "finished early"},
+    "delete": {*RunState, "finished early"},
+}
+
+
+@pytest.mark.parametrize("act", HAS_EFFECT)
+def test_why_an_act_does_nothing_in_a_state(run: RunDir, act: str) -> None:
+    found = read_workspace(run.path.parent).run(run.run_id)
+    assert found is not None
+    for state in (*RunState, "finished early"):
+        is_early = state == "finished early"
+        reason = one_line("budget used up") if is_early else None
+        why = why_idle(act, replace(found, state=RunState(state.partition(" ")[0]), reason=reason))
+        assert (why is None) == (state in HAS_EFFECT[act]), (act, state, why)
+        assert why is None or ("\n" not in why and "None" not in why and "{" not in why)
 
 
 def test_a_preempted_run_waits_and_the_reason_is_shown(run: RunDir) -> None:

@@ -112,6 +112,9 @@ def test_what_is_no_complete_checkpoint_is_refused(run: RunDir, step: int) -> No
     before = run.orch_toml.read_text()
     with pytest.raises(ActionError, match=rf"no complete checkpoint of step {step}; complete ones: 10, 20"):
         rollback_run(run.path.parent, "run_a", step)
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(ActionError, match=rf"no complete checkpoint of step {step}; complete ones: none"):
+        rollback_run(run.path.parent, "run_a", step)
     assert run.orch_toml.read_text() == before and not run.evicted.exists()
 
 

@@ -20,8 +20,7 @@ import pytest
 
 from daemons.decide import Daemon, State
 from daemons.launchers.base import Alive, Ended, Handle
-from daemons.launchers.local import Local
-from daemons.launchers.members import find_members, kill_all
+from daemons.launchers.local import Local, find_members, kill_all
 from daemons.logs import old_log
 from daemons.observe import Observer
 from daemons.pidfile import SupervisorLock
@@ -107,7 +106,7 @@ def test_a_look_goes_on_beside_what_cannot_be_killed(workspace: Workspace, monke
         raise AssertionError("a look waits")
 
     monkeypatch.setattr(ProcessId, "send", hang)
-    monkeypatch.setattr("daemons.launchers.members.wait_for", wait)
+    monkeypatch.setattr("daemons.launchers.local.wait_for", wait)
     write_atomic(workspace.output.start_request("inference"), "restart")
     workspace.supervisor.tick()
     workspace.now += 1.0
@@ -131,7 +130,7 @@ def test_a_look_goes_on_beside_what_cannot_be_killed(workspace: Workspace, monke
     assert (told.state, told.child_pid) == ("backoff", None), "it is not started beside its last start"
     assert told.waiting_on == f"{left} (it hangs in the kernel, SIGKILL was sent)"
     monkeypatch.setattr(ProcessId, "send", send)
-    monkeypatch.setattr("daemons.launchers.members.wait_for", wait_for)
+    monkeypatch.setattr("daemons.launchers.local.wait_for", wait_for)
     os.kill(worker.pid, signal.SIGKILL)
     workspace.look_until("it to run again", workspace.all_run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from daemons.cli import run as prl
 from daemons.commands.lifecycle import choose_system
 from daemons.launchers.base import LaunchError
 from daemons.pidfile import SupervisorLock
-from daemons.specs import UP, saved_folder
-from daemons.supervisor_process import prepare
+from daemons.specs import UP, find_model, saved_folder
+from daemons.supervisor_process import check_model, prepare
 from daemons.up_and_down import make_ready, stop_workspace, take_workspace
-from prime_rl.base_model.store import Recipe
+from prime_rl.base_model.__main__ import Recipe
 from prime_rl.configs.base import ConfigError
+from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.validate import find_problems
 from prime_rl.contract.layout import OutputDir
 
@@ -59,6 +61,8 @@ def test_a_workspace_is_started_as_it_was_last_started(tmp_path: Path, capsys: p
     assert wanted.system.inference.model.max_model_len == 256, "what is said once reaches both daemons"
     assert trainer.model.lora is not None and trainer.model.lora.rank == 4
     assert "and with seq_len as given here" in wanted_line
+    with pytest.raises(ConfigError, match=r"up\.toml and the command line: seq_length: unknown key"):
+        choose_system(["--seq_length", "256"], tmp_path / "h")
     place.write_text("seq_len = [")
     with pytest.raises(ConfigError, match=r"up\.toml"):
         choose_system([], tmp_path / "h")
@@ -73,7 +77,13 @@ def test_a_workspace_starts_from_any_folder(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     again = choose_system([], Path("../h"))
-    assert again.folder == first.folder == tmp_path and again.system.model.name == str(tmp_path / "models/base")
+    assert again.folder == first.folder == tmp_path
+    assert again.said["model"] == {"name": "models/base"} == {"name": again.system.trainer.model.name}
+    check_model(again.system, again.folder)
+    assert find_model("models/base", again.folder) == str(tmp_path / "models/base")
+    (tmp_path / "s.toml").write_text('output_dir = "../h"\n[model]\nname = "models/base"\n')
+    named = choose_system(["@", "../s.toml"], None)
+    assert (named.folder, named.system.model.name) == (tmp_path, "models/base"), "a file may be given too"
     take_workspace(again, OutputDir(Path("../h")), print).release()
     assert saved_folder(OutputDir(tmp_path / "h")) == tmp_path
     run = {"batch_size": 8, "rollouts_per_example": 4, "env": [{"id": "reverse-text"}]}
@@ -143,3 +153,36 @@ def test_the_console_is_not_ended_while_it_starts_the_workspace(
     with pytest.raises(LaunchError, match=r"^the workspace is being started here: stop it when it is up$"):
         stop_workspace(output.path, say=print)
     lock.release()
+
+
+def test_more_than_the_positions_of_the_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """Only where it was set: by itself a workspace takes what the model has."""
+    wanted = choose_system(["--seq_len", "2048"], tmp_path / "h")
+    with pytest.raises(LaunchError, match=r"^seq_len = 2048: must be at most 512, the positions of base model 'models"):
+        make_ready(wanted, OutputDir(tmp_path / "h"), stop=lambda: False, say=print, is_quiet=True)
+    assert not (tmp_path / "h").exists() and not (tmp_path / "models").exists()
+    folder = tmp_path / "m"
+    folder.mkdir()
+    short, said = {"max_position_embeddings": 256}, {"model": {"name": "m"}, "seq_len": 300}
+    stretched = {**short, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    for text, most in ((short, 256), ({"text_config": short}, 256), (stretched, None), ({}, None), ([], None)):
+        (folder / "config.json").write_text(json.dumps(text))
+        check_model(SystemConfig.model_validate({"model": {"name": "m"}}), tmp_path)
+        if most is None:
+            check_model(SystemConfig.model_validate(said), tmp_path)
+            continue
+        with pytest.raises(LaunchError, match=f"at most {most}, .*: set --seq_len {most}, or choose another"):
+            check_model(SystemConfig.model_validate(said), tmp_path)
+
+
+def test_up_tells_of_a_workspace_that_was_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Perhaps another one was meant."""
+    monkeypatch.setattr("daemons.up_and_down.start_workspace", lambda *args, **options: None)
+    place = tmp_path / "typo"
+    for is_new in (True, False):
+        assert prl(["up", "--output-dir", str(place)]) == 130
+        told = f"a new workspace will be made: {place}\n" in capsys.readouterr().out
+        assert told is is_new
+        place.mkdir(exist_ok=True)

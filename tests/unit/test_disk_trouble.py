@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from daemons import workspace_reader
-from daemons.alerts.rules import incidents, is_well
+from daemons.alerts.__main__ import incidents, is_well
 from daemons.decide import LOOP_TIMES, Do, Seen, Snapshot, State, decide
 from daemons.pidfile import SupervisorLock
 from daemons.workspace import SUPERVISOR
@@ -26,7 +26,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus, RunStatus, TrainerRunStatus, TrainerStatus
 from prime_rl.trainer import publish
 from prime_rl.trainer.publish import BackgroundWriter, Publisher
-from prime_rl.trainer.runs.hooks import RunLife
+from prime_rl.trainer.runs.manager import RunLife
 from prime_rl.utils import runtime as logger_module
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.runtime import setup_logger
@@ -104,7 +104,7 @@ def test_a_run_keeps_its_slot_while_the_disk_is_full_and_a_stop_gives_up_what_is
     publisher.resume(run)
     wait_for(lambda: holding() is not None, "the version to be held", timeout_s=PATIENCE_S)
     assert [publisher.may_leave(run) for _ in range(3)] == [False] * 3, "however long it takes"
-    publisher._writer.finish()
+    publisher._writer.finish("run_a")
     publisher.collect()
     assert (reported, run.is_leaving, run.dir.evicted.exists(), holding()) == ([], False, False, None)
 

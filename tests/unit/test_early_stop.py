@@ -69,6 +69,7 @@ def test_a_restart_at_any_point_decides_the_same(values: list[float], restart: i
 def test_a_metric_of_all_environments_is_their_mean() -> None:
     values = {"eval/a/pass@1": 0.2, "eval/b/pass@1": 0.6, "eval/b/pass@1_se": 9.0, "reward/mean": 3.0}
     assert metric_value(values, "eval/pass@1") == pytest.approx(0.4)
+    assert metric_value({"eval/a/pass@1": 1.7e308, "eval/b/pass@1": 1.7e308}, "eval/pass@1") == 1.7e308
     assert metric_value(values, "eval/b/pass@1") == 0.6
     assert metric_value(values, "reward/mean") == 3.0
     assert metric_value(values, "reward/nothing") is None and metric_value({}, "eval/pass@1") is None

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tomli_w
 from typer.testing import CliRunner
 
 from daemons.cli import app, run
+from daemons.specs import save_devices, save_folder
+from prime_rl.contract.layout import OutputDir
 from prime_rl.orchestrator.policy import ChatTokenizer
 from prime_rl.orchestrator.try_env import run as try_file
+from tests.daemons_support import ROOT
 from tests.orchestrator_support import FakeInference, config_data, make_model, serving
 
 ROWS = [{"prompt": f"capital {number}?", "answer": f"City\x1b[31m {number}"} for number in range(12)]
@@ -55,7 +61,7 @@ def test_the_echo_needs_no_model_and_tells_prompt_tokens_reward_and_time(file: P
     assert good["prompt"] == messages and good["prompt_tokens"] == tokenizer.prompt(messages)
     assert good["prompt_text"] == "<|im_start|>user\ncapital 2?<|im_end|>\n<|im_start|>assistant\n"
     assert (good["reward"], good["error"], good["answer_tokens"]) == (0.25, None, None) and good["time_s"] > 0
-    assert (bad["reward"], bad["error"]) == (None, "RuntimeError: red")
+    assert (bad["reward"], bad["error"]) == (None, "RuntimeError: red (reward.py line 4)")
     assert "\x1b" not in done.stdout and good["turns"] == [{"role": "assistant", "content": "City 2"}]
     assert [each["metrics"]["found"] for each in talks["rollouts"]] == [1.0, 1.0]
 
@@ -65,7 +71,11 @@ def test_people_read_the_same(file: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "env jsonl (jsonl): 10 examples to train on, 2 to evaluate on, loaded in" in done.output
     assert "example 3  reward 0.250  " in done.output and "example 4  no reward  " in done.output
-    for line in ("  error: RuntimeError: red", "    capital 2?<|im_end|>", "  found 1, turns 1, valid_share 1"):
+    for line in (
+        "  error: RuntimeError: red (reward.py line 4)",
+        "    capital 2?<|im_end|>",
+        "  found 1, turns 1, valid_share 1",
+    ):
         assert f"\n{line}\n" in done.output
     (file.parent / "model" / "tokenizer.json").unlink()
     done = prl(file, "-n", 1)
@@ -81,6 +91,26 @@ def test_what_is_wrong_is_named_in_one_line(file: Path, capsys: pytest.CaptureFi
     assert run(["env", "try", str(file)]) == 2
     assert f"env.0.args.path: {file.parent}/rows.jsonl not found" in capsys.readouterr().err
     assert not nowhere.exists()
+
+
+def test_a_relative_base_model_is_found_from_any_folder(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It means the folder in which the workspace was started first, as with `prl up`; the file's data is beside it."""
+    output = OutputDir(file.parent / "outputs")
+    output.component_config("x").parent.mkdir(parents=True)
+    save_devices(output, None)
+    save_folder(output, file.parent)
+    (file.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(file.parent / "elsewhere")
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace(str(file.parent / "model"), "model"), encoding="utf-8")
+    done = prl("../own.toml", "-n", 1, "--json", "--output-dir", output.path)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["envs"][0]["rollouts"][0]["prompt_tokens"]
+    file.write_text(text.replace(str(file.parent / "model"), "models/none"), encoding="utf-8")
+    assert run(["env", "try", "../own.toml", "--model", "base", "--output-dir", str(output.path)]) == 1
+    assert f"folder models/none not found (from {file.parent}): give the path" in capsys.readouterr().err
 
 
 async def test_a_model_answers_as_in_a_run(file: Path) -> None:
@@ -99,3 +129,47 @@ async def test_a_model_answers_as_in_a_run(file: Path) -> None:
     turns = [message["role"] for message in talks["rollouts"][0]["turns"]]
     assert turns == ["assistant", "user", "assistant"] and len(talks["rollouts"][0]["answer_tokens"]) == 2
     assert "prompt tokens leave no room in seq_len = 20" in few["envs"][0]["rollouts"][0]["error"]
+
+
+SERVER = """
+import asyncio, sys
+from pathlib import Path
+from prime_rl.configs.base import parse_argv
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import InferenceStatus, StatusWriter
+from tests.orchestrator_support import FakeInference, serving
+
+class Serves(FakeInference):
+    async def _answer(self, path, body, headers):
+        return (200, {}) if path == "/health" else await super()._answer(path, body, headers)
+
+async def main():
+    config = parse_argv(InferenceConfig, sys.argv[1:])
+    async with serving(Serves(Path(config.model.name))) as url:
+        status = InferenceStatus(state="serving", base_url=url, engine=config.engine, model=config.model.name)
+        StatusWriter(OutputDir(config.output_dir).inference_status, status)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_without_inference_the_base_model_has_a_server_of_its_own_for_as_long(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the place of the real one, which tests/integration/test_chat.py starts, one that answers the same."""
+    (file.parent / "stub_server.py").write_text(SERVER)
+    folders = file.parent / "folders"
+    folders.mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{file.parent}{os.pathsep}{ROOT}")
+    monkeypatch.setattr("daemons.commands.envs.module_of", lambda kind: "stub_server")
+    monkeypatch.setattr(tempfile, "tempdir", str(folders))
+    nowhere = file.parent / "nowhere"
+    assert run(["env", "try", str(file), "-n", "1", "--model", "base", "--output-dir", str(nowhere), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["rollouts"][0]["answer_tokens"] for each in found["envs"]] == [[3], [3, 3]]
+    assert list(folders.iterdir()) == [] and not nowhere.exists()
+    below = psutil.process_iter(["cmdline", "status"])
+    living = [each.info["cmdline"] or [] for each in below if each.info["status"] != psutil.STATUS_ZOMBIE]
+    assert not [words for words in living if "stub_server" in words]

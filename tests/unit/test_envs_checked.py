@@ -17,6 +17,7 @@ from prime_rl.orchestrator.envs import load_environments
 from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, PolicyError, RolloutError
 from prime_rl.orchestrator.envs.checked import (
     FAILURE_WINDOW,
+    MAX_TIME_LIMITS,
     MIN_EXAMPLES,
     MIN_ROLLOUTS,
     CheckedEnvironment,
@@ -24,9 +25,11 @@ from prime_rl.orchestrator.envs.checked import (
     EnvironmentFault,
     ExampleUnusable,
     Interrupted,
+    TimedOut,
     Transient,
 )
 from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.orchestrator.report import environment_figures
 from prime_rl.orchestrator.rollout import MAX_REPLACEMENTS, GroupFailed, RolloutWorker
 from tests.orchestrator_support import (
     FakeInference,
@@ -286,10 +289,12 @@ async def client(workspace: tuple[Path, Path]) -> AsyncIterator[InferenceClient]
         await client.close()
 
 
-def worker_of(workspace: tuple[Path, Path], client: InferenceClient, env: Environment, share: float) -> RolloutWorker:
+def worker_of(
+    workspace: tuple[Path, Path], client: InferenceClient, env: Environment, share: float, **config: Any
+) -> RolloutWorker:
     model, output_dir = workspace
     policy = make_policy(client, make_run(output_dir), model)
-    return make_worker(client, policy, model, {"talk": checked(env, share)}, rollouts_per_example=4)
+    return make_worker(client, policy, model, {"talk": checked(env, share, **config)}, rollouts_per_example=4)
 
 
 async def test_a_dropped_rollout_is_replaced_by_one_of_another_seed(
@@ -380,6 +385,108 @@ async def test_a_fault_that_passes_never_makes_an_example_unusable(
         await worker.group(0)
     env = worker.envs["talk"]
     assert isinstance(env, CheckedEnvironment) and env.num_dropped > MAX_REPLACEMENTS and not env.unusable
+
+
+async def hangs(policy: Policy) -> Outcome:
+    await asyncio.Event().wait()
+    return Outcome(1.0)
+
+
+async def test_a_time_limit_that_is_reached_is_tried_once_more_and_counted_from_the_first_time(
+    workspace: tuple[Path, Path], client: InferenceClient
+) -> None:
+    worker = worker_of(workspace, client, Does(hangs), share=1.0, timeout_s=0.01)
+    with pytest.raises(GroupFailed, match=r"env talk: TimedOut: a step took longer than timeout_s = 0.01"):
+        await worker.group(0)
+    env = worker.envs["talk"]
+    assert isinstance(env, CheckedEnvironment) and 4 < env.num_dropped <= 2 * 4 and not env.unusable
+
+
+async def test_a_group_with_one_rollout_that_reaches_its_time_limit_is_completed(
+    workspace: tuple[Path, Path], client: InferenceClient
+) -> None:
+    fates = iter([True] * 3 + [False] * 8)  # three at the same time count as one
+
+    async def does(policy: Policy) -> Outcome:
+        if next(fates):
+            await hangs(policy)
+        await policy.complete([{"role": "user", "content": "q"}])
+        return Outcome(1.0)
+
+    worker = worker_of(workspace, client, Does(does), share=0.5, timeout_s=PATIENCE_S)
+    task = asyncio.create_task(worker.group(0))
+    env = worker.envs["talk"]
+    assert isinstance(env, CheckedEnvironment)
+    await until(lambda: len(env._at_work) >= 3, "three that hang")
+    for asked in list(env._at_work)[:3]:
+        asked.deadline.reschedule(asyncio.get_running_loop().time())
+    assert len((await task).rollouts_G) == 4 and env.num_dropped == 3
+
+
+async def test_time_limits_in_a_row_end_the_run_and_those_at_the_same_time_are_one() -> None:
+    fates = iter([True] * 5 + [False] + [True] * 100)
+
+    async def does(policy: Policy) -> Outcome:
+        return await hangs(policy) if next(fates) else Outcome(1.0)
+
+    env = checked(Does(does), share=0.5, name="talk", timeout_s=0.01)
+    at_once = [env.rollout(example(number), Says()) for number in range(4)]
+    assert {type(each) for each in await asyncio.gather(*at_once, return_exceptions=True)} == {TimedOut}
+    for fault in (TimedOut, None, *[TimedOut] * (MAX_TIME_LIMITS - 1)):
+        with pytest.raises(fault) if fault else contextlib.nullcontext():
+            await env.rollout(example(0), Says())
+    with pytest.raises(
+        EnvironmentBroken,
+        match=r"^env talk: 3 time limits in a row were reached, and no rollout succeeded; "
+        r"last: a step took longer than timeout_s = 0.01 in example e3$",
+    ):
+        await env.rollout(example(3), Says())
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+async def test_time_limits_end_no_run_while_rollouts_from_before_them_are_under_way(succeeds: bool) -> None:
+    """Those may succeed, and then the limits were not in a row. A reward that hangs for all ends the run then."""
+
+    async def does(policy: Policy) -> Outcome:
+        await policy.complete([{"role": "user", "content": "q"}])
+        return Outcome(1.0) if succeeds and policy.answer_lens == [7] else await hangs(policy)
+
+    class Slow(Says):
+        async def complete(self, messages: Any) -> str:
+            begun.set()
+            await goes_on.wait()
+            self.answer_lens.append(7)
+            return "hello"
+
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+    env = checked(Does(does), share=0.9, timeout_s=0.01)
+    early = asyncio.create_task(env.rollout(example(1), Slow()))
+    await begun.wait()
+    for _ in range(MAX_TIME_LIMITS + 2):
+        with pytest.raises(TimedOut):
+            await env.rollout(example(0), Says())
+    goes_on.set()
+    if not succeeds:
+        with pytest.raises(EnvironmentBroken, match="5 time limits in a row were reached, and no rollout succeeded"):
+            await early
+        return
+    assert (await early).reward == 1
+    for _ in range(MAX_TIME_LIMITS - 1):
+        with pytest.raises(TimedOut):
+            await env.rollout(example(0), Says())
+    late = asyncio.create_task(env.rollout(example(1), Slow()))  # begun after the first limit: it holds up nothing
+    goes_on.clear()
+    await asyncio.sleep(0)
+    with pytest.raises(EnvironmentBroken, match="3 time limits in a row"):
+        await env.rollout(example(0), Says())
+    late.cancel()
+
+
+async def test_no_time_limit_ends_a_run_that_tolerates_every_fault() -> None:
+    env = checked(Does(hangs), share=1.0, timeout_s=0.01)
+    for _ in range(MAX_TIME_LIMITS + 1):
+        with pytest.raises(TimedOut):
+            await env.rollout(example(0), Says())
 
 
 async def test_faults_by_chance_are_those_of_rollouts_once_one_of_the_example_has_succeeded() -> None:
@@ -518,13 +625,16 @@ async def test_a_problem_is_told_from_the_first_drop_on_until_it_is_long_ago() -
     assert env.problem() is None
     with pytest.raises(EnvironmentFault):
         await env.rollout(example(17), Says())
-    assert env.problem() == "env jsonl: 3 % of rollouts dropped: KeyError: 'answer' in example e17"
+    todo = "; see the run's log; prl env try FILE tries a change"
+    assert env.problem() == f"env jsonl: 3 % of rollouts dropped: KeyError: 'answer' in example e17{todo}"
     for number in range(FAILURE_WINDOW):
         assert env.problem() is not None, number
         await env.rollout(example(17), Says())
     assert env.problem() is None
     await fails(env, range(1))
-    assert env.problem() == "env jsonl: 1.5 % of rollouts dropped, 1 example unusable: too long in example e0"
+    assert env.problem() == f"env jsonl: 1.5 % of rollouts dropped, 1 example unusable: too long in example e0{todo}"
+    told = environment_figures([checked(Does(does)), env])
+    assert told == {"problem": env.problem(), "examples_unusable": 1, "unusable": {"jsonl/e0": "too long"}}
 
 
 async def test_a_step_that_hangs_is_told_after_half_of_its_time() -> None:
@@ -543,7 +653,8 @@ async def test_a_step_that_hangs_is_told_after_half_of_its_time() -> None:
     (asked,) = env._at_work
     asked.deadline.reschedule(asyncio.get_running_loop().time() + 0.9 * PATIENCE_S)
     assert env.problem() == (
-        f"env talk: a step of example e17 takes {1.1 * PATIENCE_S:.0f} s already (timeout_s = {2 * PATIENCE_S:g})"
+        f"env talk: a step of example e17 takes {1.1 * PATIENCE_S:.0f} s already (timeout_s = {2 * PATIENCE_S:g}); "
+        "find what it waits for, or raise timeout_s"
     )
     release.set()
     assert (await task).reward == 1.0 and env.problem() is None

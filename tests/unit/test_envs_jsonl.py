@@ -18,6 +18,9 @@ import tomli_w
 
 from daemons import actions
 from daemons.actions import ActionError
+from daemons.cli import run as prl
+from daemons.data_files import changed_data
+from daemons.details import diff_runs
 from daemons.sweeps import sweep_runs
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.envs import EnvConfig
@@ -29,8 +32,9 @@ from prime_rl.orchestrator.envs import ProcessEnvironment
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFault
 from prime_rl.orchestrator.envs.jsonl_env import SCORERS, JsonlEnvironment
 from prime_rl.orchestrator.orchestrator import run_to_the_end
+from prime_rl.utils.text import one_line
 from tests.orchestrator_support import FakeInference, config_data, make_model, serving, stand_in_trainer
-from tui.actions.jobs import add_draft, check_draft
+from tui.actions import add_draft, check_draft
 
 CAPITALS = [{"prompt": f"capital {number}?", "answer": f"City {number}"} for number in range(30)]
 REWARD = """
@@ -217,7 +221,7 @@ async def test_a_function_of_a_file_scores_and_its_faults_are_dropped_with_their
     async with running(path, reward=f"{tmp_path}/reward.py:score", num_eval_examples=0) as env:
         good, raises, text = env.examples("train")
         assert (await env.rollout(good, Says("x" * 50))).reward == 0.5
-        with pytest.raises(EnvironmentFault, match="RuntimeError: red"):
+        with pytest.raises(EnvironmentFault, match=r"RuntimeError: red \(reward\.py line \d+\)$"):
             await env.rollout(raises, Says())
         with pytest.raises(EnvironmentFault, match="the reward is str instead of a number"):
             await env.rollout(text, Says())
@@ -301,6 +305,33 @@ def test_data_and_reward_are_copied_into_the_run(tmp_path: Path, source: Path) -
     with pytest.raises(ActionError, match="run 'run_a' already exists"):
         actions.add_run(workspace, source, run_id="run_a")
     assert run.data_file("reward.py").read_text(encoding="utf-8") == REWARD
+
+
+def test_a_file_of_a_run_that_was_changed_after_it_was_added_is_told(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = tmp_path / "workspace"
+    runs = [OutputDir(workspace).run(actions.add_run(workspace, source, run_id=each)) for each in ("run_a", "run_b")]
+    assert [changed_data(run) for run in runs] == [[], []]
+    runs[0].data_file("reward.py").write_text(REWARD.replace("100", "50"), encoding="utf-8")
+    words = "data/reward.py is not the file that it was when the run was added"
+    assert [changed_data(run) for run in runs] == [[words], []]
+    place = ["--output-dir", str(workspace)]
+    assert prl(["runs", "show", "run_a", *place]) == 0
+    assert f"problems\n  {words}" in capsys.readouterr().out
+    assert prl(["runs", "show", "run_a", "--json", *place]) == 0
+    assert json.loads(capsys.readouterr().out)["data_changed"] == [words]
+    found = {each.name: each.values for each in diff_runs(workspace, "run_b", "run_a").config}
+    assert found[one_line(words)] == (False, True)
+    runs[1].data_file("data/train.jsonl").unlink()
+    assert changed_data(runs[1]) == [words.replace("reward.py", "data-train.jsonl")], "it is gone"
+    for damaged in ("{", '{"reward.py": 1}', "[" * 5000):
+        runs[0].data_digests.write_text(damaged, encoding="utf-8")
+        assert changed_data(runs[0]) == []
+    runs[0].data_digests.write_text(json.dumps({f"/{'/' * number}reward.py": "" for number in range(50)}))
+    assert changed_data(runs[0]) == [words], "one file, however often it is named"
+    runs[0].data_digests.unlink()
+    assert changed_data(runs[0]) == [], "a run of an earlier version"
 
 
 def test_a_folder_named_like_a_run_has_its_files_beside_the_config(tmp_path: Path, source: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -23,10 +24,10 @@ from prime_rl.orchestrator.envs.checked import (
     EnvironmentFault,
     ExampleUnusable,
     Interrupted,
+    TimedOut,
     Transient,
 )
-from prime_rl.orchestrator.envs.frames import Ask, Cancel, frame
-from prime_rl.orchestrator.envs.process import environment_of_its_own
+from prime_rl.orchestrator.envs.process import Ask, Cancel, environment_of_its_own, frame
 from tests.orchestrator_support import until
 from tests.patience import PATIENCE_S
 
@@ -172,38 +173,37 @@ async def test_rollouts_of_several_turns_and_every_fault_but_a_hang() -> None:
         assert (good.rewards, good.advantages) == ({}, ())
 
 
-@pytest.mark.parametrize(
-    ("word", "kind", "message"),
-    [
-        ("null", ExampleUnusable, "the content of message 0 is NoneType: must be a string"),
-        ("number", ExampleUnusable, "the content of message 0 is int: must be a string"),
-        ("whole", ExampleUnusable, "the content of message 0 is list: must be a string"),
-        ("half", ExampleUnusable, "the content of message 0 has a surrogate at character 1"),
-        ("down", Transient, "RuntimeError: no judge"),
-        ("raise", EnvironmentFault, "RuntimeError: red"),
-    ],
-)
-async def test_what_cannot_be_sent_costs_its_example_and_not_the_process(
-    tmp_path: Path, word: str, kind: type[EnvironmentFault], message: str
-) -> None:
+NOT_SENT = [
+    ("null", ExampleUnusable, "the content of message 0 is NoneType: must be a string"),
+    ("number", ExampleUnusable, "the content of message 0 is int: must be a string"),
+    ("whole", ExampleUnusable, "the content of message 0 is list: must be a string"),
+    ("half", ExampleUnusable, "the content of message 0 has a surrogate at character 1"),
+    ("down", Transient, "RuntimeError: no judge"),
+    ("raise", EnvironmentFault, "RuntimeError: red"),
+]
+
+
+async def test_what_cannot_be_sent_costs_its_example_and_not_the_process(tmp_path: Path) -> None:
+    """One fault after the other, each beside a rollout that goes on."""
     async with running() as env:
-        waits = Says()
-        waits.gate.clear()
-        beside = asyncio.create_task(env.rollout(example_of(env, "good"), waits))
-        await until(lambda: bool(waits.seen), "the rollout beside")
-        with pytest.raises(EnvironmentFault, match=message) as caught:
-            await env.rollout(example_of(env, word), Says())
-        assert type(caught.value) is kind
-        waits.gate.set()
-        assert (await beside).reward == 0.5
-        parts = Says()
-        await env.rollout(example_of(env, "parts"), parts)
-        assert parts.seen[0] == [{"role": "user", "content": "p"}]
+        for word, kind, message in NOT_SENT:
+            waits = Says()
+            waits.gate.clear()
+            beside = asyncio.create_task(env.rollout(example_of(env, "good"), waits))
+            await until(lambda waits=waits: bool(waits.seen), "the rollout beside")  # type: ignore[misc]
+            with pytest.raises(EnvironmentFault, match=message) as caught:
+                await env.rollout(example_of(env, word), Says())
+            assert type(caught.value) is kind, word
+            waits.gate.set()
+            assert (await beside).reward == 0.5, word
+            parts = Says()
+            await env.rollout(example_of(env, "parts"), parts)
+            assert parts.seen[0] == [{"role": "user", "content": "p"}], word
     assert (tmp_path / "somebodys_envs.py.starts").read_text().split() == ["started"]
 
 
 async def test_a_message_that_is_too_large_to_send_costs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_rl.orchestrator.envs.frames.MAX_FRAME_BYTES", 100)
+    monkeypatch.setattr("prime_rl.orchestrator.envs.process.MAX_FRAME_BYTES", 100)
     assert frame(Ask(1, [])) and len(frame(Cancel(1))) < 100
     with pytest.raises(ValueError, match=r"a message of \d+ bytes: at most 100 are allowed"):
         frame(Ask(1, [{"role": "user", "content": "x" * 100}]))
@@ -237,8 +237,15 @@ async def test_code_that_hangs_is_killed_with_all_that_it_started() -> None:
         env = with_step_limit(hasty, PATIENCE_S)  # a busy machine takes longer than that to start a process again
         started = processes() - before
         assert len(started) == 2
-        with pytest.raises(EnvironmentFault, match=r"blocked its process for 1 s"):
+        waits = Says()
+        waits.gate.clear()
+        beside = asyncio.create_task(env.rollout(example_of(env, "good"), waits))
+        await until(lambda: bool(waits.seen), "the rollout beside, which waits for the policy")
+        with pytest.raises(TimedOut, match=r"blocked its process for 1 s"):
             await env.rollout(example_of(env, "hang"), Says())
+        waits.gate.set()
+        with pytest.raises(Interrupted):
+            await beside
         await ended(started)
         assert isinstance(env._env, ProcessEnvironment)
         env._env._hang_s = PATIENCE_S  # nor is the next process to be killed because it gets no CPU
@@ -300,6 +307,41 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+# As an orchestrator that goes on when a process of an environment has ended by itself and left another one behind.
+GOES_ON = """
+import asyncio, sys
+from pathlib import Path
+from subprocess import PIPE
+from prime_rl.orchestrator.envs.process import _Child
+from prime_rl.utils.process import inherit_orphans
+
+async def main():
+    inherit_orphans()
+    command = [sys.executable, "-c", *sys.argv[1:]]
+    child = _Child(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True))
+    await child.read()
+    assert "its process ended with exit code 0" in str(child.ready.exception())
+    assert not Path("/proc", Path(sys.argv[2]).read_text()).exists()
+
+asyncio.run(main())
+"""
+LEAVES = """
+import os, sys
+if (pid := os.fork()) == 0:
+    os.close(1)
+    os.execv("/bin/sleep", ["sleep", "600"])
+with open(sys.argv[1], "w") as file:
+    file.write(str(pid))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are inherited on Linux only")
+def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", GOES_ON, LEAVES, str(tmp_path / "pid")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 async def test_nothing_outlives_an_orchestrator_that_is_killed() -> None:

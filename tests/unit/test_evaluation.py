@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import stat
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from daemons.commands import serving
+from daemons.commands.serving import ALL_ROWS, NUM_EXAMPLES, Evaluated, eval_config, evaluate, load_source
 from daemons.errors import ActionError
-from daemons.evaluation import ALL_ROWS, NUM_EXAMPLES, eval_config, evaluate, load_source
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.files import locked
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.samples import EvalResult
 from prime_rl.orchestrator.eval_job import Tally
 from tests.unit.test_orchestrator_pure import a_rollout
 
@@ -101,6 +107,28 @@ def test_the_adapter_that_a_killed_evaluation_copied_is_removed_by_the_next(tmp_
     ]
 
 
+def test_no_other_account_can_lock_the_folder_of_an_evaluation_before_it_does(
+    tmp_path: Path, run_toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it for more accounts afterwards than the folder that it is in."""
+    place, modes = OutputDir(tmp_path).evaluations, list[int]()
+    place.mkdir(0o750)
+
+    @contextlib.contextmanager
+    def locks(folder: Path) -> Iterator[None]:
+        with locked(folder):
+            modes.append(stat.S_IMODE(folder.stat().st_mode))
+            yield
+            modes.append(stat.S_IMODE(folder.stat().st_mode))
+
+    monkeypatch.setattr(serving, "locked", locks)
+    monkeypatch.setattr(serving, "_target", lambda output, text, folder: (text, None))
+    monkeypatch.setattr(serving, "_run", lambda folder, cwd, on_progress: ([], False))
+    source = load_source(tmp_path, ["run_a"], None, None)
+    evaluate(tmp_path, ["base"], source, changes={"client": {"base_url": "http://127.0.0.1:9/v1"}})
+    assert modes == [0o700, 0o750]
+
+
 def test_what_failed_or_was_not_done_counts_for_no_figure() -> None:
     examples = [[a_rollout(1.0), a_rollout(0.0), a_rollout(0.0)], [a_rollout(1.0)], [], [a_rollout(0.0)] * 3]
     found = Tally(examples, num_failed=2, problem="boom").result("base", "talk", 3, 1.0)
@@ -110,3 +138,16 @@ def test_what_failed_or_was_not_done_counts_for_no_figure() -> None:
     assert found.figures["pass@3"] == pytest.approx(0.5)
     assert found.figures["pass@3_se"] == pytest.approx(statistics.stdev([1.0, 0.0]) / 2**0.5)
     assert Tally([[], []]).result("base", "talk", 3, 1.0).figures == {}
+
+
+@pytest.mark.parametrize(("width", "num_lines"), [(80, 1 + 2 * 7 + 1), (200, 1 + 2 + 1)])
+def test_no_figure_of_an_evaluation_is_cut_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, num_lines: int
+) -> None:
+    figures = {"reward": 0.5, "reward_se": 0.125, "pass@1": 0.25, "pass@2": 0.375, "pass@4": 0.625}
+    results = tuple(EvalResult(target, "jsonl", 4, 16, 0, figures) for target in ("base", "run_letters-2@v12"))
+    monkeypatch.setattr(serving, "console", lambda: Console(width=width, highlight=False, markup=False))
+    serving._print(Evaluated(results, Path("samples.jsonl"), False), as_json=False)
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) == num_lines and "…" not in shown and "run_letters-2@v12" in shown
+    assert all(shown.count(value) == 2 for value in ("0.500 ± 0.125", "0.250 ± 0.000", "0.625 ± 0.000"))

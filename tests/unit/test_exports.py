@@ -23,11 +23,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from daemons import exports
 from daemons.errors import ActionError
 from daemons.exports import Export, export_run
+from daemons.specs import MERGE_MODULE, save_devices, save_folder
 from prime_rl.contract.files import mark_stable
-from prime_rl.contract.layout import RunDir
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.trainer.merge import main as merge
 from prime_rl.trainer.merge import merge_into
 from tests.budgets import in_full
-from tests.daemons_support import ROOT, RUN_TOML
+from tests.daemons_support import ROOT, RUN_TOML, in_this_process
 from tests.inference_support import make_adapter, make_model
 
 IDS = torch.arange(2, 34)[None]
@@ -87,8 +89,13 @@ def test_an_exported_adapter_is_the_one_that_was_published(run: RunDir, base: Pa
     ]
 
 
-def test_a_merged_model_computes_what_the_adapter_computes(run: RunDir, base: Path, tmp_path: Path) -> None:
-    """With the process that merges; read back by transformers, with its tokenizer."""
+@pytest.mark.parametrize("is_a_process", [False, *in_full(True)])
+def test_a_merged_model_computes_what_the_adapter_computes(
+    run: RunDir, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_a_process: bool
+) -> None:
+    """With what merges, which is a process of its own; read back by transformers, with its tokenizer."""
+    if not is_a_process:
+        monkeypatch.setattr(exports, "run_child", in_this_process(MERGE_MODULE, merge))
     done = export(run, tmp_path / "merged", step=1, merge=True)
     assert (done.step, done.kind) == (1, "merged")
     check_same(logits(AutoModelForCausalLM.from_pretrained(done.out)), with_adapter(base, run.broadcast_dir(1)))
@@ -124,6 +131,24 @@ def test_an_adapter_that_does_not_fit_is_refused(run: RunDir, tmp_path: Path) ->
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"model\.safetensors not found: only models in safetensors"):
         merge_into(out, str(tmp_path / "empty"), run.broadcast_dir(1))
+    with pytest.raises(ValueError, match=r"^base model models/none not found \(from /.*leave --merge out$"):
+        merge_into(out, "models/none", run.broadcast_dir(1))
+
+
+def test_the_base_model_of_a_merge_is_found_from_any_folder(run: RunDir, base: Path, tmp_path: Path) -> None:
+    """A relative name means the folder in which the workspace was started first, and so the card has no link to it."""
+    output = OutputDir(run.path.parent)
+    path = run.broadcast_dir(2) / "adapter_config.json"
+    told = {**json.loads(path.read_text()), "base_model_name_or_path": "models/base"}
+    path.write_text(json.dumps(told))
+    (tmp_path / "first/models").mkdir(parents=True)
+    (tmp_path / "first/models/base").symlink_to(base)
+    output.component_config("x").parent.mkdir(parents=True)
+    save_devices(output, None)
+    save_folder(output, tmp_path / "first")
+    done = export(run, tmp_path / "merged", merge=True)
+    assert (done.kind, done.base_model) == ("merged", "models/base") and (done.out / "model.safetensors").is_file()
+    assert "base_model:" not in (done.out / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -86,3 +87,35 @@ def test_make_install_takes_extras_by_the_pins(
     words = ("--no-build-isolation", "--editable", f"{install.ROOT}[recipes,monitors]", install.CPU_VERSIONS)
     assert asked == [words], "once, whatever their order"
     assert capsys.readouterr().err.startswith("install: EXTRAS: unknown recipe; known: cpu, gpu, ")
+
+
+def test_an_install_ends_with_what_is_there_and_what_is_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second time too, where it was asked for; not before another goal of make, which has nothing to wait for."""
+    for step in ("make_venv", "install_torch_cpu", "install_core", "install_test", "install_reasoning_gym"):
+        monkeypatch.setattr(install, step, _named(step))
+    monkeypatch.setattr(install, "VENV", tmp_path)
+    monkeypatch.delenv("EXTRAS", raising=False)
+    for kind, following in (("core", "next: source .venv/bin/activate, then prl up"), ("test", "next: make test")):
+        monkeypatch.setattr(sys, "argv", ["install.py", kind])
+        for is_goal, beginning in (("", "install: done: "), ("", None), ("install", "install: up to date: ")):
+            monkeypatch.setenv("IS_GOAL", is_goal)
+            assert install.main() == 0
+            last = capsys.readouterr().out.splitlines()[-1:]
+            assert bool(last) is (beginning is not None)
+            assert all(line.startswith(str(beginning)) and following in line for line in last)
+
+
+def test_make_tells_the_install_whether_it_is_the_goal() -> None:
+    for goal, named in (("install", "install"), ("install-test", "install-test"), ("demo", "")):
+        done = subprocess.run(["make", "-n", goal], cwd=install.ROOT, capture_output=True, text=True, check=True)
+        assert f"IS_GOAL={named} " in done.stdout
+
+
+def _named(name: str) -> Callable[[], None]:
+    def step() -> None:
+        pass
+
+    step.__name__ = name
+    return step

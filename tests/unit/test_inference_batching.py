@@ -25,12 +25,11 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, Job, _chunks
+from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, BatchParams, Job, SamplingParams, _chunks
 from prime_rl.inference.embedded.model import SPARE_COLUMNS, Served, load_model
-from prime_rl.inference.embedded.sampling import BatchParams, SamplingParams
-from prime_rl.inference.errors import StartError
-from prime_rl.inference.weight_files import max_model_len
+from prime_rl.inference.guard import max_model_len
 from prime_rl.lora.adapter_state import load_adapter
+from prime_rl.utils.runtime import StartError
 from tests.inference_support import adapter_tensors, linear_shapes, make_model
 
 pytestmark = pytest.mark.numeric

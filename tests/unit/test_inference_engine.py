@@ -24,12 +24,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Job, Row
+from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Job, Row, SamplingParams
 from prime_rl.inference.embedded.engine import Engine, EngineDead, Waiting
 from prime_rl.inference.embedded.model import Served, load_model
-from prime_rl.inference.embedded.sampling import SamplingParams
-from prime_rl.inference.errors import ApiError
-from prime_rl.inference.weight_files import model_shapes
+from prime_rl.inference.guard import ApiError, model_shapes
 from prime_rl.lora.adapter_state import ADAPTER_FILE, CONFIG_FILE, ServedPart, read_shapes, served_parts
 from tests.inference_support import greedy, make_adapter, make_model
 from tests.patience import PATIENCE_S

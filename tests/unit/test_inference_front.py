@@ -1,4 +1,4 @@
-"""Between guard and engine: the turnstile, the proof of health, and the folder that leaves nothing behind."""
+"""Between guard and engine: the lock of the weights, the proof of health, and the folder that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from prime_rl.configs.inference import InferenceConfig, LogprobsMode
 from prime_rl.configs.system import SPARE_VERSIONS, SystemConfig
 from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.notes import read_work
+from prime_rl.contract.notes import Item, read_work
 from prime_rl.contract.served import LOGPROBS_HEADER
 from prime_rl.contract.status import RunStatus, TrainerRunStatus, TrainerStatus
 from prime_rl.inference import sharing
-from prime_rl.inference.child_processes import PREFIX, private_tmp
-from prime_rl.inference.errors import ApiError, StartError
-from prime_rl.inference.front import FRESH_S, HealthProbe, build_app
-from prime_rl.inference.guard import decoded, json_response
+from prime_rl.inference.gateway import FRESH_S, HealthProbe, build_app
+from prime_rl.inference.guard import ApiError, decoded, json_response
 from prime_rl.inference.serve import Snapshot
-from prime_rl.inference.sharing import Asked, StillInUse, Turnstile
-from prime_rl.inference.vllm.server import check_adapter_room
+from prime_rl.inference.sharing import Asked, ReadWriteLock, StillInUse
+from prime_rl.inference.vllm.server import PREFIX, check_adapter_room, private_tmp
+from prime_rl.utils.runtime import StartError
 from tests.patience import PATIENCE_S
 from tests.unit.test_inference_http import adapter, ask
 
@@ -138,15 +137,15 @@ async def test_a_full_engine_is_healthy_by_the_tokens_of_others() -> None:
 
 
 async def test_the_turnstile_keeps_changes_and_requests_apart() -> None:
-    turnstile, seen = Turnstile(), []
+    weights_lock, seen = ReadWriteLock(), []
 
     async def request(name: str, until: asyncio.Event) -> None:
-        with await turnstile.enter():
+        with await weights_lock.enter():
             seen.append(name)
             await until.wait()
 
     async def change() -> None:
-        async with turnstile.alone(PATIENCE_S):
+        async with weights_lock.alone(PATIENCE_S):
             seen.append("change")
 
     old, new = asyncio.Event(), asyncio.Event()
@@ -165,15 +164,15 @@ async def test_the_turnstile_keeps_changes_and_requests_apart() -> None:
 
 
 async def test_requests_that_do_not_end_hold_up_a_change_for_so_long_only() -> None:
-    turnstile = Turnstile()
-    with await turnstile.enter():
+    weights_lock = ReadWriteLock()
+    with await weights_lock.enter():
         with pytest.raises(StillInUse) as caught:
-            async with turnstile.alone(0.01):
+            async with weights_lock.alone(0.01):
                 pytest.fail("somebody is inside")
         assert caught.value.num_users == 1
-        with await turnstile.enter():
+        with await weights_lock.enter():
             pass
-    async with turnstile.alone(0.01):
+    async with weights_lock.alone(0.01):
         pass
 
 
@@ -220,18 +219,18 @@ async def test_requests_of_others_hold_up_the_weights_of_a_run_for_less_long_tha
 async def test_requests_of_others_that_come_again_and_again_take_a_small_share_of_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    turnstile = Turnstile()
+    weights_lock = ReadWriteLock()
 
     async def ask() -> None:
         asked = Asked()
-        with await turnstile.enter(asked):
+        with await weights_lock.enter(asked):
             await asked.listen(asyncio.Event().wait)  # type: ignore[arg-type]
 
     for grace_s in (0.05, *[100 * PATIENCE_S] * 5):
         monkeypatch.setattr(sharing, "GUESTS_S", grace_s)
         asking = asyncio.create_task(ask())
         await asyncio.sleep(0)
-        async with asyncio.timeout(PATIENCE_S), turnstile.alone(2 * PATIENCE_S, "run_a"):
+        async with asyncio.timeout(PATIENCE_S), weights_lock.alone(2 * PATIENCE_S, "run_a"):
             pass
         await asking
 
@@ -416,6 +415,21 @@ async def test_token_ids_go_in_and_out_without_text(tmp_path: Path) -> None:
     assert answered["model"] == "run_a@v1"
 
 
+@pytest.mark.parametrize(
+    "name", ["model", "prompt", "token_ids", "messages", "stream", "priority", "cache_salt", "request_id"]
+)
+@pytest.mark.parametrize("value", [None, "run_a@v1"])
+async def test_what_belongs_beside_the_sampling_parameters_does_not_hide_among_them(
+    tmp_path: Path, name: str, value: str | None
+) -> None:
+    """The model is what the gateway notes, and gives a turn to: the engine must not get another one."""
+    app = build_app(Engine(), InferenceConfig(output_dir=tmp_path))
+    body = json.dumps({"token_ids": [5], "sampling_params": {"max_tokens": 2, name: value}}).encode()
+    status, answered = await ask(app, "/inference/v1/generate", body)
+    assert status == 400 and answered["error"]["param"] == f"sampling_params.{name}"
+    assert answered["error"]["message"].startswith(f"sampling_params: found '{name}', which is no sampling parameter")
+
+
 async def test_adapters_are_loaded_from_the_resolved_path(tmp_path: Path) -> None:
     folder, engine = adapter(tmp_path / "run_a" / "broadcast" / "step_1"), Engine()
     (tmp_path / "newest").symlink_to(folder)
@@ -532,7 +546,7 @@ def tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 HOLD = (
     "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-    "from prime_rl.inference.child_processes import private_tmp\n"
+    "from prime_rl.inference.vllm.server import private_tmp\n"
     "with private_tmp() as folder:\n"
     "    (folder / 'left').touch(); print(folder, flush=True); sys.stdin.read()\n"
 )
@@ -581,9 +595,10 @@ def test_a_workspace_sizes_inference_for_its_runs_and_their_async_level() -> Non
 
 async def test_what_a_request_works_on_is_noted_before_the_engine_gets_it(tmp_path: Path) -> None:
     folder, engine = adapter(tmp_path / "run_a" / "broadcast" / "step_3"), Engine()
-    known = OutputDir(tmp_path).run("run_b").orch_toml
-    known.parent.mkdir(parents=True)
-    known.touch()
+    for run_id in ("run_b", "run_c"):
+        known = OutputDir(tmp_path).run(run_id).orch_toml
+        known.parent.mkdir(parents=True)
+        known.touch()
     path = OutputDir(tmp_path).replica_work(2)
     path.parent.mkdir(parents=True)
     seen: list[tuple[str, str]] = []
@@ -616,6 +631,7 @@ async def test_what_a_request_works_on_is_noted_before_the_engine_gets_it(tmp_pa
     engine.loaded += ["chat/run_a@v3", "mine"]
     await complete_as(model="run_a@v3")
     await complete_as({"x-run": "run_b"}, model="base")
+    await complete_as({"x-run": "run_c"}, model="")
     await complete_as({"x-run": "../run_b"})
     await complete_as({"x-run": "run_made_up"})
     await complete_as(model="chat/run_a@v3")
@@ -625,8 +641,29 @@ async def test_what_a_request_works_on_is_noted_before_the_engine_gets_it(tmp_pa
         ("run_a", "loaded run_a@v3"),
         ("run_a", "served run_a@v3"),
         ("run_b", "served the base model for run_b"),
+        ("run_c", "served the base model for run_c"),
         ("", "served the base model"),
         ("", "served chat/run_a@v3"),
         ("", "served mine"),
     ], "nothing is noted for a model that is not served"
     assert engine.loaded == ["run_a@v3", "chat/run_a@v3", "mine"]
+
+
+async def test_whole_weights_are_noted_before_the_engine_gets_them(tmp_path: Path) -> None:
+    run, engine, seen = OutputDir(tmp_path).run("run_a"), Engine(), list[Item]()
+    folder, load = run.broadcast_dir(1), engine.load_weights
+    for each in (run.orch_toml, folder / "model.safetensors", path := OutputDir(tmp_path).replica_work(0)):
+        each.parent.mkdir(parents=True)
+        each.touch()
+    mark_stable(folder)
+
+    async def look(folder: Path | None) -> None:
+        work = read_work(path)
+        seen.extend(work.items if work else [])
+        await load(folder)
+
+    engine.load_weights = look  # type: ignore[method-assign]
+    app = build_app(engine, InferenceConfig(output_dir=tmp_path))
+    status, answered = await ask(app, "/update_weights", json.dumps({"weight_dir": str(folder)}).encode())
+    assert (status, answered) == (200, {"weights": "run_a/broadcast/step_1"})
+    assert seen == [Item("run_a", "loaded run_a/broadcast/step_1")]

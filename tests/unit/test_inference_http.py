@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +19,13 @@ from starlette.types import ASGIApp
 from prime_rl.configs.inference import InferenceConfig, VllmConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter, read_status
-from prime_rl.inference.embedded.protocol import ChatRequest, CompletionRequest, parsed
-from prime_rl.inference.errors import ApiError, StartError
-from prime_rl.inference.guard import MAX_BODY_BYTES, Guard, confined_adapter
+from prime_rl.inference.embedded.server import ChatRequest, CompletionRequest, parsed
+from prime_rl.inference.guard import MAX_BODY_BYTES, ApiError, Guard, confined_adapter
 from prime_rl.inference.serve import WINDOW_S, EngineReporter, ServerContext, Snapshot, serve
 from prime_rl.inference.server import base_url, bind, check_model, read_api_key
 from prime_rl.inference.vllm.server import command_line, environment, round_rank, server_arguments
-from prime_rl.utils.network import is_loopback
+from prime_rl.utils.runtime import StartError, is_loopback
+from prime_rl.utils.secrets import handed_over
 
 
 async def ask(
@@ -99,7 +102,10 @@ def test_adapters_outside_are_refused_by_any_way(tmp_path: Path) -> None:
     assert confined_adapter(workspace, str(inside)) == inside
     (workspace / "loop").symlink_to(workspace / "loop")
     (workspace / "out").symlink_to(outside)
+    # A list of models that names it could not be encoded, for anybody.
+    (workspace / "bytes").symlink_to(adapter(workspace / os.fsdecode(b"\xff")))
     for path, status in (
+        (workspace / "bytes", 400),
         (outside, 403),
         (workspace / "out", 403),
         (workspace / ".." / "workspace2" / "a", 403),
@@ -327,3 +333,41 @@ def test_what_the_config_itself_sets_cannot_be_set_twice() -> None:
     config = InferenceConfig.model_validate({"vllm": {"extra_args": {"max_loras": 1, "port": 1}}})
     with pytest.raises(StartError, match="max_loras, port"):
         server_arguments(config, max_model_len=64, on_cpu=True)
+
+
+MAIN = """
+import os, pathlib, sys, types
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.notes import Item, WorkNote
+from prime_rl.inference import server
+from prime_rl.utils.runtime import StartError
+
+def run(context):
+    held = [each.resolve().name for each in pathlib.Path("/proc/self/fd").iterdir()]
+    print(context.api_key, any("memfd" in each for each in held), "PRL_API_KEY_FILE" in os.environ, flush=True)
+    WorkNote(OutputDir(context.config.output_dir).replica_work(1)).write([Item("run_a", "served run_a@v1")])
+    if context.config.log.level == "error":
+        raise StartError("the engine has failed")
+
+engine = types.ModuleType("prime_rl.inference.embedded.server")
+engine.run = run
+sys.modules[engine.__name__] = engine
+sys.exit(server.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="keys are in files without a name on Linux only")
+@pytest.mark.parametrize(("level", "code"), [("info", 0), ("error", 1)])
+def test_a_server_holds_no_open_key_and_one_that_was_stopped_leaves_no_run_to_blame(
+    tmp_path: Path, level: str, code: int
+) -> None:
+    """The note of what it works on stays when its engine fails, and only then."""
+    model, output = tmp_path / "model", OutputDir(tmp_path / "workspace")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    flags = {"output_dir": output.path, "model.name": model, "port": 0, "replica": 1, "log.level": level}
+    command = [sys.executable, "-c", MAIN, *(f"--{name}={value}" for name, value in flags.items())]
+    with handed_over({**os.environ, "PRL_API_KEY": "k"}, ["PRL_API_KEY"]) as (environ, fds):
+        done = subprocess.run(command, env=environ, pass_fds=fds, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "k False False\n"), done.stderr
+    assert output.replica_work(1).exists() is bool(code)

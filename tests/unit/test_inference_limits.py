@@ -17,7 +17,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.inference import guard
 from prime_rl.inference import serve as serving_module
-from prime_rl.inference.front import build_app
+from prime_rl.inference.gateway import build_app
 from prime_rl.inference.guard import MAX_MESSAGES, Room
 from prime_rl.inference.serve import MAX_HEAD_BYTES, Connection, ServerContext, Snapshot, serve
 from prime_rl.inference.server import bind
@@ -189,7 +189,8 @@ async def test_what_is_not_http_is_an_error_of_the_common_form(tmp_path: Path) -
             assert json.loads(body)["error"]["code"] == 400 and "head of at most 32768 bytes" in body.decode()
 
 
-async def test_a_head_has_a_limit(tmp_path: Path) -> None:
+async def test_a_head_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_module, "HEAD_TIMEOUT_S", 2 * PATIENCE_S)  # it is its size for which it is refused
     most = MAX_HEAD_BYTES
     async with serving(tmp_path) as address:
         for piece in (HEAD + b"x: " + b"y" * 9 * most, HEAD + b"x: y\r\n" * most, b"GET /" + b"a" * 9 * most):

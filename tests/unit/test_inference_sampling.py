@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from msgspec.structs import replace
 from transformers import (
     LogitsProcessor,
@@ -22,8 +22,7 @@ from transformers import (
 )
 
 from prime_rl.contract.served import RANGES, refusal
-from prime_rl.inference.embedded.batch import Job, Row
-from prime_rl.inference.embedded.sampling import BatchParams, SamplingParams, _draw, find_stop, sample
+from prime_rl.inference.embedded.batch import BatchParams, Job, Row, SamplingParams, _draw, find_stop, sample
 
 pytestmark = pytest.mark.numeric
 
@@ -275,6 +274,9 @@ NOT_FINITE = (float("nan"), float("inf"), float("-inf"), 3.4e38)
     params=st.lists(any_params(), min_size=3, max_size=3),
     bad=st.lists(st.sampled_from([*NOT_FINITE, 0.0]), min_size=NUM_TOKENS, max_size=NUM_TOKENS),
     raw=st.booleans(),
+)
+@example(
+    [SamplingParams(min_tokens=1)] * 3, [math.nan if token_id == EOS else 0.0 for token_id in range(NUM_TOKENS)], False
 )
 def test_a_row_that_is_not_finite_is_marked_and_changes_no_other(
     params: list[SamplingParams], bad: list[float], raw: bool

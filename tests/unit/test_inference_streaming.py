@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from prime_rl.inference.embedded.batch import Job
-from prime_rl.inference.embedded.protocol import ChatMessage, ChatRequest, chat_events
+from prime_rl.inference.embedded.server import ChatMessage, ChatRequest, chat_events
 
 
 class Letters:

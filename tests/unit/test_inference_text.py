@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.batch import Job
-from prime_rl.inference.embedded.protocol import ChatMessage, ChatRequest, Text, chat_events
-from prime_rl.inference.embedded.server import Api
-from prime_rl.inference.errors import ApiError
+from prime_rl.inference.embedded.server import Api, ChatMessage, ChatRequest, Text, chat_events
+from prime_rl.inference.guard import ApiError
 from tests.patience import PATIENCE_S
 from tests.request_fuzz import WORDS
 
@@ -127,3 +127,28 @@ async def test_a_stream_is_decoded_in_a_thread() -> None:
     assert b'"content":"a"' in await anext(events)
     await events.aclose()
     assert threads and threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("lacks_memory", [True, False])
+async def test_an_engine_without_memory_takes_no_more_rows_and_says_when_to_come_again(
+    tmp_path: Path, lacks_memory: bool
+) -> None:
+    """Beside those that it computes again: not a fault of the request, which is made again."""
+    submitted: list[Any] = []
+    served = SimpleNamespace(vocab_size=9)
+
+    def submit(prompts: Any, *_: Any, **__: Any) -> Any:
+        submitted.append(prompts)
+        raise ApiError(503, "the engine has stopped")
+
+    engine: Any = SimpleNamespace(
+        lacks_memory=lacks_memory, max_model_len=8, served=served, submit=submit, num_waiting_of=lambda run_id: 0
+    )
+    api = Api(engine, None, InferenceConfig(output_dir=tmp_path))  # type: ignore[arg-type]
+    with pytest.raises(ApiError) as caught:
+        await api.complete(Asker(9), {"prompt": [1, 2]})  # type: ignore[arg-type]
+    if lacks_memory:
+        assert (caught.value.status, submitted) == (429, []) and "out of memory" in caught.value.message
+        assert caught.value.retry_after_s and f"again in {caught.value.retry_after_s} s" in caught.value.message
+    else:
+        assert (caught.value.status, submitted) == (503, [[[1, 2]]])

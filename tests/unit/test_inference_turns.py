@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.contract.notes import Item, Work, WorkNote, read_work
-from prime_rl.inference import turns as module
-from prime_rl.inference.errors import ApiError
-from prime_rl.inference.sharing import AdapterUsers, Asked, Lanes
-from prime_rl.inference.turns import PROOFS, RECENT_S, TURN_S, Turns
+from prime_rl.inference import sharing as module
+from prime_rl.inference.guard import ApiError
+from prime_rl.inference.sharing import PROOFS, RECENT_S, TURN_S, AdapterUsers, Asked, Lanes, Turns
 from prime_rl.utils.process import ProcessId
+from tests.budgets import examples
 from tests.patience import PATIENCE_S
 from tests.unit.test_daemons_decide import INFERENCE, READY, dies, running
 from tests.unit.test_inference_front import Clock
@@ -373,7 +373,7 @@ def test_suspects_of_the_last_death_alone_are_kept(tmp_path: Path) -> None:
 RUNS = ("run_a", "run_b", "run_c", "run_d", "run_e")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(hostile=st.sets(st.sampled_from(RUNS), min_size=1, max_size=4), order=st.permutations(RUNS))
 def test_every_hostile_run_is_evicted_and_no_other_ever(
     tmp_path_factory: pytest.TempPathFactory, hostile: set[str], order: list[str]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from starlette.requests import Request
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.errors import ApiError
-from prime_rl.inference.front import build_app
+from prime_rl.inference.gateway import build_app
+from prime_rl.inference.guard import ApiError, model_shapes
 from prime_rl.inference.vllm.control import AdapterGate, FairOrder, ToldAsOurs, VllmControl, num_places
-from prime_rl.inference.weight_files import model_shapes
+from tests.budgets import in_full
 from tests.inference_support import make_adapter, make_model
 from tests.patience import PATIENCE_S
 from tests.text_attacks import check_clean
@@ -118,6 +119,34 @@ def test_an_adapter_that_vllm_ignored_or_cut_is_seen(tmp_path: Path) -> None:
             gate.check_sizes("run_a@v1", held)
 
 
+def test_an_adapter_that_is_not_of_the_model_reaches_no_vllm(tmp_path: Path) -> None:
+    """By its names, its shapes, or the model that it was trained on."""
+    model, other = make_model(tmp_path / "base"), make_model(tmp_path / "other", attention_bias=True)
+    folder = make_adapter(tmp_path / "run_a", model, seed=1)
+    gate = AdapterGate(InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}}))
+    gate("run_a@v1", folder)
+    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors, words = load_file(weights), json.loads(config.read_text())
+    name = min(tensors)
+    misfits = "adapter does not fit the model:"
+    for spoiled, base, problem in (
+        (tensors, other, f"its base model is {other}, not {model}"),
+        (
+            {**tensors, "x.lora_A.weight": tensors[name].clone()},
+            model,
+            f"{misfits} x.lora_A.weight is not in the model",
+        ),
+        ({**tensors, name: tensors[name][:, 1:].contiguous()}, model, f"{misfits} {name} has shape "),
+        ({each: tensors[each] for each in tensors if each != name}, model, f"{misfits} {name} is missing"),
+    ):
+        save_file(spoiled, weights)
+        config.write_text(json.dumps(words | {"base_model_name_or_path": str(base)}))
+        with pytest.raises(ApiError) as caught:
+            gate("run_a@v1", folder)
+        assert caught.value.status == 422
+        assert caught.value.message.startswith(f"adapter 'run_a@v1' is refused: {problem}")
+
+
 def loading(config: InferenceConfig, size: tuple[float, float], logprob: float) -> tuple[VllmControl, list[int]]:
     """A vLLM whose layers hold `size`, and whose next token has `logprob`; and what it unloaded."""
     requests: dict[str, Any] = {}
@@ -154,9 +183,15 @@ async def test_an_adapter_that_vllm_ignores_is_unloaded_and_refused(tmp_path: Pa
     assert (caught.value.status, removed, list(control.adapters())) == (400, [7], [])
 
 
-async def test_an_adapter_whose_numbers_overflow_is_unloaded_and_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_real", [False, *in_full(True)])
+async def test_an_adapter_whose_numbers_overflow_is_unloaded_and_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_real: bool
+) -> None:
     """In its files, or in what vLLM computes with them: as a fault of the adapter, which ends its run."""
-    pytest.importorskip("vllm")
+    if is_real:  # seconds of imports, for the parameters of one request
+        pytest.importorskip("vllm")
+    else:
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     model = make_model(tmp_path / "base")
     folder = make_adapter(tmp_path / "run_a", model, seed=1)
     config = InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}})

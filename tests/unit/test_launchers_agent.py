@@ -15,17 +15,20 @@ import pytest
 
 from daemons.launchers.agent import (
     FIRST_BEAT_S,
+    AgentLauncher,
     AgentRecord,
     Beats,
     ask_to_stop,
     forget_starts,
+    kill_strays,
+    left_of,
     log_of,
     lost_node,
     read_starts,
+    strays_of,
     worst_of,
 )
 from daemons.launchers.base import Alive, Ended, Handle
-from daemons.launchers.ending import AgentLauncher, kill_strays, left_of, strays_of
 from daemons.specs import on_nodes, start_ranks
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
@@ -175,6 +178,18 @@ def test_what_a_dead_daemon_leaves_behind_is_killed(output: OutputDir, start: St
     assert now is not None
     os.kill(now.pid, signal.SIGKILL)
     assert agent.wait(PATIENCE_S) == 137 and members(output) == []
+
+
+def test_an_orphan_that_ends_while_its_daemon_lives_is_no_zombie(output: OutputDir, start: Start) -> None:
+    start(
+        "import subprocess, sys, time\n"
+        'code = \'import subprocess, sys; print(subprocess.Popen([sys.executable, "-c", ""]).pid)\'\n'
+        "print('ready', subprocess.check_output([sys.executable, '-c', code], text=True), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    until_seen(lambda: any(line.startswith("ready ") for line in log(output)), "the daemon and its orphan")
+    orphan = int(next(line for line in log(output) if line.startswith("ready ")).split()[1])
+    until_seen(lambda: not psutil.pid_exists(orphan), "the orphan to be reaped")
 
 
 def test_the_end_of_its_pipe_ends_the_daemon(output: OutputDir, start: Start) -> None:

@@ -9,13 +9,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 
-from daemons.launchers import members
-from daemons.launchers.local import AdoptedChild
-from daemons.launchers.members import gpu_processes, wait_for_gpus
+from daemons.launchers import local
+from daemons.launchers.local import AdoptedChild, gpu_processes, wait_for_gpus
 from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.process import ProcessId, boot_id
 from tests.patience import PATIENCE_S
 
@@ -66,6 +69,44 @@ def test_inherited_orphans_are_reaped_and_daemons_are_noticed() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+# As a supervisor that ends: below its daemon is a process that has left its session and cleared its environment.
+LAST_ACT = """
+import os, subprocess, sys, time
+from pathlib import Path
+from daemons.launchers.local import Local
+from prime_rl.contract.layout import OutputDir
+from prime_rl.utils.process import inherit_orphans
+
+inherit_orphans()
+left = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, start_new_session=True)
+pid = int(left.stdout.readline())
+left.wait()
+assert Path(f"/proc/{pid}").exists()
+assert Local(OutputDir(Path(sys.argv[2]))).kill(set(), lambda: None) == set()
+assert not Path(f"/proc/{pid}").exists(), "what no mark leads to is ended too"
+"""
+LEAVES = """
+import os
+if (pid := os.fork()) == 0:
+    os.setsid()
+    os.close(1)
+    os.execve("/bin/sleep", ["sleep", "600"], {})
+print(pid, flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are inherited on Linux only")
+def test_what_has_no_mark_is_ended_with_the_last_daemon(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LAST_ACT, LEAVES, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_memory_of_a_gpu_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = tmp_path / "held"
     held.write_text("4711\n12\n[N/A]\n")
@@ -94,15 +135,40 @@ def test_a_process_belongs_to_a_daemon_by_its_mark_or_its_parent_and_never_is_ou
         "this test": (os.getpid(), first, here, "trainer"),
     }
     rows = [
-        members._Row(ProcessId(pid, 1.0), parent, pid, workspace, daemon)
+        local._Row(ProcessId(pid, 1.0), parent, pid, workspace, daemon)
         for pid, parent, workspace, daemon in table.values()
     ]
-    monkeypatch.setattr(members, "_process_table", lambda: rows)
+    monkeypatch.setattr(local, "_process_table", lambda: rows)
 
     def found(names: set[str] | None, *but: str) -> list[str]:
-        pids = {each.pid for each in members.find_members(tmp_path, [], names, but=but)}
+        pids = {each.pid for each in local.find_members(tmp_path, [], names, but=but)}
         return [name for name, row in table.items() if row[0] in pids]
 
     family = ["trainer", "its child", "its child's child"]
     assert found({"trainer"}) == family and found({"inference"}) == ["inference"]
     assert found(None) == [*family, "inference"] and found(None, "inference") == family
+
+
+def test_the_session_of_a_dead_leader_counts_only_for_whom_saw_it_die(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its number may be another's by now."""
+    leader, unmarked = ProcessId(5_000_000, 1.0), ProcessId(5_000_001, 1.0)
+    monkeypatch.setattr(local, "_process_table", lambda: [local._Row(unmarked, 1, leader.pid, None, None)])
+    assert local.find_members(tmp_path, [leader], set()) == set()
+    assert local.find_members(tmp_path, [leader], set(), trust_sessions=True) == {unmarked}
+    monkeypatch.setattr(ProcessId, "is_running", lambda self: True)
+    assert local.find_members(tmp_path, [leader], set()) == {unmarked}
+
+
+@pytest.mark.parametrize(("uid", "is_ours"), [(os.getuid(), True), (os.getuid() + 1, False)])
+def test_a_command_line_tells_whose_a_sealed_process_is_only_where_it_is_of_our_account(
+    tmp_path: Path, uid: int, is_ours: bool
+) -> None:
+    def environ() -> dict[str, str]:
+        raise psutil.AccessDenied
+
+    run = OutputDir(tmp_path).run("run_a")
+    command = [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", "@", str(run.orch_toml)]
+    process: Any = SimpleNamespace(environ=environ, uids=lambda: SimpleNamespace(real=uid), cmdline=lambda: command)
+    assert local._marks(process) == ((str(tmp_path), "run_a") if is_ours else (None, None))

@@ -14,10 +14,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from daemons.launchers import ending, ray, slurm
-from daemons.launchers.agent import GPUS_VARIABLE, ORPHANED, Agent, AgentRecord, visible_devices
+from daemons.launchers import agent as agents
+from daemons.launchers import ray, slurm
+from daemons.launchers.agent import (
+    FIRST_BEAT_S,
+    GPUS_VARIABLE,
+    ORPHANED,
+    Agent,
+    AgentRecord,
+    Beats,
+    kill_strays,
+    strays_of,
+    visible_devices,
+)
 from daemons.launchers.base import Alive, Ended, Handle, Place
-from daemons.launchers.ending import kill_strays, strays_of
 from daemons.launchers.ray import RayLauncher
 from daemons.launchers.slurm import SETTLE_S, Allocation, Slurm, Start
 from daemons.specs import DaemonSpec
@@ -90,6 +100,17 @@ def test_a_node_whose_engine_is_gone_is_not_chosen_again_while_there_is_another(
     assert Start.parse(launcher.start(spec).ref) == Start("7", "0", Place(("node1",))), "none is left: any may do"
 
 
+def test_a_node_whose_agent_is_silent_is_lost_and_not_chosen_again(output: OutputDir) -> None:
+    now = [0.0]
+    launcher, spec = Slurm(output, Job("7", "0")), DaemonSpec("inference", ("true",), output.log("inference"))
+    launcher._beats = Beats(lambda: now[0])
+    handle = launcher.start(spec)
+    assert launcher.look(handle) == Alive(None)
+    now[0] = FIRST_BEAT_S + 1.0
+    assert launcher.look(handle) == Ended(None, "node node1 is lost: its agent is silent", node=0)
+    assert Start.parse(launcher.start(spec).ref) == Start("7", "0", Place(("node2",)))
+
+
 def test_what_an_agent_wrote_last_is_waited_for_after_the_end_of_its_step(
     output: OutputDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,8 +152,8 @@ def test_a_step_is_cancelled_once_and_only_when_there_is_no_grace_left(
 
 
 def test_a_stray_whose_agent_is_silent_is_gone_with_it(output: OutputDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "LOST_AFTER_S", 0.0)
-    monkeypatch.setattr(ending, "KILLED_WITHIN_S", 1.0)
+    monkeypatch.setattr(agents, "LOST_AFTER_S", 0.0)
+    monkeypatch.setattr(agents, "KILLED_WITHIN_S", 1.0)
     record(output, pid=4711, create_time=1.0)
     record(output, start_id="5b", pid=4712, create_time=1.0)
     stray = ProcessId(4711, 1.0)

@@ -20,12 +20,14 @@ from daemons.workspace import LOOP_CRASHES, LOOP_S, daemon_view
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.contract.files import append_line, mark_stable, write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.learning import REWARD, RULES, Learning, Sign, sign_texts
+from prime_rl.contract.metrics import REWARD, RULES, Learning, Sign, sign_texts
 from prime_rl.contract.status import Crash, DaemonStatus, RunState, RunStatus, TrainerStatus, read_status
 from prime_rl.orchestrator.report import LearningWatch
-from prime_rl.utils.text import CleanText
+from prime_rl.utils.text import CleanText, one_line
 from tests.alerts_support import Troubles
 from tui.model.snapshot import make_snapshot
+from tui.readers.machine import Alert
+from tui.screens.system import key_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -154,6 +156,7 @@ def test_status_list_and_show_name_the_troubles(troubles: Troubles, capsys: Any)
     assert prl(["status", *place]) == 0
     out = capsys.readouterr().out
     assert "problem: run_trouble: no gradient: grad_norm at most 0 for 28 updates" in out
+    assert "problem: run_trouble: env x: 5 % of rollouts dropped" in out
     assert prl(["runs", "show", "run_trouble", *place]) == 0
     assert "no signal" in capsys.readouterr().out
     assert prl(["runs", "list", *place, "--json"]) == 0
@@ -183,11 +186,69 @@ def test_the_advice_has_the_run_and_a_version_that_is_there(troubles: Troubles, 
     assert "last problem\n  reward collapsed: " in capsys.readouterr().out
 
 
+def test_each_trouble_of_a_run_is_a_problem_of_its_own_with_the_alerts_of_the_run(troubles: Troubles) -> None:
+    workspace = WorkspaceReader(troubles.output.path).read()
+    run_id, other = one_line("run_trouble"), one_line("run_gone")
+    told = [Alert(one_line(f"x {name}"), name, one_line("t"), 1.0, one_line("muted by me")) for name in (run_id, other)]
+    found = make_snapshot(workspace, {}, time.time(), alerts=told).problems
+    own = [each for each in found if each.name == run_id]
+    assert tuple(each.text for each in own) == workspace.run(run_id).troubles  # type: ignore[union-attr]
+    assert [each.kind for each in own] == ["env x", "no signal", "no gradient"]
+    assert len({key_of(each) for each in found}) == len(found), "the cursor tells them apart"
+    assert {each.alerts for each in own} == {("x run_trouble",)} and {each.note for each in own} == {"muted by me"}
+    assert [each.text for each in found if each.name == other] == ["t"]
+
+
+@pytest.mark.parametrize("problem", [None, "env x: 5 % of rollouts dropped: KeyError: 'answer' in example 7"])
+def test_samples_of_a_run_whose_rollouts_were_dropped_tells_so(
+    troubles: Troubles, capsys: Any, problem: str | None
+) -> None:
+    reason = "env x: 24 of its newest 24 rollouts were dropped, more than max_env_failure_share = 0.5 of them; last: y"
+    state = {"problem": problem} if problem else {"state": "failed", "reason": reason}
+    troubles.run("run_trouble", **state)
+    assert prl(["runs", "samples", "run_trouble", "--output-dir", str(troubles.output.path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"run_trouble has no rollouts: {problem or reason}; those that are dropped are not kept: ")
+    assert "prl env try FILE" in out and "prl logs run_trouble --grep dropped" in out and len(out.splitlines()) == 1
+
+
 def test_an_edit_is_told_beside_other_troubles(troubles: Troubles) -> None:
     view = WorkspaceReader(troubles.output.path).read().run("run_trouble")
     assert view is not None
     edited = replace(view, edited=CleanText("edited, not in effect: seed"))
     assert edited.why.endswith("; edited, not in effect: seed; 2 more problems")
+
+
+@pytest.mark.parametrize(
+    ("signs", "ended", "told"),
+    [
+        ([Sign("no_gradient", 0.0, 1e-6, 17), Sign("no_signal", 0.0, 0.0, 20)], "", True),
+        ([Sign("no_signal", 0.0, 0.0, 20)], "its budget is used up", True),
+        ([Sign("no_signal", 0.0, 0.0, 19)], "", False),
+        ([Sign("entropy_gone", 0.0, 0.01, 20)], "", False),
+        ([], "its budget is used up", False),
+    ],
+)
+def test_a_finished_run_tells_that_it_learned_nothing(
+    troubles: Troubles, capsys: Any, signs: list[Sign], ended: str, told: bool
+) -> None:
+    troubles.run("run_trouble", signs=signs, step=20, max_steps=20)
+    run = troubles.output.run("run_trouble")
+    for step in (19, 20):
+        run.broadcast_dir(step).mkdir(parents=True)
+        mark_stable(run.broadcast_dir(step))
+    workspace = WorkspaceReader(troubles.output.path).read()
+    view = workspace.run("run_trouble")
+    assert view is not None and view.state is RunState.FINISHED and view.troubles == ()
+    view = replace(view, reason=CleanText(ended) if ended else None)
+    words = "learned nothing in 20 of 20 updates: no signal: no rollout of 20 batches in a row has an advantage"
+    assert (words in view.why) is told and view.why.startswith(ended)
+    if not told:
+        assert view.why == ended
+    row = make_snapshot(replace(workspace, runs=(view,)), {}, time.time()).row("run_trouble")
+    assert row is not None and row.note[:150] == view.why[:150]
+    assert prl(["runs", "show", "run_trouble", "--output-dir", str(troubles.output.path)]) == 0
+    assert ("last problem" in capsys.readouterr().out) is bool(signs)
 
 
 def test_a_status_of_an_earlier_version_has_no_signs(tmp_path: Path) -> None:
@@ -209,8 +270,15 @@ def test_a_daemon_that_ends_again_and_again_is_in_a_restart_loop(troubles: Troub
     assert daemon_view(status, now).crash_loop is None, "that has its own reason"
 
 
+def test_status_names_a_restart_loop(troubles: Troubles, capsys: Any) -> None:
+    crashes = [Crash(at=time.time() - number, kind="crash", reason="exit code 1") for number in range(LOOP_CRASHES)]
+    troubles._daemon("inference", "running", crashes=crashes[::-1])
+    assert prl(["status", "--output-dir", str(troubles.output.path)]) == 0
+    assert "problem: inference: restart loop: inference ended 3 times within 10 minutes" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("ahead_s", "words"), [(41.0, "41 s ahead of"), (-12.0, "12 s behind"), (3.0, None)])
-def test_a_machine_with_another_time_is_named(tmp_path: Path, ahead_s: float, words: str | None) -> None:
+def test_a_machine_with_another_time_is_named(tmp_path: Path, ahead_s: float, words: str | None, capsys: Any) -> None:
     output, now = OutputDir(tmp_path), time.time()
     status = TrainerStatus(state="training", host="gpu7", updated_at=now + ahead_s, pid=1, pid_create_time=1.0)
     status.pid_start = "another-boot/1"
@@ -219,7 +287,10 @@ def test_a_machine_with_another_time_is_named(tmp_path: Path, ahead_s: float, wo
     found = WorkspaceReader(output.path).read(now=now).clocks
     assert [words in each and "gpu7" in each for each in found if words] == [True] * (words is not None)
     assert WorkspaceReader(output.path).read(now=now + 60).clocks == (), "written long ago"
+    assert prl(["status", "--output-dir", str(output.path)]) == 0
+    assert ("problem: the clock of gpu7 is " in (told := capsys.readouterr().out)) == (words is not None)
     if words is not None:
+        assert "set all clocks by NTP" in told
         assert any(
             words in each.text for each in make_snapshot(WorkspaceReader(output.path).read(now=now), {}, now).problems
         )

@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from prime_rl.configs.shared import DEFAULT_TARGET_MODULES, LoRAConfig
+from prime_rl.configs.base import DEFAULT_TARGET_MODULES, LoRAConfig
 from prime_rl.lora.adapter_state import load_adapter, load_peft, served_parts
 from prime_rl.trainer.model import PolicyModel, adapt_model
 from tests.adapter_sets import ATTENTION, MLP, SLOT, TrainedAdapter

@@ -18,11 +18,9 @@ from prime_rl.contract.files import mark_stable, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.types import JoinResult, RankEntry, RankFileWriter, Split
 from prime_rl.multinode.member import Prober, ProbeServer, answers
-from prime_rl.multinode.place import Place, Proofs, TrainProof, WorkSetting
+from prime_rl.multinode.place import Child, InferenceServer, Place, Proofs, TrainProof, WorkSetting
 from prime_rl.multinode.records import GroupRecord, NodeRecord, Phase, Position, RlPhase
-from prime_rl.multinode.rollouts import Plan, Rollouts
-from prime_rl.multinode.tasks import Child, InferenceServer
-from prime_rl.multinode.work import Training
+from prime_rl.multinode.work import Plan, Rollouts, Training
 from tests.patience import PATIENCE_S
 
 KEY = "5e771465"

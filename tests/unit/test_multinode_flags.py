@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from daemons.cli import run
-from prime_rl.configs.base import ConfigError
-from prime_rl.configs.multinode import FlagError, node_parser
+from prime_rl.configs.base import ConfigError, FlagError
+from prime_rl.configs.multinode import node_parser
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import NodeReader

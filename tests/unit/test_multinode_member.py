@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from prime_rl.contract.nodes import Sighting
-from prime_rl.multinode.decide import CUT_OFF_AFTER_BEATS, Exit, View, decide_master
+from prime_rl.multinode.decide import CUT_OFF_AFTER_BEATS, Exit, View, decide_master, yields_to
 from prime_rl.multinode.member import END_TIMEOUT_S, EXIT_FAILED, Member, Report
 from prime_rl.multinode.records import (
     EXIT_DONE,
@@ -199,18 +200,34 @@ def test_a_node_that_comes_when_all_is_done_leaves_at_once(iteration: int, is_do
     assert alone.tick() == (Exit(EXIT_DONE, "done: 2 iterations") if is_done else None)
 
 
-@pytest.mark.parametrize("misses", [0, CUT_OFF_AFTER_BEATS - 1, CUT_OFF_AFTER_BEATS])
-def test_a_node_that_cannot_reach_the_master_is_not_let_in_again(misses: int) -> None:
+def with_one_more(phase: Phase, **fields: Any) -> tuple[bool, Position]:
+    """Whether an elastic group that has done `phase` lets a node with `fields` in, and where it goes on."""
     setting = dataclasses.replace(SETTING, num_nodes=2, elastic=True)
-    position = Position(1, Phase.FINAL)
+    position = Position(1, phase)
     group = GroupRecord(1, "mine", 1, GroupState.RUNNING, members={0: "mine"}, position=position)
     own = NodeRecord(0, "mine", 1, NodeState.RUNNING, epoch=group.epoch, position=position, arrived=True)
-    other = NodeRecord(1, "other", 1, epoch=group.epoch, unreached=misses)
     sightings = {rank: Sighting(rank, (1,), 0, moved_at=9.0, worked_at=9.0, has_moved=True) for rank in (0, 1)}
-    view = View(10.0, 9.0, {0: own, 1: other}, sightings)
-    following = decide_master(setting, own, group, view, Position(2, Phase.START))
-    assert following.position == Position(2, Phase.START)
-    assert (1 in following.members) is (misses < CUT_OFF_AFTER_BEATS)
+    view = View(10.0, 9.0, {0: own, 1: NodeRecord(1, "other", 1, epoch=group.epoch, **fields)}, sightings)
+    following = decide_master(setting, own, group, view, Position(1, Phase.START))
+    assert following.position is not None
+    return 1 in following.members, following.position
+
+
+@pytest.mark.parametrize("misses", [0, CUT_OFF_AFTER_BEATS - 1, CUT_OFF_AFTER_BEATS])
+def test_a_node_that_cannot_reach_the_master_is_not_let_in_again(misses: int) -> None:
+    is_let_in = misses < CUT_OFF_AFTER_BEATS
+    assert with_one_more(Phase.FINAL, unreached=misses) == (is_let_in, Position(2, Phase.START))
+
+
+def test_a_node_that_was_started_differently_is_not_let_in_again() -> None:
+    assert with_one_more(Phase.FINAL, fingerprint={"code": "another"}) == (False, Position(2, Phase.START))
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_node_is_let_in_again_at_the_start_of_an_iteration_only(phase: Phase) -> None:
+    """What is divided among the nodes of an iteration stays divided as it was."""
+    is_let_in, position = with_one_more(phase)
+    assert position > Position(1, phase) and is_let_in is (position.iteration == 2)
 
 
 def test_the_proofs_are_read_at_most_once_a_beat() -> None:
@@ -239,3 +256,28 @@ def test_of_two_at_work_with_one_rank_one_goes_and_writes_nothing_more() -> None
     later = Alone().at_work()
     later.nodes[0] = replace(later.nodes[0], incarnation="other", state=NodeState.RUNNING)
     assert later.tick() is None, "the larger incarnation goes, which is the other"
+
+
+@pytest.mark.parametrize(("own", "rival", "goes"), [("a", "b", False), ("b", "a", True)])
+@pytest.mark.parametrize("state", [NodeState.JOINING, NodeState.RUNNING])
+def test_of_two_with_one_rank_the_one_that_is_not_at_work_goes_else_the_larger(
+    state: NodeState, own: str, rival: str, goes: bool
+) -> None:
+    mine, others = NodeRecord(0, own, 1, state), NodeRecord(0, rival, 1, state)
+    assert yields_to(mine, others) is goes
+    for at_work in (mine, others):
+        waits = mine if at_work is others else others
+        pair = replace(at_work, state=NodeState.RUNNING), replace(waits, state=NodeState.JOINING)
+        assert not yields_to(*pair) and yields_to(*reversed(pair))
+
+
+def test_the_end_of_a_node_of_an_earlier_group_does_not_end_this_one() -> None:
+    """Its record stays until its next process writes one."""
+    setting = dataclasses.replace(SETTING, num_nodes=2)
+    group = GroupRecord(2, "mine", 1)
+    own = NodeRecord(0, "mine", 1, epoch=group.epoch)
+    for state in (NodeState.FAILED, NodeState.LEFT):
+        for epoch, ends in (("1-mine", False), (group.epoch, True)):
+            view = View(10.0, 9.0, {0: own, 1: NodeRecord(1, "other", 1, state, epoch=epoch)}, {})
+            following = decide_master(setting, own, group, view, Position(1, Phase.START))
+            assert (following.state is GroupState.ENDING) is ends

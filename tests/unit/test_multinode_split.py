@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.multinode.rollouts import assign, make_plan, split_counts
+from prime_rl.multinode.work import assign, make_plan, split_counts
 
 WEIGHTS = st.lists(st.floats(0, 100, allow_nan=False), min_size=1, max_size=16).filter(lambda all_: sum(all_) > 0)
 

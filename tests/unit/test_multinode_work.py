@@ -118,6 +118,8 @@ def test_a_node_that_leaves_does_not_wait_for_its_processes(tmp_path: Path) -> N
     child = work.place.child("sleeper", [sys.executable, "-c", "import time; time.sleep(1000)"])
     keeper = psutil.Process(child._process.pid)
     keeper.send_signal(signal.SIGSTOP)
+    # Of two signals that wait for a process the one with the lower number comes first.
+    wait_for(lambda: keeper.status() == psutil.STATUS_STOPPED, "the keeper to stand still", timeout_s=PATIENCE_S)
     try:
         work.stop()
         assert not work.has_ended

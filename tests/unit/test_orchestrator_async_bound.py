@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator.envs.base import Example
-from prime_rl.orchestrator.ledger import GroupLedger
+from prime_rl.orchestrator.guard import TrainerWatch
 from prime_rl.orchestrator.metrics import PhaseClock
 from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.rollout import Group
-from prime_rl.orchestrator.scheduler import Scheduler
-from prime_rl.orchestrator.trainer_watch import TrainerWatch
+from prime_rl.orchestrator.scheduler import GroupLedger, Scheduler
 from prime_rl.utils.watch import Watcher
+from tests.budgets import examples
 from tests.orchestrator_support import (
     FIRST_BYTE,
     FakeInference,
@@ -232,7 +232,7 @@ def versions_in(token_ids: list[int], loss_mask: list[bool]) -> list[int]:
     return [token_ids[i] - FIRST_BYTE for i in starts]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(case=CASES, data=st.data())
 def test_no_token_is_older_than_the_bound_whatever_the_order(case: Case, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prime_rl.configs.shared import SamplingConfig
+from prime_rl.configs.base import SamplingConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.orchestrator.client import (

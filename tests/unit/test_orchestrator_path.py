@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
+from prime_rl.configs.base import SamplingConfig
 from prime_rl.configs.envs import EnvConfig
-from prime_rl.configs.shared import SamplingConfig
 from prime_rl.orchestrator.envs import load_environment
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
 from prime_rl.orchestrator.orchestrator import run_to_the_end

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.configs.base import ConfigError
-from prime_rl.configs.shared import SamplingConfig
+from prime_rl.configs.base import ConfigError, SamplingConfig
 from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator import publication
 from prime_rl.orchestrator.client import CompletionRequest, InferenceUnavailable, RequestRefused, ServerClient

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.configs.shared import SamplingConfig
+from prime_rl.configs.base import SamplingConfig
 from prime_rl.orchestrator.client import CompletionRequest, ServerClient
 from prime_rl.orchestrator.pool import LOAD_BOUND, Server, choose
 

@@ -27,11 +27,11 @@ from prime_rl.orchestrator.batch import (
 )
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.evaluate import next_due
-from prime_rl.orchestrator.ledger import MAX_FILTERED_BATCHES, GroupLedger
 from prime_rl.orchestrator.metrics import last_eval_step, write_metrics
 from prime_rl.orchestrator.orchestrator import FINAL
 from prime_rl.orchestrator.rollout import Group, Rollout, derive_seed
 from prime_rl.orchestrator.sampler import ExampleSampler
+from prime_rl.orchestrator.scheduler import MAX_FILTERED_BATCHES, GroupLedger
 from tests.orchestrator_support import TalkEnv, make_run
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from prime_rl.contract.layout import RunDir, list_rollout_steps
-from prime_rl.contract.learning import Sign
+from prime_rl.contract.metrics import Sign
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.orchestrator import run_to_the_end
@@ -267,6 +267,14 @@ async def test_a_run_without_signal_tells_so_also_when_it_goes_on(workspace: Wor
     assert workspace.status.signs == [Sign("no_signal", 0.0, 0.0, 6)]
     assert await workspace.run_to_the_end(max_steps=7, max_async_level=1) == 0
     assert workspace.status.signs == [Sign("no_signal", 0.0, 0.0, 7)]
+
+
+async def test_one_that_starts_with_nothing_left_to_do_keeps_the_last_reward(workspace: Workspace) -> None:
+    assert await workspace.run_to_the_end(max_steps=2) == 0
+    reward = lines(workspace.run)[-1]["reward/mean"]
+    assert workspace.status.reward == reward
+    assert await workspace.run_to_the_end(max_steps=2) == 0
+    assert workspace.status.state == "finished" and workspace.status.reward == reward
 
 
 async def test_the_trainer_that_starts_again_finds_each_batch_once(workspace: Workspace) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prime_rl.configs.base import ConfigError, build
+from daemons.chat import ChatSettings
+from daemons.errors import WrongUseError
+from prime_rl.configs.base import ConfigError, EvalSamplingConfig, SamplingConfig, build
 from prime_rl.configs.envs import EnvConfig, PromptConfig, ShotConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import SamplingConfig
 from prime_rl.contract.layout import list_rollout_steps
+from prime_rl.contract.served import RANGES
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.orchestrator.envs.base import Message
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
@@ -84,6 +88,21 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], problem: str) -> Non
     with pytest.raises(ConfigError) as refused:
         config_of(**changes)
     assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", [SamplingConfig, EvalSamplingConfig, ChatSettings])
+def test_runs_evaluations_and_chats_have_the_ranges_of_requests(kind: type) -> None:
+    """So that nothing is accepted which inference refuses later."""
+    names = RANGES.keys() & inspect.signature(kind).parameters.keys()
+    assert {"temperature", "max_tokens"} <= names
+    for name in names:
+        limits = RANGES[name]
+        for bad in (limits.lowest - 1, limits.lowest / 2, limits.highest * 2 + 1, math.nan):
+            if limits.problem(bad):
+                with pytest.raises((ValueError, WrongUseError), match=name):
+                    kind(**{name: bad})
+        for good in (limits.highest, max(limits.lowest, 0) if name == "seed" else limits.lowest):
+            kind(**{name: good}, **({"max_tokens": good} if name == "min_tokens" and good else {}))
 
 
 def test_a_run_is_told_which_settings_move_the_importance_ratio(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,12 +11,11 @@ import pytest
 
 from prime_rl.orchestrator import scheduler as scheduler_module
 from prime_rl.orchestrator.client import RequestRefused
-from prime_rl.orchestrator.guard import RunFailed
-from prime_rl.orchestrator.ledger import GroupLedger
+from prime_rl.orchestrator.envs.checked import ExampleUnusable
+from prime_rl.orchestrator.guard import RunFailed, TrainerWatch
 from prime_rl.orchestrator.metrics import PhaseClock
 from prime_rl.orchestrator.rollout import Group, GroupFailed
-from prime_rl.orchestrator.scheduler import LOAD_REFUSED_LIMIT_S, Scheduler
-from prime_rl.orchestrator.trainer_watch import TrainerWatch
+from prime_rl.orchestrator.scheduler import LOAD_REFUSED_LIMIT_S, GroupLedger, Scheduler
 from prime_rl.utils.watch import Watcher
 from tests.orchestrator_support import make_run, publish
 from tests.unit.test_orchestrator_async_bound import settle
@@ -140,6 +139,33 @@ async def test_a_run_fails_when_more_than_half_of_its_last_groups_failed(tmp_pat
     goes_on.set()
     with pytest.raises(RunFailed, match="11 of the last 20 groups failed; last: group 40 has no answer"):
         await waiting
+    await scheduler.close()
+
+
+async def test_a_group_whose_example_is_unusable_is_left_out_and_is_none_that_was_dropped(tmp_path: Path) -> None:
+    async def make_group(index: int, note: Callable[[int], None]) -> Group:
+        if index == 1:
+            raise ExampleUnusable("its prompt is too long")
+        if index == 2:
+            raise GroupFailed("its server is gone")
+        return a_group(index)
+
+    scheduler = Alone(tmp_path, make_group).scheduler
+    assert [group.index for group in await scheduler.next_groups()] == [0, 3]
+    assert (scheduler.ledger.num_dropped, list(scheduler._outcomes).count(False)) == (1, 1)
+    await scheduler.close()
+
+
+async def test_a_version_that_is_there_is_not_what_a_run_waits_for(tmp_path: Path) -> None:
+    """What it needs next is published; only inference has yet to take it."""
+    scheduler = Alone(tmp_path, never).scheduler
+    scheduler._final_version = 2
+    publish(scheduler._run, 1)
+    await scheduler.notice_published()
+    assert "version 2" in str(scheduler.waiting_on(0.0))
+    publish(scheduler._run, 2)
+    await scheduler.notice_published()
+    assert scheduler.waiting_on(0.0) is None
     await scheduler.close()
 
 

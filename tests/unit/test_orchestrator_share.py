@@ -18,7 +18,7 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.types import JoinRequest, JoinResult, MakeRequest, TrainingBatch, read_batch
 from prime_rl.multinode.place import Proofs
 from prime_rl.multinode.records import RlPhase
-from prime_rl.multinode.rollouts import make_plan
+from prime_rl.multinode.work import make_plan
 from prime_rl.orchestrator import share
 from prime_rl.orchestrator.envs import load_environment
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy

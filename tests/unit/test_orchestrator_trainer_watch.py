@@ -13,7 +13,7 @@ import pytest
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S, TrainerStatus
-from prime_rl.orchestrator.trainer_watch import LATE_AFTER_S, TrainerWatch, describe_policy_wait
+from prime_rl.orchestrator.guard import LATE_AFTER_S, TrainerWatch, describe_policy_wait
 from prime_rl.utils.process import ProcessId
 
 NOW = 1000.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.configs.shared import SamplingConfig
+from prime_rl.configs.base import SamplingConfig
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunStatus, StatusWriter, TrainerStatus, read_status
 from prime_rl.contract.types import read_batch

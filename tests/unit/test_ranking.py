@@ -163,7 +163,7 @@ def best(workspace: OutputDir, capsys: Any, *words: str) -> tuple[str, str]:
 
 def test_best_prints_each_environment_and_what_to_know_of_it(workspace: OutputDir, capsys: Any) -> None:
     out, err = best(workspace, capsys)
-    assert "arithmetic, at step 1:" in out and out.count("★") == 2
+    assert "arithmetic, at step 1, mean of the last 10:" in out and out.count("★") == 2
     assert "2 environments" in err and "run_b" in err
     out, err = best(workspace, capsys, "--tag", "sort-letters", "--step", "2")
     assert "★  run_a" in out and "not ranked: run_b" in err and "environments" not in err
@@ -196,6 +196,9 @@ def test_best_is_stable_json_and_csv(workspace: OutputDir, capsys: Any) -> None:
         ("1", "2", "0.5", "run_a"),
         ("2", "1", "0.2", "run_b"),
     ]
+    for last, value in (("1", 0.7), ("2", pytest.approx(0.6))):
+        found = json.loads(best(workspace, capsys, *words, "--step", "2", "--last", last, "--json")[0])["standings"]
+        assert found[0]["value"] == value, f"the mean of the last {last}"
     loss = json.loads(best(workspace, capsys, "--metric", "loss", "--json")[0])
     assert {each["value"] for each in loss["standings"]} == {0.25}, "a metric of the trainer"
 

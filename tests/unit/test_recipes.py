@@ -18,7 +18,7 @@ from daemons.cli import app
 from daemons.demo import REPORT, SYSTEM_FILE
 from daemons.specs import write_component_configs
 from daemons.up_and_down import SHARE, _numbers
-from prime_rl.base_model import store
+from prime_rl.base_model import __main__ as make_base
 from prime_rl.configs.base import build, load_config, load_toml, merge
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.validate import TrainerLimits, check_against_trainer, load_run_config
@@ -136,10 +136,10 @@ def test_what_reads_the_packaged_model_is_missed_before_it_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipes = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["recipes"]
-    assert set(recipes) == set(store.READERS)
-    monkeypatch.setattr(store, "READERS", ("json", "no_such_reader"))
+    assert set(recipes) == set(make_base.READERS)
+    monkeypatch.setattr(make_base, "READERS", ("json", "no_such_reader"))
     with pytest.raises(
-        store.StoreError, match=r'^not installed: no_such_reader; pip install "prl-multirun\[recipes\]"$'
+        make_base.StoreError, match=r'^not installed: no_such_reader; pip install "prl-multirun\[recipes\]"$'
     ):
-        store.make_packaged(tmp_path / "model", lambda: False)
+        make_base.make_packaged(tmp_path / "model", lambda: False)
     assert list(tmp_path.iterdir()) == []

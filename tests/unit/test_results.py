@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from daemons.cli import run as prl
 from daemons.commands.results import _shown
@@ -45,10 +46,15 @@ def test_steps_that_were_gone_back_from_do_not_count(tmp_path: Path) -> None:
         [{"step": s, "tokens": 100} for s in (1, 2, 3, 4, 2)],
     )
     found = read_result(run)
-    assert found == RunResult({1: 0.1, 2: 0.3}, {1: {"eval/x/pass@1": 0.1}, 2: {"eval/x/pass@1": 0.2}}, 200, 1.0)
-    assert found.reward == pytest.approx(0.2) and found.steps == 2
-    assert read_result(run, until=1) == RunResult({1: 0.1}, {1: {"eval/x/pass@1": 0.1}}, 100, 0.0)
-    assert read_result(RunDir(tmp_path / "run_none")) == RunResult({}, {}, 0, 0.0)
+    assert found == RunResult({1: 0.1, 2: 0.3}, {1: {"eval/x/pass@1": 0.1}, 2: {"eval/x/pass@1": 0.2}}, 2, 200, 1.0)
+    assert found.reward == pytest.approx(0.2) and found.updates == 2
+    assert read_result(run, until=1) == RunResult({1: 0.1}, {1: {"eval/x/pass@1": 0.1}}, 1, 100, 0.0)
+    assert read_result(RunDir(tmp_path / "run_none")) == RunResult({}, {}, 0, 0, 0.0)
+
+
+def test_a_batch_that_waits_for_the_trainer_is_no_update(tmp_path: Path) -> None:
+    lines = [{"step": step, "time": float(step), "reward/mean": 0.5} for step in (1, 2, 3)]
+    assert read_result(make_run(tmp_path / "run_a", lines, [{"step": 1, "tokens": 7}])).updates == 1
 
 
 def test_a_step_without_a_time_is_no_part_of_the_hours(tmp_path: Path) -> None:
@@ -96,9 +102,30 @@ def test_runs_diff_shows_both_and_is_stable_json(tmp_path: Path, capsys: Any) ->
     assert "run 'run_c' not found" in capsys.readouterr().err
 
 
+def test_rewards_of_two_files_of_one_name_are_two_environments(tmp_path: Path, capsys: Any) -> None:
+    """To change the file and to add the run again is what people do."""
+    for run_id, code, reward in (("run_a", "0", 0.0), ("run_b", "1", 1.0), ("run_c", "0", 0.5)):
+        run = make_run(tmp_path / run_id, [{"step": 1, "reward/mean": reward}], [{"step": 1, "tokens": 7}])
+        run.control.mkdir()
+        config = {**CONFIG, "env": [{"id": "jsonl", "args": {"path": "a.jsonl", "reward": "../r.py:score"}}]}
+        run.orch_toml.write_text(tomli_w.dumps(config))
+        run.data.mkdir()
+        run.data_file("../r.py").write_text(f"def score(answer, row): return {code}")
+    place = ["--output-dir", str(tmp_path)]
+    assert prl(["runs", "diff", "run_a", "run_b", *place, "--json"]) == 0
+    (changed,) = json.loads(capsys.readouterr().out)["config"]
+    assert changed["name"] == "env.0.args.reward (code)" and len(set(changed["values"])) == 2
+    assert prl(["runs", "diff", "run_a", "run_c", *place, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"] == []
+    assert prl(["runs", "best", *place, "--json"]) == 0
+    standings = json.loads(capsys.readouterr().out)["standings"]
+    assert {each["name"]: each["place"] for each in standings} == {"run_a": 2, "run_b": 1, "run_c": 1}
+    assert {each["environment"].rpartition("@")[2] for each in standings} == set(changed["values"])
+
+
 def test_a_card_is_short_and_takes_no_markup_from_a_run() -> None:
     names = "eval/a|b`<x>/pass@1"
-    result = RunResult({step: step / 100 for step in range(1, 501)}, {500: {names: 0.5}}, 10_000, 1.0)
+    result = RunResult({step: step / 100 for step in range(1, 501)}, {500: {names: 0.5}}, 500, 10_000, 1.0)
     text = model_card(CardFacts("run_a", 500, "Qwen/Qwen3-0.6B", False, {"x": None, "y": "`````"}, result))
     assert "\nbase_model: Qwen/Qwen3-0.6B\n" in text and "library_name: transformers" in text and "lora" not in text
     rows = [line for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3]
@@ -198,6 +225,14 @@ def test_a_frame_is_of_the_library_that_is_there(tmp_path: Path, monkeypatch: py
     assert list(columns)[:2] == ["step", "time"] and columns["step"] == [0, 1, 2]
     assert columns["loss"] == [None, 1.0, 0.5]
     assert frame(run.samples()).columns["reward"] == [0.5]
+
+
+def test_a_frame_of_pandas_has_a_row_a_step(tmp_path: Path) -> None:
+    pytest.importorskip("pandas", reason="pandas is not installed")
+    table = frame(Workspace(make_workspace(tmp_path)).metrics())
+    curves = table.pivot(index="step", columns="run_id", values="reward/mean").dropna()
+    assert (table.shape[0], list(curves.index)) == (6, [1, 2])
+    assert curves["run_b"].tolist() == [0.5, 0.75] and frame([]).shape == (0, 0)
 
 
 def test_metrics_are_exported_as_csv(tmp_path: Path, capsys: Any) -> None:

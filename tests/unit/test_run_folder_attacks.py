@@ -21,14 +21,14 @@ import typer.main
 
 import daemons.cli
 from daemons import actions
-from daemons.actions import end_run, ends_again
+from daemons.actions import ActionError, end_run, ends_again
 from daemons.logs import end_of_lines, last_lines, rotate
 from daemons.machine import DiskReader
 from daemons.monitors.__main__ import Feed, Monitors, Positions
 from daemons.observe import Observer
 from daemons.process import log_tail, spawn
 from daemons.workspace_reader import WorkspaceReader
-from prime_rl.configs.base import parse_argv
+from prime_rl.configs.base import ConfigError, parse_argv
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.reports import MonitorsConfig
 from prime_rl.configs.validate import load_run_config
@@ -39,8 +39,7 @@ from prime_rl.contract.samples import Sample, SampleFile, read_samples
 from prime_rl.contract.status import RunStatus, StatusWriter, read_status
 from prime_rl.contract.types import RankEntry, RankFileWriter, max_batch_bytes, read_batch, read_rank_file
 from prime_rl.contract.usage import life_of
-from prime_rl.inference.errors import ApiError
-from prime_rl.inference.guard import confined_adapter
+from prime_rl.inference.guard import ApiError, confined_adapter
 from prime_rl.lora.adapter_state import ADAPTER_FILE, load_peft, load_tensors, read_shapes, served_parts
 from prime_rl.orchestrator.batch import find_progress, publish_batch, save_state
 from prime_rl.orchestrator.guard import check_run
@@ -62,10 +61,10 @@ from tests.trainer_support import (
     write_model,
     write_run,
 )
-from tui.actions.jobs import looks_like_run, read_draft
-from tui.readers.run_reader import RunReader, RunRequest
+from tui.actions import looks_like_run, read_draft
 from tui.readers.tabs import TABS
 from tui.readers.workspace_metrics import WorkspaceMetrics
+from tui.screens.run import RunReader, RunRequest
 
 NUM_STEPS = 2
 # A sparse file is 2 GB; what a look may hold of it, and all else that a look needs.
@@ -145,19 +144,20 @@ def looks_at_all(workspace: Path) -> Iterator[tuple[str, Look]]:
     names = [run.run_id for run in scan_runs(workspace)[0]]
     reader, discovery, eyes = WorkspaceReader(workspace), Discovery(workspace, lambda config: None), Observer(output)
 
-    def discover() -> None:
-        found = discovery.scan({}, None)
+    def discover(*active: str) -> None:
+        found = discovery.scan({name: (workspace / name).stat().st_ino for name in active}, None)
         discovery.judge(found)
         discovery.report(found)
 
     for turn in ("first", "second"):
         yield f"the {turn} read of WorkspaceReader", lambda: reader.read(with_configs=True)
         yield f"the {turn} look of the trainer's discovery", discover
+        yield f"the {turn} look of the trainer's discovery, with all in slots", partial(discover, *names)
         yield f"the {turn} look of the supervisor", lambda: eyes.runs(names)
     yield "the console's metrics", lambda: WorkspaceMetrics(workspace).update(reader.read())
     yield "the look at the disk", DiskReader(workspace).read
     yield "the look of the monitors", Monitors(output, MonitorsConfig()).look
-    for argv in (["status"], ["status", "--json"], ["runs", "list"], ["runs", "list", "--json"]):
+    for argv in (["status"], ["status", "--json"], ["runs", "list"], ["runs", "list", "--json"], ["runs", "best"]):
         yield f"prl {' '.join(argv)}", prl(workspace, *argv)
 
 
@@ -327,6 +327,26 @@ def test_every_file_of_a_run_is_replaced_while_it_is_read(tmp_path: Path, whole_
                 finishes(f"{what}, while {target} is replaced", partial(may_refuse, look), run.path / target)
         shutil.rmtree(run.path)
     assert outside.touched() == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(b':"', b':"\xff'), (b'"', b'"\xff'), (b"{", b'{"\xff":1,'), (b"= ", b"= \xff")]
+)
+def test_every_text_of_a_run_is_in_turn_no_utf8(
+    tmp_path: Path, whole_run: RunDir, outside: Outside, before: bytes, after: bytes
+) -> None:
+    """A byte in an otherwise valid file: decoders have an error of their own for it."""
+    workspace = tmp_path / "workspace"
+    texts = [path for path in run_paths(whole_run) if path.suffix in (".json", ".jsonl", ".toml", ".txt")]
+    shutil.copytree(whole_run.path, workspace / GOOD)
+    for number, target in enumerate(path for path in texts if (whole_run.path / path).is_file()):
+        path = Path(shutil.copytree(whole_run.path, workspace / f"run_{number}")) / target
+        path.write_bytes(path.read_bytes().replace(before, after, 1))
+    look_at_all(workspace, outside, "no UTF-8")
+    for run in scan_runs(workspace)[0]:
+        for argv in (["runs", "show", run.run_id], ["runs", "diff", GOOD, run.run_id], ["runs", "samples", run.run_id]):
+            with contextlib.suppress(ActionError, ConfigError):
+                prl(workspace, *argv)()
 
 
 def test_what_is_attacked_is_all_that_a_run_holds(whole_run: RunDir) -> None:

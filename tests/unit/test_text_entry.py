@@ -21,7 +21,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import NodeReader
 from prime_rl.contract.samples import TokenSample
 from prime_rl.utils.runtime import complain, setup_logger
-from tests.budgets import in_full, in_release
+from tests.budgets import IS_FULL, in_full, in_release
 from tests.text_attacks import (
     ALL,
     ATTACKS,
@@ -43,12 +43,17 @@ from tui.model.snapshot import make_snapshot
 from tui.readers.machine import read_alerts
 from tui.readers.rollouts import RolloutsRequest
 from tui.readers.run_config import ConfigReader, ConfigRequest
-from tui.readers.run_reader import RunReader, RunRequest
 from tui.readers.tabs import TABS
+from tui.screens.run import RunReader, RunRequest
 
 WORD = "wherever"
 LONG = "megabyte"
-IN_TURN = [*SOME_ATTACKS, *in_release(*(each for each in ATTACKS if each not in SOME_ATTACKS))]
+IN_TURN = [
+    "csi",
+    "lines",
+    *in_full("markup", "bidi"),
+    *in_release(*(each for each in ATTACKS if each not in SOME_ATTACKS)),
+]
 # Of some attacks nothing is left to be seen, and some files may not be as long as that.
 UNSEEN = ("title", "title, other end", LONG)
 
@@ -228,8 +233,9 @@ def test_what_the_shell_offers_to_complete(
         assert "owned" not in offered
 
 
+@pytest.mark.budget
 def test_what_prl_says_of_a_config(attacked: Attacked, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(0, attacked.num_configs, 8):
+    for number in range(0, attacked.num_configs, 8 if IS_FULL else 40):
         file = str(attacked.output.run(f"run_c{number:03d}").orch_toml)
         for more in ((), ("--json",)):
             run(["runs", "validate", file, "--output-dir", str(attacked.output.path), *more])

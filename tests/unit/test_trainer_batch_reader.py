@@ -60,8 +60,8 @@ class Disk:
     def path(self, run_id: str, step: int = 1) -> Path:
         return self.folder / f"{run_id}_{step}"
 
-    def want(self, run_id: str, step: int = 1, *, due: bool = True) -> None:
-        limits = BatchLimits(run_id, step, seq_len=32, vocab_size=VOCAB, max_async_level=2)
+    def want(self, run_id: str, step: int = 1, *, due: bool = True, seq_len: int = 32) -> None:
+        limits = BatchLimits(run_id, step, seq_len=seq_len, vocab_size=VOCAB, max_async_level=2)
         self.reader.want(self.path(run_id, step), limits, due=due)
 
     def take(self) -> dict[str, BatchColumns | str]:
@@ -223,6 +223,31 @@ def test_a_run_that_went_back_gets_no_batch_of_a_later_step(disk: Disk) -> None:
     disk.want("run_a", 3)
     assert msgspec.structs.asdict(disk.take()["run_a"])["step"] == 3  # type: ignore[arg-type]
     disk.has_read("run_a_3", "run_a_2", "run_a_3")
+
+
+def test_a_missing_file_that_is_not_wanted_any_more_takes_no_other_with_it(disk: Disk) -> None:
+    batch = disk.put("run_a", 2)
+    disk.stop()
+    disk.want("run_a", 3)
+    assert disk.is_asked.wait(PATIENCE_S)
+    disk.want("run_a", 2)
+    disk.is_free.set()
+    disk.has_read("run_a_3", "run_a_2")
+    assert disk.take() == {"run_a": batch}
+
+
+def test_a_batch_that_was_checked_against_other_limits_is_read_again(disk: Disk) -> None:
+    """As when the config that allowed it was changed meanwhile."""
+    batch = disk.put("run_a")
+    disk.want("run_a", due=False, seq_len=4)
+    disk.has_read("run_a_1")
+    disk.want("run_a", due=False)
+    disk.has_read("run_a_1", "run_a_1")
+    disk.want("run_a", seq_len=4)
+    disk.has_read("run_a_1", "run_a_1", "run_a_1")
+    assert "expected 2 to seq_len = 4" in str(disk.take()["run_a"])
+    disk.want("run_a")
+    assert disk.take() == {"run_a": batch}
 
 
 def test_no_more_than_one_batch_of_a_run_is_kept() -> None:

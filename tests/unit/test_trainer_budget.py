@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.trainer.fit import capacity
-from prime_rl.trainer.fit.capacity import FRAGMENTS, MOST_AUTO_SLOTS, MOST_TOKENS, with_a_budget
-from prime_rl.trainer.fit.predict import predict, setting_of
+from prime_rl.trainer import capacity
+from prime_rl.trainer.capacity import FRAGMENTS, MOST_AUTO_SLOTS, MOST_TOKENS, with_a_budget
+from prime_rl.trainer.memory import predict, setting_of
 from prime_rl.trainer.model import ModelError
+from tests.budgets import in_full
 from tests.trainer_support import solo_world, trainer_config, write_model
 
 # One worker measures each shape once.
@@ -87,7 +88,12 @@ def test_of_two_autos_slots_come_first_and_tokens_take_the_rest(
     ("changes", "words"),
     [
         ({}, r"^max_tokens_per_micro_batch = 'auto': a row of seq_len = 64 does not fit .* lower seq_len"),
-        ({"max_concurrent_runs": "auto"}, r"^max_concurrent_runs = 'auto': one run with a pass of 64 tokens does not"),
+        *in_full(
+            (
+                {"max_concurrent_runs": "auto"},
+                r"^max_concurrent_runs = 'auto': one run with a pass of 64 tokens does not",
+            )
+        ),
         ({"model": {"lora": None}, "max_concurrent_runs": "auto"}, r"or train on more GPUs"),
     ],
 )

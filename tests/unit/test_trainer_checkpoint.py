@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from prime_rl.contract import files
 from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.contract.notes import ResumeRequest, pending_request
+from prime_rl.trainer import checkpoint
 from prime_rl.trainer.checkpoint import (
     PROGRESS_FILE,
     drop_after,
@@ -117,7 +119,23 @@ def test_a_run_that_goes_back_keeps_the_step_that_it_goes_back_to(tmp_path: Path
     for step in (1, 2, 3):
         run.broadcast_dir(step).mkdir(parents=True)
     drop_after(run, 2)
-    assert [list_steps(each) for each in (run.broadcast, run.checkpoints, run.rollouts)] == [[1, 2]] * 3
+    parents = run.broadcast, run.checkpoints, run.rollouts
+    assert [list_steps(each) for each in parents] == [[1, 2]] * 3
+    sweep(run)
+    assert [sorted(os.listdir(each)) for each in parents] == [["step_1", "step_2"]] * 3
+
+
+def test_a_run_that_goes_back_does_not_have_all_runs_wait_while_its_folders_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with(tmp_path, batches=[], of_trainer=[1, 2])
+
+    def removes(*args: object) -> None:
+        raise AssertionError("this may take long: it is for the thread of the run")
+
+    monkeypatch.setattr(files, "remove_at", removes)
+    drop_after(run, 1)
+    assert list_steps(run.checkpoints) == [1]
 
 
 class Killed(BaseException):
@@ -131,14 +149,14 @@ def test_a_run_that_goes_back_loses_its_later_versions_before_all_else(
     run = run_with(tmp_path, batches=[1, 2, 3], of_trainer=[1, 2, 3])
     for step in (1, 2, 3):
         run.broadcast_dir(step).mkdir(parents=True)
-    rmtree = files.shutil.rmtree
+    put_away = checkpoint.put_away
 
     def dies_after_the_versions(path: Path) -> None:
-        if run.broadcast not in Path(path).parents:
+        if path.parent != run.broadcast:
             raise Killed
-        rmtree(path)
+        put_away(path)
 
-    monkeypatch.setattr(files.shutil, "rmtree", dies_after_the_versions)
+    monkeypatch.setattr(checkpoint, "put_away", dies_after_the_versions)
     with pytest.raises(Killed):
         drop_after(run, 1)
     assert list_steps(run.broadcast) == [1] and list_steps(run.rollouts) == [1, 2, 3]
@@ -160,10 +178,10 @@ def test_a_step_folder_is_no_longer_stable_before_anything_else_of_it_goes(
 ) -> None:
     run = run_with(tmp_path, batches=[], of_trainer=[2])
 
-    def no_disk(path: Path) -> None:
+    def no_disk(name: str, folder: int) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(files.shutil, "rmtree", no_disk)
+    monkeypatch.setattr(files, "_remove_tree", no_disk)
     remove_step(run.checkpoint_dir(2))
     assert run.trainer_checkpoint(2).is_dir() and not stable_marker(run.checkpoint_dir(2)).exists()
 

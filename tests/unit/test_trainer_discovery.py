@@ -10,11 +10,26 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from prime_rl.configs.admitted import apply, read_effect, write_admitted
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.trainer.runs.discovery import CLOSE_LOOKS, QUIET_S, Discovery, Findings
+from prime_rl.trainer.runs.discovery import (
+    CLOSE_LOOKS,
+    DEAR_S,
+    DEAR_SHARE,
+    MAX_REST_S,
+    QUIET_S,
+    Discovery,
+    Findings,
+    Leave,
+    _Entry,
+    find_leave,
+)
 from tests.discovery_support import SETTLE_S, Look, place, run_of, text_of
 
 
@@ -82,6 +97,22 @@ def test_a_refusal_is_reported_though_the_content_came_back(tmp_path: Path) -> N
     assert "odious" in run.config_error.read_text()
     run.config_error.unlink()
     assert look(run.control).invalid == ["run_a"] and "odious" in run.config_error.read_text()
+
+
+def test_a_finished_run_stays_finished_where_its_config_is_refused_now(tmp_path: Path) -> None:
+    """A workspace may have been restarted with a smaller seq_len: what the run trained with was admitted."""
+    run = run_of(tmp_path, text="max_steps = 2\n" + text_of(666))
+    for step in (1, 2):
+        run.broadcast_dir(step).mkdir(parents=True)
+        mark_stable(run.broadcast_dir(step))
+    look = Look(tmp_path)
+    look.all()
+    assert look.later(SETTLE_S).invalid == ["run_a"] and run.config_error.exists(), "it was never admitted"
+    write_admitted(run, read_effect(run), 0)
+    assert look(run.control).finished == ["run_a"] and not run.config_error.exists()
+    apply(run, "max_steps = 3\n" + text_of(666))
+    look(run.control)
+    assert look.later(SETTLE_S).invalid == ["run_a"], "one that is to train longer must fit"
 
 
 # How editors save, one file operation a step.
@@ -271,6 +302,86 @@ def test_a_linked_config_is_not_followed(tmp_path: Path) -> None:
     run.orch_toml.unlink()
     place(run, text_of(2))
     assert [each.config.seed for each in look.all().candidates] == [2] and not run.config_error.exists()
+
+
+def test_a_run_that_is_dear_to_look_at_takes_a_small_share_of_the_trainers_time(tmp_path: Path) -> None:
+    look, run = Look(tmp_path), run_of(tmp_path, text=text_of(1))
+    run_of(tmp_path, "run_b", text=text_of(2))
+    look.dear_s = 2 * DEAR_S
+    assert ids(look.all()) == ["run_a", "run_b"]
+    look.dear_s = 0.0
+    place(run, text_of(3))
+    found = look(run.control)
+    assert ids(found) == ["run_b"] and found.settling == ["run_a"] and found.due == pytest.approx(DEAR_S / DEAR_SHARE)
+    assert ids(look.later(0.9 * found.due)) == ["run_b"] and look.seeds == [1, 2]
+    assert ids(look.later(0.2 * found.due)) == ["run_a", "run_b"] and look.seeds == [1, 2, 3]
+
+
+def test_whatever_a_look_at_one_run_raises_the_others_have_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("run_a", "run_b", "run_c"):
+        run_of(tmp_path, name, text=text_of(1))
+    discovery, find = Discovery(tmp_path, lambda config: None), find_leave
+
+    def fails(run: RunDir) -> Leave | None:
+        if run.run_id != "run_c":
+            raise RuntimeError("unforeseen")
+        return find(run)
+
+    monkeypatch.setattr("prime_rl.trainer.runs.discovery.find_leave", fails)
+    found = discovery.scan({"run_a": (tmp_path / "run_a").stat().st_ino})
+    discovery.judge(found)
+    assert not found.gone and ids(found) == ["run_c"], "a run stays in its slot"
+    assert set(found.refused) == {"run_b"} and "unforeseen" in found.refused["run_b"]
+
+
+def test_however_dear_a_look_was_there_is_another_within_a_minute(tmp_path: Path) -> None:
+    look, run = Look(tmp_path), run_of(tmp_path, text=text_of(1))
+    look.dear_s = 1_000.0
+    look.all()
+    for seed in (2, 3):  # what is asked for during the rest makes it no longer
+        place(run, text_of(seed))
+        assert look(run.control).settling == ["run_a"]
+    look.later(MAX_REST_S)
+    assert look.seeds == [1, 3]
+
+
+def test_many_looks_that_are_each_cheap_count_together(tmp_path: Path) -> None:
+    look, run = Look(tmp_path), run_of(tmp_path, text=text_of())
+    look.dear_s = DEAR_S / 10
+    for number in range(100):
+        place(run, text_of(number))
+        look.all()
+        look.now += 0.01
+    assert 10 <= len(look.seeds) <= 13, "what may be taken at once, and the share of a second"
+
+
+def test_a_run_that_was_finished_is_validated_before_it_may_have_a_slot(tmp_path: Path) -> None:
+    """Versions can be put there and removed by the owner of the run, and its config with them."""
+    look, run = Look(tmp_path), run_of(tmp_path, text=text_of(666))
+    write_admitted(run, read_effect(run), 0)
+    last = run.broadcast_dir(OrchestratorConfig.model_fields["max_steps"].default)
+    last.mkdir(parents=True)
+    mark_stable(last)
+    assert look.all().finished == ["run_a"] and look.seeds == []
+    shutil.rmtree(last)
+    assert look.all().candidates == []
+    assert look.later(2 * SETTLE_S).invalid == ["run_a"] and set(look.seeds) == {666}
+
+
+def test_what_fails_at_one_run_is_not_met_by_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_of(tmp_path, "run_a", text_of()), run_of(tmp_path, "run_b", text_of())
+    judge = _Entry.judge
+
+    def fails(entry: _Entry, *args: Any) -> str:
+        if entry.run.run_id == "run_a":
+            raise RecursionError("too deep")
+        return judge(entry, *args)
+
+    monkeypatch.setattr(_Entry, "judge", fails)
+    found = Look(tmp_path).all()
+    assert ids(found) == ["run_b"] and "RecursionError: too deep" in found.refused["run_a"]
 
 
 def test_prints_spare_what_has_not_changed(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from prime_rl.contract.layout import RunDir
 from prime_rl.trainer.runs.discovery import QUIET_S, Findings
+from tests.budgets import examples
 from tests.discovery_support import SETTLE_S, Look, place, run_of, text_of
 
 RUN_IDS = ["run_a", "run_b"]
@@ -84,7 +85,7 @@ def verdicts(found: Findings) -> dict[str, object]:
     return told | found.refused
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(RUN_IDS), st.sampled_from(OPERATIONS), st.integers(1, 3), st.booleans()), max_size=25

@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from prime_rl.configs.fit_flags import SHAPES
-from prime_rl.configs.shared import LoRAConfig
+from prime_rl.configs.base import LoRAConfig
+from prime_rl.configs.system import SHAPES
 from prime_rl.configs.trainer import TrainerConfig, TrainerModelConfig
-from prime_rl.trainer.fit import __main__ as cli
-from prime_rl.trainer.fit.capacity import (
+from prime_rl.trainer import fit as cli
+from prime_rl.trainer.capacity import (
     GIB,
     MOST_AUTO_SLOTS,
     MOST_TOKENS,
@@ -30,7 +30,8 @@ from prime_rl.trainer.fit.capacity import (
     served_bytes,
     split,
 )
-from prime_rl.trainer.fit.predict import (
+from prime_rl.trainer.fused import CHUNK_BYTES
+from prime_rl.trainer.memory import (
     HOST_COPIES,
     PassMemory,
     Setting,
@@ -41,7 +42,6 @@ from prime_rl.trainer.fit.predict import (
     predict,
     setting_of,
 )
-from prime_rl.trainer.fused import CHUNK_BYTES
 from tests.budgets import in_full, in_release
 from tests.daemons_support import ROOT
 
@@ -86,7 +86,7 @@ def test_the_meter_counts_each_memory_once_and_until_its_last_tensor_goes() -> N
     ("make", "dtype", "checkpoints"),
     [
         (tiny, torch.float32, False),
-        (whole, torch.bfloat16, True),
+        *in_full((whole, torch.bfloat16, True)),
         *in_release((tiny, torch.float32, True), (tiny, torch.bfloat16, False), (tiny, torch.bfloat16, True)),
         *in_release((whole, torch.float32, False), (whole, torch.float32, True), (whole, torch.bfloat16, False)),
     ],
@@ -248,7 +248,7 @@ def test_the_documents_have_the_models_that_matter() -> None:
 TABLES = re.findall(r"```\nprl fit FLAGS (.*)\n```\n\n\| FLAGS \| (.*) \|\n\|[-|]+\n((?:\| .*\n)+)", DOCUMENT)
 ONE_BY_ONE = """
 import sys
-from prime_rl.trainer.fit.__main__ import main
+from prime_rl.trainer.fit import main
 for line in sys.stdin:
     assert main([*line.split(), "--json"]) == 0, line
 """

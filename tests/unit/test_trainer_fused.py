@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
-from prime_rl.configs.shared import DEFAULT_TARGET_MODULES
+from prime_rl.configs.base import DEFAULT_TARGET_MODULES
 from prime_rl.lora.linear import AdapterRouting, apply_lora_to_model
 from prime_rl.trainer.fused import FrozenRMSNorm, GatedMLP, fuse_mlps, fuse_norms
 from tests.numeric import check_same

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from prime_rl.configs.shared import DEFAULT_TARGET_MODULES, LoRAConfig
+from prime_rl.configs.base import DEFAULT_TARGET_MODULES, LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.trainer import fused
 from prime_rl.trainer.model import ModelError, PolicyModel, Targets, adapt_model

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from prime_rl.configs.orchestrator import OptimConfig, SchedulerConfig
 from prime_rl.configs.validate import TrainerLimits
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 from prime_rl.trainer.optim import NEEDS_MATRICES, Muon, RunOptimizer, lr_factor, make_optimizer, orthogonalized
-from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.runs.compat import MultiLoRAOptimizer, MultiLoRAScheduler
+from prime_rl.trainer.runs import MultiLoRAOptimizer, MultiLoRAScheduler, MultiRunManager
 from tests.trainer_support import solo_world, write_run
 
 BASE = Path("some/model")
@@ -166,6 +167,34 @@ def test_a_run_of_lower_rank_touches_only_its_part_and_keeps_only_its_state(tmp_
     assert lora_A[:2].all() and not lora_A[2:].any() and lora_B[:, :2].all() and not lora_B[:, 2:].any()
     shapes = {tuple(t.shape) for s in run.state_dict()["optimizer"]["state"].values() for t in s.values() if t.dim()}
     assert shapes == ({(2, 6), (4, 2)} if kind in NEEDS_MATRICES else {(2 * 6 + 4 * 2,)})
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_state_that_no_update_leaves_is_refused(tmp_path: Path, kind: str) -> None:
+    """torch takes it, and the next update would raise: in the pass that all runs share."""
+    manager, [run] = with_runs(tmp_path, {"optim": {"type": kind, "lr": 0.1, "betas": [0.9, 0.9]}})
+    set_gradients(manager, 0, rank=8)
+    update(run)
+    saved = run.state_dict()
+    changes: list[Callable[[Tensor], Tensor]] = [
+        lambda part: part[None] if part.dim() else part,
+        lambda part: part[..., None] if part.dim() else part,
+        *((lambda part, count=count: part if part.dim() else part + count) for count in (-1e30, 1e30, math.nan)),
+    ]
+    num_refused = 0
+    for change in changes:
+        state = {
+            at: {key: change(part) for key, part in each.items()} for at, each in saved["optimizer"]["state"].items()
+        }
+        with contextlib.suppress(ValueError):
+            run.load_moments({**saved["optimizer"], "state": state})
+            num_refused -= 1
+        num_refused += 1
+    has_counts = any(not part.dim() for each in saved["optimizer"]["state"].values() for part in each.values())
+    assert num_refused == (5 if has_counts else 2)
+    with pytest.raises(ValueError, match="the saved scheduler is at step"):
+        run.load_state_dict({**saved, "scheduler": {"step": 2**1000}})
+    run.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

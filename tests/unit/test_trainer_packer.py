@@ -172,6 +172,21 @@ def test_the_tokens_of_a_pass_are_counted_for_the_run_that_has_them(trainer: Tra
     assert [run.pass_tokens for run in trainer.manager.active] == num_tokens
 
 
+def test_a_run_of_twice_the_weight_is_given_rows_twice_as_fast(trainer: Trainer) -> None:
+    """Until its own batch is through, the other one has had half of its tokens, or a row more."""
+    for run_id, weight in (("run_a", 1.0), ("run_b", 2.0)):
+        put_batch(add(trainer.workspace, run_id, weight=weight), make_batch(run_id, 1, num_samples=40))
+    look(trainer.manager)
+    trainer.takes(num=2)
+    trainer.packer.limit(60)
+    num_passes = 0
+    while not (pack := trainer.packer.pack()) or not pack.ready:
+        num_passes += 1
+    assert num_passes > 3 and [ready.run_idx for ready in pack.ready] == [1]
+    light, heavy = (run.pass_tokens for run in trainer.manager.active)
+    assert abs(light - heavy / 2) <= 60
+
+
 def test_passes_are_as_small_as_the_smallest_limit_that_was_found(trainer: Trainer) -> None:
     run = add(trainer.workspace, "run_a")
     look(trainer.manager)

@@ -17,6 +17,7 @@ from prime_rl.contract.types import TOKEN_BYTES, TOKEN_DTYPE, SampleColumns, Tra
 from prime_rl.trainer.fair_queue import Row, RowQueue, blank_micro_batch, deal, rows_of, to_micro_batch
 from prime_rl.trainer.loss import LossInputs, compute_loss
 from prime_rl.trainer.step import Rows
+from tests.budgets import examples
 from tests.loss_support import EVERY_LOSS, name_of
 from tests.trainer_support import sample
 
@@ -39,7 +40,7 @@ def drain(queue: RowQueue, limit: int = 10_000) -> list[list[Row]]:
     return passes
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     runs=st.lists(st.lists(st.integers(6, 60), min_size=1, max_size=12), min_size=1, max_size=5),
     max_tokens=st.sampled_from([8, 40, 200, 5_000]),
@@ -213,7 +214,7 @@ def test_a_run_that_takes_a_slot_has_had_nothing_of_what_the_one_before_it_had()
     assert [rows[0].run_idx for rows in drain(queue)] == [0, 1, 0, 1]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(lengths=st.lists(st.integers(20, 39), min_size=1, max_size=40), num_ranks=st.integers(1, 8))
 def test_rows_are_dealt_evenly(lengths: list[int], num_ranks: int) -> None:
     rows = rows_of(0, batch(lengths))

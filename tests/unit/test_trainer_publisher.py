@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from prime_rl.contract.files import wait_for
+from prime_rl.configs.orchestrator import InitConfig
+from prime_rl.contract.files import WaitTimeout, mark_stable, wait_for
 from prime_rl.contract.layout import list_steps
+from prime_rl.trainer import checkpoint
 from prime_rl.trainer import publish as publish_module
 from prime_rl.trainer.checkpoint import RunSnapshot, trainer_steps
 from prime_rl.trainer.loss import LossSums
 from prime_rl.trainer.metrics import PhaseTimer
-from prime_rl.trainer.publish import BackgroundWriter, FileSystemWeightBroadcast, Publisher, write_version
+from prime_rl.trainer.publish import BackgroundWriter, FileSystemWeightBroadcast, Publisher, WriteJob, write_version
 from prime_rl.trainer.runs.run import Leaving
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
@@ -65,7 +67,7 @@ class Life:
 
     def written(self) -> None:
         """When the writer is done, what it did is taken in."""
-        self.writer.finish()
+        self.writer.finish("run_a")
         self.publisher.collect()
 
     @property
@@ -78,7 +80,7 @@ def life(tmp_path: Path) -> Iterator[Life]:
     life = Life(tmp_path)
     yield life
     life.disk.is_free.set()
-    life.writer.finish()
+    life.writer.finish("run_a")
 
 
 def test_a_run_leaves_after_its_last_update_and_not_before(life: Life) -> None:
@@ -115,6 +117,13 @@ def test_a_run_that_resumes_has_its_version_and_one_that_is_there_is_not_written
     life.run.progress.step = 2
     life.publisher.resume(life.run)
     assert life.run.leaving is Leaving.FINISHED, "nothing is left to do"
+
+
+def test_a_run_that_starts_from_an_adapter_has_that_as_version_0(life: Life) -> None:
+    life.run.config = life.run.config.model_copy(update={"init": InitConfig.model_validate({"from": "run_b@v3"})})
+    life.publisher.resume(life.run)
+    life.written()
+    assert life.versions == life.told == [0]
 
 
 @pytest.mark.parametrize(
@@ -188,3 +197,36 @@ def test_a_version_is_marked_when_its_files_are_there(tmp_path: Path) -> None:
     write_version(tmp_path / "broadcast" / "step_1", save)
     assert seen == [["weights"]]
     assert {each.name for each in (tmp_path / "broadcast" / "step_1").iterdir()} == {"weights", "STABLE"}
+
+
+def test_a_disk_that_hangs_for_one_run_costs_no_other_its_last_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, release = add(tmp_path, "run_0"), threading.Event()
+    life = Life(tmp_path)
+    run = life.trainer.manager.run_of("run_a")
+    assert run is not None and life.run.run_id == "run_0" and life.run.run_idx < run.run_idx
+    run.progress.step = 5
+    life.writer.submit(WriteJob("run_0", "version 9 of run_0", lambda: release.wait(PATIENCE_S) and None, lambda: None))
+    monkeypatch.setattr(publish_module, "DISK_TIMEOUT_S", 0.3)
+    with pytest.raises(WaitTimeout, match="waiting for the disk to take what run_0 made"):
+        life.publisher.before_exit()
+    release.set()
+    life.writer.finish("run_0")
+    assert trainer_steps(run.dir) == [5] and trainer_steps(stuck) == []
+
+
+def test_a_checkpoint_is_marked_when_its_files_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The orchestrator goes on from the newest that is marked, so a kill before leaves no such one."""
+    run, trainer, seen = add(tmp_path, "run_a"), Trainer(tmp_path), list[list[str]]()
+
+    def mark(folder: Path) -> None:
+        seen.append(sorted(each.name for each in run.trainer_checkpoint(1).glob("*")))
+        mark_stable(folder)
+
+    monkeypatch.setattr(checkpoint, "mark_stable", mark)
+    trainer.update()
+    trainer.checkpoints.save(trainer.snapshots.whole(trainer.run))
+    (found,) = seen
+    assert found == sorted(each.name for each in run.trainer_checkpoint(1).iterdir())
+    assert {checkpoint.PROGRESS_FILE, checkpoint.STATE_FILE} < set(found) and trainer_steps(run) == [1]

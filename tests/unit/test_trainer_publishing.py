@@ -66,7 +66,7 @@ class Noted:
         run = self.trainer.run
         report = UpdateReport(run.progress.step, LossSums(), 1.0, 1e-3, 0.1, 0.1)
         self.publisher.after_update(run, ReadyRun(0, 10, 1), report, PhaseTimer())
-        self.writer.finish()
+        self.writer.finish("run_a")
         self.publisher.collect()
         assert not run.dir.evicted.exists() and run.leaving in (Leaving.NO, Leaving.FINISHED), run.reason
 
@@ -110,11 +110,17 @@ def test_a_rank_without_rows_adds_zeros_and_not_the_gradients_of_the_update_befo
     assert trainer.run.training.reduce_gradients() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("gradient", "counts"), [(1.0, (1, 100, 8)), (float("nan"), (0, 0, 0))])
+WILD = {"type": "sgd", "lr": 1e38, "max_norm": 1e9}  # what is finite makes weights that are not
+
+
+@pytest.mark.parametrize(
+    ("gradient", "optim", "counts"),
+    [(1.0, {}, (1, 100, 8)), (float("nan"), {}, (0, 0, 0)), (10.0, WILD, (0, 0, 0))],
+)
 def test_an_update_counts_its_batch_and_one_that_is_not_done_nothing_and_neither_leaves_gradients(
-    tmp_path: Path, gradient: float, counts: tuple[int, int, int]
+    tmp_path: Path, gradient: float, optim: dict[str, Any], counts: tuple[int, int, int]
 ) -> None:
-    add(tmp_path, "run_a")
+    add(tmp_path, "run_a", optim=optim)
     trainer = Trainer(tmp_path)
     model = cast(PolicyModel, SimpleNamespace(layers=["adapters"]))  # an update needs no pass
     leaves = [leaf for _, leaf in trainer.manager.get_named_parameters_for_run(0)]
@@ -124,6 +130,19 @@ def test_an_update_counts_its_batch_and_one_that_is_not_done_nothing_and_neither
     progress = trainer.run.progress
     assert (progress.step, progress.total_tokens, progress.total_samples) == counts
     assert (report.problem is None) is bool(counts[0]) and all(leaf.grad is None for leaf in leaves)
+
+
+@pytest.mark.parametrize("name", ["loss", "entropy"])
+def test_an_update_after_logits_that_are_not_finite_is_not_done(tmp_path: Path, name: str) -> None:
+    """Also where the loss cuts them off, so that it and its gradients are finite."""
+    add(tmp_path, "run_a")
+    trainer = Trainer(tmp_path)
+    for _, leaf in trainer.manager.get_named_parameters_for_run(0):
+        leaf.grad = torch.ones_like(leaf)
+    setattr(trainer.run.sums, name, float("nan"))
+    model = cast(PolicyModel, SimpleNamespace(layers=["adapters"]))
+    report = TrainStep(model, trainer.manager, solo_world()).update(trainer.run, ReadyRun(0, 100, 8))
+    assert trainer.run.progress.step == 0 and (report.problem or "").startswith(f"update 1: its {name} are not finite")
 
 
 def test_a_version_is_offered_from_memory_again_after_a_restart(tmp_path: Path) -> None:

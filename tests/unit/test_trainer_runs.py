@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import shutil
-import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,7 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import DaemonStatus, RunStatus, Status
 from prime_rl.trainer import runs as runs_module
 from prime_rl.trainer.runs.discovery import (
-    DEAR_S,
-    DEAR_SHARE,
     MIN_REPORTS,
-    ConfigFile,
     Discovery,
     Evictions,
     Findings,
@@ -353,23 +349,6 @@ def test_a_hostile_config_is_invalid_and_harms_no_other_run(tmp_path: Path, text
     manager = look(manager_of(tmp_path))
     assert set(manager.id_2_idx) == {"run_b"} and manager.findings.invalid == ["run_a"]
     assert run.config_error.read_text().startswith(PARSE_ERROR_PREFIX)
-
-
-def test_a_config_that_is_dear_to_read_takes_a_small_share_of_the_trainers_time(tmp_path: Path) -> None:
-    run, seeds = add(tmp_path, "run_a"), list[int]()
-
-    def dear(config: OrchestratorConfig) -> None:
-        seeds.append(config.seed)
-        end_s = time.thread_time() + 2 * DEAR_S
-        while time.thread_time() < end_s:
-            pass
-
-    file = ConfigFile(run)
-    assert file.read(dear, 0.0, 0.0) is None
-    write_config(run, BASE, seed=7)
-    due = file.read(dear, 0.0, 1.0)
-    assert due is not None and due >= 2 * DEAR_S / DEAR_SHARE and len(seeds) == 1
-    assert file.read(dear, 0.0, due) is None and seeds[1:] == [7]
 
 
 def test_a_resume_request_without_end_and_numbers_that_are_none_keep_no_run_from_its_slot(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,18 @@ def test_an_urgent_run_takes_the_slot_of_the_least_urgent_which_comes_back(tmp_p
         run.evicted.write_text("enough")
     slots_after(manager, 2)
     assert set(manager.id_2_idx) == {"run_low", "run_patient"} and not low.preempted.exists()
+
+
+def test_of_equal_runs_the_one_that_was_added_last_gives_its_slot(tmp_path: Path) -> None:
+    """By the time that was recorded, not by that of its file, which was written again."""
+    young, old = add(tmp_path, "run_a", 200), add(tmp_path, "run_b", 100)
+    look(manager_of(tmp_path))
+    os.utime(old.orch_toml, ns=(300 * 10**9, 300 * 10**9))
+    manager = look(manager_of(tmp_path))
+    assert set(manager.id_2_idx) == {"run_a", "run_b"}
+    add(tmp_path, "run_urgent", 400, priority=1, preempt=True)
+    slots_after(manager, 2)
+    assert set(manager.id_2_idx) == {"run_b", "run_urgent"} and young.preempted.exists()
 
 
 def test_a_run_that_is_to_be_saved_finishes_its_batch_and_takes_no_other(tmp_path: Path) -> None:

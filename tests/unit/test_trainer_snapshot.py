@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from prime_rl.configs.admitted import apply
+from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.orchestrator import OptimConfig
-from prime_rl.configs.shared import LoRAConfig
-from prime_rl.contract import files
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
+from prime_rl.trainer import checkpoint
 from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager, trainer_steps
-from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.runs.compat import MultiLoRAOptimizer
+from prime_rl.trainer.runs import MultiLoRAOptimizer, MultiRunManager
 from tests.runs_support import BASE, add, look, manager_of
 from tests.trainer_support import solo_world, write_config
 
@@ -151,11 +150,11 @@ def test_a_run_goes_back_although_the_trainer_was_killed_at_it(tmp_path: Path, m
     write_config(run, BASE, ckpt={"resume_step": 1})
     apply(run, run.orch_toml.read_text())
 
-    def dies(path: Path) -> None:
+    def dies(*args: Any, **at: Any) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.shutil, "rmtree", dies)
+        patch.setattr(checkpoint, "put_away", dies)
         with pytest.raises(Killed):
             Trainer(tmp_path)
     again = Trainer(tmp_path)

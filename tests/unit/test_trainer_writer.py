@@ -32,13 +32,17 @@ class Disk:
 
         self.writer.submit(WriteJob(run_id, f"version {step} of {run_id}", job, lambda: None))
 
+    def finish(self) -> None:
+        for run_id in ("run_a", "run_b"):
+            self.writer.finish(run_id)
+
 
 @pytest.fixture
 def disk() -> Iterator[Disk]:
     disk = Disk(BackgroundWriter())
     yield disk
     disk.is_free.set()
-    disk.writer.finish()
+    disk.finish()
 
 
 def test_the_work_of_a_run_is_done_in_order_and_reported_in_order(disk: Disk) -> None:
@@ -46,7 +50,7 @@ def test_the_work_of_a_run_is_done_in_order_and_reported_in_order(disk: Disk) ->
         disk.put(run_id, step)
     assert disk.writer.take_results() == []
     disk.is_free.set()
-    disk.writer.finish()
+    disk.finish()
     assert [each for each in disk.taken if each != "run_b/1"] == ["run_a/1", "run_a/2", "run_a/3"]
     results = [(result.job.what, result.problem) for result in disk.writer.take_results()]
     assert [what for what, _ in results if what.endswith("run_a")] == [f"version {n} of run_a" for n in (1, 2, 3)]
@@ -69,9 +73,9 @@ def test_a_fault_drops_what_the_run_still_wants_and_nothing_of_others(disk: Disk
     disk.put("run_a", 2)
     disk.put("run_b", 1, OSError(28, "No space left on device"))
     disk.is_free.set()
-    disk.writer.finish()
+    disk.finish()
     disk.put("run_a", 3)
-    disk.writer.finish()
+    disk.finish()
     assert sorted(disk.taken) == ["run_a/1", "run_b/1"]
     assert {result.problem for result in disk.writer.take_results()} == {
         "publishing version 1 failed: no room",
@@ -79,7 +83,7 @@ def test_a_fault_drops_what_the_run_still_wants_and_nothing_of_others(disk: Disk
     }
     disk.writer.forget("run_a")
     disk.put("run_a", 4)
-    disk.writer.finish()
+    disk.finish()
     assert disk.taken[-1] == "run_a/4", "a run that comes back is written again"
 
 
@@ -87,7 +91,7 @@ def test_a_folder_that_is_gone_is_no_fault(disk: Disk) -> None:
     disk.put("run_a", 1, FolderGone("run_a"))
     disk.put("run_a", 2)
     disk.is_free.set()
-    disk.writer.finish()
+    disk.finish()
     assert disk.taken == ["run_a/1"] and [result.problem for result in disk.writer.take_results()] == [""]
 
 
@@ -99,7 +103,7 @@ def test_the_queue_of_each_run_is_bounded_and_names_what_is_waited_for(disk: Dis
     disk.put("run_b", 2)
     assert disk.writer.full() == {"run_b": "the disk to take version 1 of run_b"}, "run_a may hand over one more"
     disk.is_free.set()
-    disk.writer.finish()
+    disk.finish()
     assert disk.writer.full() == {}
     disk.writer.wait(600.0)  # nothing is under way: no reason to wait
 
@@ -112,7 +116,7 @@ def test_what_is_waited_for_is_reported_meanwhile(disk: Disk) -> None:
         reported.append(what)
         disk.is_free.set()
 
-    disk.writer.finish(idle)
+    disk.writer.finish("run_a", idle)
     assert disk.taken == ["run_a/1"] and reported[0] == "the disk to take version 1 of run_a"
 
 
@@ -121,9 +125,9 @@ def test_a_disk_that_takes_nothing_is_waited_for_only_so_long(disk: Disk, monkey
     disk.put("run_a", 1)
     wait_for(disk.has_begun.is_set, "the first job to begin", timeout_s=PATIENCE_S)
     disk.put("run_a", 2)
-    with pytest.raises(WaitTimeout, match="the disk to take what the runs made"):
-        disk.writer.finish()
+    with pytest.raises(WaitTimeout, match="the disk to take what run_a made"):
+        disk.writer.finish("run_a")
     disk.is_free.set()
     monkeypatch.undo()  # its end is waited for, however long it takes
-    disk.writer.finish()
+    disk.finish()
     assert disk.taken == ["run_a/1"], "what had not begun is never written"

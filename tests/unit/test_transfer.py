@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.contract.files import wait_for
-from prime_rl.transfer import TransferError, WeightReceiver, WeightSender
-from prime_rl.transfer.link import MOST_MISSED, choose_backend
+from prime_rl.transfer import MOST_MISSED, TransferError, WeightReceiver, WeightSender, choose_backend
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
 from tests.transfer_main import HOST, LABEL, ask, digest, process, weights

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.budgets import examples
 from tests.tui_support import metrics_lines
 from tui.readers.charts import (
     CHARTS,
@@ -51,7 +52,7 @@ def test_the_column_under_the_cursor_is_the_nearest(steps: list[int], wanted: fl
     assert Curve("reward").at(wanted) is None
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(steps=st.lists(st.integers(0, 30), max_size=60), cuts=st.lists(st.integers(0, 60), max_size=4))
 def test_a_step_seen_before_replaces_what_follows_however_the_lines_come(steps: list[int], cuts: list[int]) -> None:
     history = History()
@@ -64,7 +65,7 @@ def test_a_step_seen_before_replaces_what_follows_however_the_lines_come(steps: 
     assert list(zip(history.steps, history.values, strict=True)) == kept
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(values=VALUES, factor=st.sampled_from([0.6, 0.9, 0.97]), cut=st.integers(0, 200))
 def test_smoothing_is_the_moving_average_without_bias_and_grows(values: list[float], factor: float, cut: int) -> None:
     history = history_of(values[:cut])
@@ -77,7 +78,7 @@ def test_smoothing_is_the_moving_average_without_bias_and_grows(values: list[flo
     assert history.smoothed(0.0) is history.values
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @example(values=[0.0, 0.0, 0.0], num_columns=2, start=0.0, share=1.0)  # a step between two columns
 @given(values=VALUES, num_columns=st.integers(2, 60), start=st.floats(0, 1), share=st.floats(0.01, 1))
 def test_a_thinned_curve_keeps_every_peak_of_what_is_shown(
@@ -214,6 +215,20 @@ def test_a_band_is_an_area_behind_the_lines_that_cross_it() -> None:
     draw_curve(canvas, replace(curve, lows=curve.values, highs=curve.values), 8, 0.0, 4.0)
     rows = ["".join(char for char, _ in row) for row in canvas.rows()]
     assert rows[0] == rows[3] == "    " and (rows[1] == "░░░░") != (rows[2] == "░░░░")
+
+
+def test_a_band_thinner_than_a_character_is_seen_behind_its_line() -> None:
+    canvas = Canvas(4, 4)
+    curve = Curve("", xs=(0, 7), steps=(1.0, 8.0), values=(2.1, 2.1), lows=(2.09, 2.09), highs=(2.11, 2.11))
+    draw_band(canvas, curve, 8, 0.0, 4.0)
+    assert ["".join(char for char, _ in row) for row in canvas.rows()] == ["    ", "░░░░", "    ", "    "]
+    line = replace(curve, lows=curve.values, highs=curve.values, colour=3)
+    draw_curve(canvas, line, 8, 0.0, 4.0)
+    shaded = {colour for char, colour in canvas.rows()[1] if char not in "░ "}
+    assert shaded == {1003}, "the colour of the curve, on the shade of its band"
+    bare = Canvas(4, 4)
+    draw_curve(bare, line, 8, 0.0, 4.0)
+    assert {colour for _, colour in bare.rows()[1]} == {3}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,17 @@ import pytest
 
 from daemons.ranking import NO_VALUE, RUN, TAG, rank, winners
 from tui.readers.charts import ChartView, History
-from tui.readers.compare import MAX_CURVES, Contender, Group, compare_chart, differing_keys, make_groups, short_keys
+from tui.readers.compare import (
+    MAX_CURVES,
+    CompareData,
+    Contender,
+    Group,
+    compare_chart,
+    differing_keys,
+    make_groups,
+    short_keys,
+)
+from tui.screens.compare import Table
 
 
 def contender(
@@ -73,6 +83,17 @@ def test_keys_that_end_alike_are_told_apart_and_the_most_varied_come_first() -> 
     assert differing_keys(runs, ["ckpt", "env.0.id"])[:2] == ("ckpt.interval", "env.0.id"), "a whole table too"
     heads = {**{key: key for key in values}, "optim.lr": "lr", "env.0.id": "env.id"}
     assert short_keys(keys) == heads and len(set(heads.values())) == len(values)
+
+
+def test_a_column_whose_values_look_alike_when_they_are_cut_is_not_there() -> None:
+    long = "a/long/way/to/the/middle/{}/and/from/there/to/the/end/of/it"
+    runs = [
+        contender(f"run_{at}", [0.1], config={"optim.lr": f"{at}e-4", "model.name": long.format(at)}) for at in (1, 2)
+    ]
+    data = CompareData("", groups=groups_of(runs, RUN), keys=differing_keys(runs))
+    assert set(data.keys) == {"optim.lr", "model.name"}
+    heading = Table(data, 160).heading().plain.split()
+    assert heading == ["RUN", "STEP", "RESULT", "LR"]
 
 
 @pytest.mark.parametrize(("metric", "order"), [("reward/mean", ["b", "a", "none"]), ("loss", ["a", "b", "none"])])

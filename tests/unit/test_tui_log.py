@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.contract.layout import RunDir
+from tests.budgets import examples
 from tui.messages import LogFound
 from tui.readers import log_reader
 from tui.readers.log_reader import (
@@ -84,7 +85,7 @@ def plain(lines: list[str], level: int) -> list[tuple[int, bytes]]:
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(lines=LINES, num=st.integers(1, 80), level=st.integers(0, 3), share=st.floats(0, 1), ends=st.booleans())
 def test_a_piece_is_what_a_plain_reading_finds(
     lines: list[str], num: int, level: int, share: float, ends: bool
@@ -107,7 +108,7 @@ def test_a_piece_is_what_a_plain_reading_finds(
     assert is_last or len(after) == num
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(lines=LINES, words=st.sampled_from(["boom", "a: x", "INFO", "é", "nowhere"]), share=st.floats(0, 1),
        forwards=st.booleans(), level=st.integers(0, 3))  # fmt: skip
 def test_a_search_finds_the_nearest_line_and_goes_round(
@@ -180,7 +181,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(operations=OPERATIONS, seed=st.integers(0, 1000))
 def test_whatever_a_file_does_the_end_is_shown_as_it_is(operations: list[str], seed: int) -> None:
     rng = random.Random(seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from pathlib import Path
@@ -12,9 +11,6 @@ import pytest
 from prime_rl.contract.files import write_atomic
 from tests.patience import PATIENCE_S
 from tui.memory import MAX_WORKSPACES, Memory, WorkspaceMemory, default_path
-
-# What version 0.1.0 called a workspace.
-OLD_WORD = "house"
 
 
 @pytest.fixture
@@ -37,21 +33,6 @@ def test_what_is_saved_is_there_the_next_time_for_this_workspace_only(tmp_path: 
     assert (other.theme, other.workspace) == ("nord", WorkspaceMemory())
     other.save()
     assert Memory(workspace, path).workspace.pins == ["run_a"], "two writers keep each other's"
-
-
-def test_a_file_of_the_version_before_is_read_and_written_in_today_s_words(tmp_path: Path, workspace: Path) -> None:
-    path = tmp_path / "state.json"
-    old = {
-        "version": 1,
-        "theme": f"{OLD_WORD}-light",
-        f"{OLD_WORD}s": {str(workspace.resolve()): {"sort": "lag", "pins": ["run_a"]}},
-    }
-    path.write_text(json.dumps(old))
-    memory = Memory(workspace, path)
-    assert (memory.theme, memory.workspace.sort, memory.workspace.pins) == ("prl-light", "lag", ["run_a"])
-    memory.save()
-    assert OLD_WORD not in path.read_text()
-    assert Memory(workspace, path).workspace.pins == ["run_a"]
 
 
 @pytest.mark.parametrize(

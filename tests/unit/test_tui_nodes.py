@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import NUM_PHASES, NodeHealth, NodeReader
 from prime_rl.utils.text import clean_text
+from tests.budgets import examples
 from tests.tui_places_support import put_group, put_node
 from tests.tui_support import HOSTILE, NOW
 from tui.model.levels import Level
@@ -120,7 +121,7 @@ def test_the_cells_of_each_kind_of_group(tmp_path: Path) -> None:
     assert group.rows[0].cells == (Cell.OFF,) * 7 + (Cell.PAST,) * 2 + (Cell.ARRIVED,) + (Cell.AHEAD,) * 4
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     fields=st.fixed_dictionaries(
         {

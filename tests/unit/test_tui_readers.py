@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.metrics import parse_metrics
-from prime_rl.utils.tail import CHUNK_BYTES, MAX_LINE_BYTES, FileTail
+from prime_rl.utils.tail import CHUNK_BYTES, MAX_LINE_BYTES, FileTail, whole_lines
+from tests.budgets import examples
 from tui.readers.charts import NUM_RECENT, History, HistoryReader, RunMetrics
-from tui.readers.run_config import EventsReader
+from tui.readers.run_config import EventsReader, toml_text
 from tui.readers.workspace_metrics import CurvesReader, CurvesRequest, RunTail
 
 # Lines without the newline byte; the text around chunk ends is where a reader breaks.
@@ -34,7 +35,7 @@ def drain(tail: FileTail) -> tuple[list[bytes], bool]:
             return lines, reset
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(lines=LINES, cuts=st.lists(st.integers(0, 1300), max_size=8), chunk=st.integers(1, 64))
 def test_whole_lines_come_once_and_in_order_however_the_file_grows(
     lines: list[bytes], cuts: list[int], chunk: int
@@ -55,7 +56,26 @@ def test_whole_lines_come_once_and_in_order_however_the_file_grows(
     assert found == lines
 
 
-@settings(max_examples=80)
+def test_the_lines_of_a_file_end_where_it_ended_and_of_a_huge_one_the_last_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"x" * 99 + b"\n")
+    found = 0
+    for _ in FileTail(path, chunk_bytes=100).lines():
+        found += 1
+        with path.open("ab") as file:  # by one who writes as fast as it is read
+            file.write(b"x" * 99 + b"\n")
+    assert found == 1
+    with path.open("r+b") as file:
+        file.truncate(1 << 42)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nlast\n")
+    monkeypatch.setattr("prime_rl.utils.tail.MAX_WHOLE_BYTES", 1 << 20)
+    assert list(whole_lines(path)) == [b"last"]
+
+
+@settings(max_examples=examples(80))
 @given(before=LINES, after=LINES, in_place=st.booleans())
 def test_another_file_under_the_name_is_read_from_its_start(
     before: list[bytes], after: list[bytes], in_place: bool
@@ -251,3 +271,12 @@ def test_events_found_early_in_a_long_log_are_given_when_all_of_it_is_read(tmp_p
         file.write(line.format("run_a"))
     data, _ = reader.read()
     assert data is not None and len(data.events) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1e15, "1e+15"), (1e-5, "1e-05"), (3e-4, "0.0003"), (1e5, "100000.0"), (2e6, "2e+06"), (1234567.0, "1234567.0"),
+     (1.0, "1.0"), (10**15, str(10**15)), (float("inf"), "inf"), (True, "true"), ("1e15", '"1e15"')],
+)  # fmt: skip
+def test_values_of_a_config_are_short_and_exact(value: object, text: str) -> None:
+    assert toml_text(value) == text

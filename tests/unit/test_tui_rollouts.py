@@ -18,7 +18,8 @@ from rich.text import Text
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.samples import Sample, SampleFile, read_rewards
 from tests.rollouts_support import BATCH_SIZE, GROUP_SIZE, add_batches
-from tui.model.sample_query import TINTS, make_tint, parse_search, tinted
+from tui.app import DARK, text_styles
+from tui.model.query import TINTS, make_tint, parse_search, tinted
 from tui.readers.rollouts import (
     RolloutsData,
     RolloutsReader,
@@ -27,7 +28,6 @@ from tui.readers.rollouts import (
     group_of,
     step_rewards,
 )
-from tui.themes import DARK, text_styles
 from tui.widgets.rollouts_view import (
     MAX_CHARS,
     MAX_COLUMNS,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from daemons.commands.runs import run_json, workspace_json
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import (
@@ -23,13 +27,15 @@ from prime_rl.contract.status import (
     utc,
 )
 from prime_rl.utils.text import one_line
+from tests.budgets import examples
 from tests.tui_support import HOSTILE, NOW, build_workspace, write_status
 from tui.model import snapshot as snapshot_module
 from tui.model.levels import STATES, Level
 from tui.model.snapshot import STALL_MIN_S, Disk, RunRow, Snapshot, make_snapshot
 from tui.readers.run_config import find_error_lines, parse_audit
 from tui.readers.workspace_metrics import WorkspaceMetrics
-from tui.screens.system import daemon_line
+from tui.screens.runs import describe
+from tui.screens.system import daemon_line, inference_lines, trainer_lines
 from tui.watcher import StateTimes
 from tui.widgets.header import run_lines, workspace_lines
 from tui.widgets.runs_table import PADDING, choose_columns, make_cell, plain
@@ -78,6 +84,30 @@ def test_at_80_columns_the_header_names_the_end_of_the_bottleneck_too(workspace:
     assert "-seed1 waits for inference" in line and "problems" in line
 
 
+@pytest.mark.parametrize(
+    ("bottleneck", "at_80", "at_60"),
+    [
+        ("run_a waits for inference", "train 2.8k/s   run_a waits for inference", "3/4   run_a waits for inference "),
+        ("run_sort-rank16 waits for the trainer (step 86)", "k/s   waits for the trainer ", "waits for the trainer"),
+        ("run_a and 4 more: inference is not running", "k/s   inference is not running", "inference is not running"),
+        ("run_a, run_b and 4 more: the trainer", "k/s   bottleneck the trainer", "bottleneck the trainer"),
+        ("the trainer waits for run_a, which waits for 64 rollouts of step 43 (51 done)", "of step 43 ", "of step 43 "),
+        ("run_a waits for inference, which has failed (exit 1): prl restart inference", "which has failed ", "failed "),
+        ("no space left on /dev/sda1 (/data): 12 bytes free; free some", "/dev/sda1:", "no space left on"),
+    ],
+)  # fmt: skip
+def test_a_narrow_header_keeps_the_cause_of_the_bottleneck(
+    workspace: OutputDir, bottleneck: str, at_80: str, at_60: str
+) -> None:
+    """Without counts and advice in brackets and behind a colon; a word is never cut in its middle."""
+    snapshot = replace(look(workspace), bottleneck=one_line(bottleneck))
+    for width, words in ((80, at_80), (60, at_60)):
+        line = workspace_lines(snapshot, width, read_only=False)[1].plain
+        assert words in line and line.endswith(" problems ") and len(line) == width, line
+        said = line.partition(" ▲")[0].rstrip()
+        assert not said.endswith("…") or said[:-1].split()[-1] in bottleneck.split(), line
+
+
 def test_a_run_that_gives_no_sign_of_life_is_lost_and_says_since_when(workspace: OutputDir) -> None:
     row = look(workspace).row("run_upper")
     assert row is not None and row.is_problem
@@ -93,6 +123,85 @@ def test_rows_carry_the_newest_metrics(workspace: OutputDir) -> None:
     assert len(row.tail.rewards) == 42
     assert row.reward == row.tail.rewards[-1]
     assert row.loss is not None and row.reward_change is not None
+
+
+def test_every_number_of_runs_that_train_or_wait_is_that_of_their_files(workspace: OutputDir) -> None:
+    """Read another way: as JSON and TOML alone. Of a finished run test_system_quick has the same."""
+    write_status(workspace.daemon_status("run_upper"), DaemonStatus(name="run_upper", state="running", num_restarts=3))
+    ahead = read_status(workspace.trainer_status, TrainerStatus)
+    assert ahead is not None
+    ahead.runs["run_reverse-lr1e-3"].step += 1  # its version is being published
+    write_status(workspace.trainer_status, ahead)
+    snapshot = look(workspace)
+    trainer = json.loads(workspace.trainer_status.read_text())
+    shown = {run["run_id"]: run for run in workspace_json(snapshot.workspace, None)["runs"]}
+    assert trainer["runs"] and trainer["waiting"] and set(trainer["runs"]) <= set(shown)
+    for run_id in [*trainer["runs"], *trainer["waiting"]]:
+        run, slot = workspace.run(run_id), trainer["runs"].get(run_id)
+        status = json.loads(run.status.read_text()) if run.status.exists() else {}
+        config = tomllib.loads(run.orch_toml.read_text())
+        folders = run.broadcast.iterdir() if run.broadcast.exists() else []
+        published = max((int(path.name.removeprefix("step_")) for path in folders), default=0)
+        expected = {
+            "state": "active" if slot else "waiting",
+            "step": slot["step"] if slot else published,
+            "max_steps": config["max_steps"],
+            "run_idx": slot["run_idx"] if slot else None,
+            "queue_position": None if slot else trainer["waiting"].index(run_id) + 1,
+            "lr": slot["lr"] if slot else config["optim"]["lr"],
+            "batch_size": config["batch_size"],
+            "num_restarts": 3 if run_id == "run_upper" else 0,
+            "updated_at": status.get("updated_at"),
+            "added_at": run.orch_toml.stat().st_mtime,
+        }
+        is_silent = NOW - status.get("updated_at", NOW) > LOST_AFTER_S
+        told = expected | {"reward": status.get("reward"), "tokens_per_s": None, "async_level": None}
+        if status:
+            told["policy_version"] = published if is_silent else status["policy_version"]
+        if status and not is_silent:
+            told |= {name: status[name] for name in ("tokens_per_s", "async_level")}
+        assert {name: shown[run_id][name] for name in told} == told, run_id
+        row = snapshot.row(run_id)
+        assert row is not None and run_json(row.view) == shown[run_id]
+        lines = [
+            [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            for path in (run.orchestrator_metrics, run.trainer_metrics)
+        ]
+        rewards, losses = ([line[name] for line in of] for of, name in zip(lines, ("reward/mean", "loss"), strict=True))
+        assert (row.step, row.max_steps, row.lag) == (told["step"], told["max_steps"], told.get("async_level"))
+        assert (row.tokens_per_s, row.loss) == (told.get("tokens_per_s"), losses[-1] if losses else None)
+        newest = rewards[-len(row.tail.rewards) :] if row.tail.rewards else []
+        assert (list(row.tail.rewards), row.reward) == (newest, rewards[-1] if rewards else told.get("reward"))
+    head = "\n".join(line.plain for line in workspace_lines(snapshot, 160, read_only=False))
+    assert f"{len(trainer['runs'])}/{trainer['max_runs']} +{len(trainer['waiting'])} waiting" in head
+    assert f"trains {trainer['tokens_per_s'] / 1000:.1f}k tok/s" in head
+    slots = {slot["run_idx"]: run_id for run_id, slot in trainer["runs"].items()}
+    assert workspace_json(snapshot.workspace, None)["slots"] == [
+        {"run_idx": place, "run_id": slots.get(place)} for place in range(trainer["max_runs"])
+    ]
+
+
+def test_every_rate_tells_whether_tokens_are_trained_or_generated(workspace: OutputDir) -> None:
+    snapshot = look(workspace)
+    row = next(row for row in snapshot.rows if row.tokens_per_s)
+    for verb, lines in (
+        ("trains?", workspace_lines(snapshot, 80, read_only=False)),
+        ("trains", trainer_lines(snapshot, None, 80)),
+        ("generates", inference_lines(snapshot, 80)),
+        ("generates", run_lines(row, 80, NOW)),
+        ("generates", [describe(row, NOW)]),
+    ):
+        text = "\n".join(line.plain for line in lines)
+        assert re.search(rf"{verb} [\d.]+k?( tok|/s)", text), text
+
+
+def test_a_finished_run_tells_which_end_it_had(workspace: OutputDir) -> None:
+    workspace.run("run_collapsed").evicted.unlink()
+    workspace.run("run_collapsed").finished.write_text("budget used up: 9 of 9 tokens")
+    rows = {row.run_id: row for row in look(workspace).rows}
+    done, early = (describe(rows[name], NOW).plain.splitlines() for name in ("run_done", "run_collapsed"))
+    assert done[0].endswith("finished  reached max_steps") and "budget" not in "".join(done[:2])
+    assert early[0].endswith("finished  ended before max_steps") and early[1] == "budget used up: 9 of 9 tokens"
 
 
 def test_notes_say_what_is_waited_for_or_wrong_on_one_line(workspace: OutputDir) -> None:
@@ -227,8 +336,9 @@ def test_hostile_text_is_clean_in_every_row_and_problem(workspace: OutputDir) ->
         assert "owned" not in text
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(width=st.integers(77, 260), longest=st.integers(5, 68))
+@example(width=100, longest=68)
 def test_the_columns_fit_and_hold_the_essential(width: int, longest: int) -> None:
     columns = choose_columns(width, ["run_".ljust(longest, "x")])
     assert sum(column.width + 2 * PADDING for column in columns) <= width

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from daemons.workspace_reader import WorkspaceReader
-from prime_rl.contract.learning import REWARD, Learning
+from prime_rl.contract.metrics import REWARD, Learning
 from tests.tui_support import NOW, build_workspace
-from tui.actions.jobs import each, free_id
+from tui.actions import each, free_id
 from tui.dialogs.delete import ALWAYS, MAX_SUGGESTIONS, suggest
 from tui.model.snapshot import RunRow, make_snapshot
 from tui.readers.charts import change

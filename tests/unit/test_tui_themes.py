@@ -6,7 +6,7 @@ import pytest
 from rich.color import Color, ColorSystem
 from textual.theme import Theme
 
-from tui.themes import DARK, DARK_16, DARK_256, LIGHT, LIGHT_16, add_row_colours, base_name, shown_name
+from tui.app import DARK, DARK_16, DARK_256, LIGHT, LIGHT_16, add_row_colours, base_name, shown_name
 
 
 def colours(theme: Theme) -> dict[str, str]:

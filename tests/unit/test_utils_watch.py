@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.contract.files import wait_for, write_atomic
+from prime_rl.utils import watch
 from prime_rl.utils.watch import Backend, NativeEvents, ObserverKind, OnChange, Watcher
 from tests.patience import PATIENCE_S
 
@@ -91,6 +92,33 @@ def test_the_rescan_comes_without_events(tmp_path: Path) -> None:
     with watcher_of(tmp_path, rescan_s=0.05) as watcher:
         quiet(watcher)
         assert not watcher.wait()
+
+
+def test_a_storm_of_events_takes_no_time_for_long_and_what_it_hides_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes in one folder as fast as it goes would have the thread of all folders busy with it."""
+    monkeypatch.setattr(watch, "MAX_EVENTS", 50)
+    monkeypatch.setattr(watch, "STORM_S", 0.2)
+    noisy, other = tmp_path / "noisy", tmp_path / "other"
+    noisy.mkdir(), other.mkdir()
+    with watcher_of(noisy, other) as watcher:
+        quiet(watcher)
+        (noisy / "a").touch()
+
+        def has_stopped() -> bool:
+            for _ in range(100):
+                (noisy / "a").rename(noisy / "b"), (noisy / "b").rename(noisy / "a")
+            return watcher.folders == {other}
+
+        wait_for(has_stopped, "the folder to be left alone", timeout_s=PATIENCE_S)
+        quiet(watcher)
+        write_atomic(other / "x", "1")
+        assert watcher.wait() and watcher.take_changed() == {other}, "that of the others is told"
+        write_atomic(noisy / "x", "1")
+        assert watcher.wait() and watcher.take_changed() == {noisy}, "what was written meanwhile"
+        watcher.watch([noisy, other])
+        assert watcher.folders == {noisy, other}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,30 +19,26 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.message import Message
 from textual.strip import Strip
-from textual.timer import Timer
 from textual.widgets import Button, Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
 from daemons.actions import ActionError
 from daemons.errors import expand_home
 from prime_rl.utils.text import CleanText, one_line
-from tui.actions.jobs import (
+from tui.actions import (
     Check,
     Job,
     Perform,
     Template,
     add_draft,
     check_draft,
-    configs_folder,
     find_templates,
     read_draft,
 )
 from tui.dialogs.form import JobDialog
 from tui.widgets.line_list import titled
 
-DEBOUNCE_S = 0.25
 MAX_SHOWN_PROBLEMS = 3
 
 
@@ -70,34 +66,12 @@ class AddDialog(JobDialog):
         Binding("ctrl+s", "start", "Start", priority=True, tooltip="start the run that is added")
     ]
 
-    class Templates(Message):
-        """The files that a new run can start from were found."""
-
-        def __init__(self, templates: list[Template]) -> None:
-            super().__init__()
-            self.templates = templates
-
-    class Loaded(Message):
-        """A template's text, or why it cannot be read."""
-
-        def __init__(self, path: Path, text: CleanText | None, error: CleanText) -> None:
-            super().__init__()
-            self.path, self.text, self.error = path, text, error
-
-    class Checked(Message):
-        """The result of checking the draft numbered `serial`."""
-
-        def __init__(self, serial: int, check: Check) -> None:
-            super().__init__()
-            self.serial, self.check = serial, check
-
     def __init__(
         self,
         output_dir: Path,
         run_ids: Sequence[str],
         perform: Perform,
         *,
-        configs: Path | None = None,
         source: Path | None = None,
         run_id: str = "",
     ) -> None:
@@ -106,13 +80,11 @@ class AddDialog(JobDialog):
         self._first = (source, run_id)
         self._output_dir = output_dir
         self._run_ids = run_ids
-        self._configs = configs
         self._templates: list[Template] = []
         self._asked: Path | None = None
         self._source: Path | None = None
         self._serial_of_draft = 0
         self._check: Check | None = None
-        self._timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
         """Yield the list of templates, beside it path, id and text; below them the check and the buttons."""
@@ -150,13 +122,11 @@ class AddDialog(JobDialog):
         self.run_worker(self._find, thread=True, name="find templates")
 
     def _find(self) -> None:
-        self.post_message(
-            self.Templates(find_templates(self._output_dir, self._run_ids, self._configs or configs_folder()))
-        )
+        self.call_later(self._list, find_templates(self._output_dir, self._run_ids))
 
-    def on_add_dialog_templates(self, message: Templates) -> None:
-        """List the templates; without any, the path gets the focus, unless a file was loaded already."""
-        self._templates = message.templates
+    def _list(self, templates: list[Template]) -> None:
+        """Templates to choose from; without any the path gets the focus, unless a file was loaded already."""
+        self._templates = templates
         options = self.query_one("#templates", OptionList)
         options.add_options([Option(Content(template.label)) for template in self._templates])
         if self._templates:
@@ -185,26 +155,23 @@ class AddDialog(JobDialog):
 
         def work() -> None:
             try:
-                self.post_message(self.Loaded(path, read_draft(path), one_line("")))
+                self.call_later(self._loaded, path, read_draft(path), "")
             except ActionError as error:
-                self.post_message(self.Loaded(path, None, one_line(str(error), 400)))
+                self.call_later(self._loaded, path, None, one_line(str(error), 400))
 
         self.run_worker(work, thread=True, group="load", name=f"read {path}")
 
-    def on_add_dialog_loaded(self, message: Loaded) -> None:
-        """Put the text into the editor and check it after a pause; after an error the editor keeps its text.
-
-        Only the file that was asked for last counts, however long the others take.
-        """
-        if message.path != self._asked:
+    def _loaded(self, path: Path, text: CleanText | None, error: str) -> None:
+        """Only the file that was asked for last counts, however long the others take."""
+        if path != self._asked:
             return
-        if message.text is None:
-            self.say(message.error, failed=True)
+        if text is None:
+            self.say(error, failed=True)
             return
         self.say("")
-        self._source = message.path
+        self._source = path
         area = self.query_one("#text", TomlArea)
-        area.load_text(message.text)
+        area.load_text(text)
         area.focus()
         self._check_soon()
 
@@ -215,9 +182,7 @@ class AddDialog(JobDialog):
         self._serial_of_draft += 1
         self._check = None
         self.query_one("#start", Button).disabled = True
-        if self._timer is not None:
-            self._timer.stop()
-        self._timer = self.set_timer(DEBOUNCE_S, self._check_now)
+        self.after_pause(self._check_now)
 
     def _check_now(self) -> None:
         serial, source, (text, run_id) = self._serial_of_draft, self._source, self._draft()
@@ -225,15 +190,15 @@ class AddDialog(JobDialog):
             return
 
         def work() -> None:
-            self.post_message(self.Checked(serial, check_draft(self._output_dir, text, run_id, source)))
+            self.call_later(self._checked, serial, check_draft(self._output_dir, text, run_id, source))
 
         self.run_worker(work, thread=True, group="check", name="check the draft")
 
-    def on_add_dialog_checked(self, message: Checked) -> None:
+    def _checked(self, serial: int, check: Check) -> None:
         """Show the problems at their lines, or summary and warnings and enable Start; of an older draft nothing."""
-        if message.serial != self._serial_of_draft:
+        if serial != self._serial_of_draft:
             return
-        self._check = check = message.check
+        self._check = check
         self.query_one("#text", TomlArea).show_problems({p.line: p.text for p in check.problems if p.line})
         line = self.query_one("#check", Static)
         line.set_class(check.ok, "-ok")

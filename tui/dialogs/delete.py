@@ -7,7 +7,6 @@ deleted the dialog lists what would go, asks for the name when one is live, and 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,39 +15,24 @@ from textual import on
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
-from textual.message import Message
 from textual.widgets import Button, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from daemons import actions
-from prime_rl.contract.learning import short_texts
+from daemons.machine import disk_use
+from prime_rl.contract.metrics import short_texts
 from prime_rl.contract.status import LOST, STALLED, RunState
 from prime_rl.utils.text import size_text
 from tui import fmt
-from tui.actions.jobs import Job, Perform, Progress, each, name_runs, prl_command, runs_job
-from tui.dialogs.form import JobDialog, Listing, listing
+from tui.actions import Job, Perform, Progress, each, name_runs, prl_command, runs_job
+from tui.dialogs.form import JobDialog, Listing
 from tui.messages import ActionEntry
 from tui.model.snapshot import RunRow
 from tui.readers.charts import CHANGE_WINDOW
 from tui.widgets.line_list import titled
 
-# Counting further would keep a thread busy long after the person has decided.
-MAX_FILES = 100_000
-
-
-def size_on_disk(folder: Path, stop: Callable[[], bool] = lambda: False) -> tuple[int, bool]:
-    """(bytes of the files below `folder`, whether that is all of them); links are not followed."""
-    total = num = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            num += 1
-            if num > MAX_FILES or stop():
-                return total, False
-            try:
-                total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:
-                continue
-    return total, True
+# Counting for longer would keep a thread busy long after the person has decided.
+COUNT_LIMIT_S = 30.0
 
 
 class DeleteDialog(JobDialog):
@@ -65,13 +49,6 @@ class DeleteDialog(JobDialog):
         &.-live #name { display: block; }
     }
     """
-
-    class Measured(Message):
-        """The size of each run, as far as it is known, and of all together."""
-
-        def __init__(self, sizes: dict[str, str], total: str) -> None:
-            super().__init__()
-            self.sizes, self.total = sizes, total
 
     def __init__(
         self, output_dir: Path, rows: Sequence[RunRow], deleted: Callable[[Sequence[str]], None], perform: Perform
@@ -144,15 +121,15 @@ class DeleteDialog(JobDialog):
     def _measure(self) -> None:
         sizes, total, complete = {}, 0, True
         for run_id in self._run_ids:
-            size, whole = size_on_disk(self._output_dir / run_id, lambda: not self.is_running)
-            total, complete = total + size, complete and whole
-            sizes[run_id] = _said(size, whole)
-        self.post_message(self.Measured(sizes, _said(total, complete)))
+            folder, stop = self._output_dir / run_id, lambda: not self.is_running
+            use = disk_use(folder, limit_s=COUNT_LIMIT_S, stop=stop, as_stored=False)
+            total, complete = total + use.num_bytes, complete and use.complete
+            sizes[run_id] = _said(use.num_bytes, use.complete)
+        self.call_later(self._show_sizes, sizes, _said(total, complete))
 
-    def on_delete_dialog_measured(self, message: Measured) -> None:
-        """Show the size of each run and of all together."""
-        self.query_one("#facts", Static).update(self._facts(message.total))
-        self.query_one(Listing).show(self._lines(message.sizes))
+    def _show_sizes(self, sizes: dict[str, str], total: str) -> None:
+        self.query_one("#facts", Static).update(self._facts(total))
+        self.query_one(Listing).show(self._lines(sizes))
 
     @on(Input.Changed, "#name")
     def _name_changed(self, event: Input.Changed) -> None:
@@ -238,7 +215,7 @@ class EvictDialog(JobDialog):
         one = len(self._run_ids) == 1
         with titled(Vertical(classes="box"), f"evict {name_runs(self._run_ids)}", "esc cancels"):
             if not one:
-                yield listing(self._run_ids)
+                yield Listing([f"· {run_id}" for run_id in self._run_ids])
             words = "It frees its slot; its" if one else "They free their slots; their"
             yield Static(
                 f"{words} weights and checkpoints are kept. r readmits {'it' if one else 'them'}.", markup=False

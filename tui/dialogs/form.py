@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from textual import on
@@ -18,7 +17,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
-from textual.message import Message
 from textual.screen import ModalScreen
 from textual.timer import Timer
 from textual.widgets import Button, Checkbox, Input, OptionList, Static, TextArea
@@ -28,9 +26,11 @@ from textual.widgets.option_list import Option
 from daemons.actions import ActionError
 from prime_rl.configs.base import ConfigError
 from prime_rl.utils.text import CleanText, clean_text, one_line
-from tui.actions.jobs import Job, Perform
+from tui.actions import Choice, Job, Perform
 from tui.messages import ActionEntry
 from tui.widgets.line_list import titled
+
+DEBOUNCE_S = 0.25
 
 
 class JobDialog(ModalScreen[None]):
@@ -60,6 +60,7 @@ class JobDialog(ModalScreen[None]):
         super().__init__()
         self._perform = perform
         self._serial: int | None = None
+        self._timer: Timer | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -81,6 +82,12 @@ class JobDialog(ModalScreen[None]):
         if not self.is_busy:
             self.say("...")
             self._serial = self._perform(job)
+
+    def after_pause(self, act: Callable[[], None]) -> None:
+        """`act` DEBOUNCE_S after the newest call."""
+        if self._timer is not None:
+            self._timer.stop()
+        self._timer = self.set_timer(DEBOUNCE_S, act)
 
     def say(self, text: str, *, failed: bool = False) -> None:
         """Show a text in the `#outcome` line, as an error where it `failed`; "" hides the line."""
@@ -125,11 +132,6 @@ class Listing(VerticalScroll):
         self._text.update(Content("\n".join(lines)))
 
 
-def listing(run_ids: Sequence[str]) -> Listing:
-    """Runs, one a line."""
-    return Listing([f"· {run_id}" for run_id in run_ids])
-
-
 class ConfirmDialog(JobDialog):
     """Enter confirms, esc cancels."""
 
@@ -155,16 +157,8 @@ class ConfirmDialog(JobDialog):
         self.start(self._job)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One line and its job."""
-
-    label: CleanText
-    job: Callable[[], Job]
-
-
 class ChooseDialog(JobDialog):
-    """Enter on a line does it; `first` is the line that is selected at first."""
+    """Enter on a line does its job; `first` is the line that is selected at first."""
 
     DEFAULT_CSS = """
     ChooseDialog {
@@ -180,7 +174,7 @@ class ChooseDialog(JobDialog):
         """Yield the words and the list of choices."""
         with titled(Vertical(classes="box"), self._title, "enter confirms · esc cancels"):
             yield Static(Content(self._words), markup=False)
-            yield OptionList(*(Option(Content(each.label)) for each in self._choices), markup=False, compact=True)
+            yield OptionList(*(Option(Content(label)) for label, _ in self._choices), markup=False, compact=True)
             yield Static(id="outcome", markup=False)
 
     def on_mount(self) -> None:
@@ -191,10 +185,9 @@ class ChooseDialog(JobDialog):
 
     @on(OptionList.OptionSelected)
     def _chosen(self, event: OptionList.OptionSelected) -> None:
-        self.start(self._choices[event.option_index].job())
+        self.start(self._choices[event.option_index][1]())
 
 
-DEBOUNCE_S = 0.25
 MAX_CHECK_CHARS = 8_000
 
 
@@ -236,19 +229,14 @@ class FormDialog(JobDialog):
     verb: ClassVar[str] = ""
     variant: ClassVar[ButtonVariant] = "success"
 
-    class Checked(Message):
-        """The result of checking the form numbered `serial`: words, or a problem with its field ("" for none)."""
-
-        def __init__(self, serial: int, words: CleanText, field: str | None) -> None:
-            super().__init__()
-            self.serial, self.words, self.field = serial, words, field
-
     def __init__(self, subject: str, perform: Perform) -> None:
         super().__init__(perform)
         self._subject = subject
+        self.texts: dict[str, str] = {}
+        """By the name of a field: its text, of an input without blanks around it."""
+        self.ticks: dict[str, bool] = {}
         self._serial_of_form = 0
         self._serial_of_check = 0
-        self._timer: Timer | None = None
 
     @property
     def is_checked(self) -> bool:
@@ -271,11 +259,7 @@ class FormDialog(JobDialog):
         raise NotImplementedError
 
     def check(self) -> str:
-        """Returns what the form would do now, in words, from what `take` has read. In a thread; raises FieldError."""
-        raise NotImplementedError
-
-    def take(self) -> None:
-        """Read the widgets, before `check` and `job`."""
+        """Returns what the form would do now, in words, by `texts` and `ticks`. In a thread; raises FieldError."""
         raise NotImplementedError
 
     def job(self) -> Job:
@@ -293,13 +277,12 @@ class FormDialog(JobDialog):
         """The line for what is wrong with the field `name`, hidden until a check finds something."""
         return Static(id=f"problem-{name}", classes="problem", markup=False)
 
-    def value(self, name: str) -> str:
-        """The text of the input `name`, without blanks around it."""
-        return self.query_one(f"#{name}", Input).value.strip()
-
-    def ticked(self, name: str) -> bool:
-        """True when the checkbox `name` is on."""
-        return self.query_one(f"#{name}", Checkbox).value
+    def _take(self) -> None:
+        """Read the fields, before `check` and `job`."""
+        areas = {str(each.id): each.text for each in self.query(TextArea)}
+        # All at once: a check may be under way in its thread.
+        self.texts = {str(each.id): each.value.strip() for each in self.query(Input)} | areas
+        self.ticks = {str(each.id): each.value for each in self.query(Checkbox)}
 
     def _is_filled(self, name: str | None) -> bool:
         """An empty field is not wrong yet: what is missing is shown without alarm."""
@@ -315,12 +298,10 @@ class FormDialog(JobDialog):
     @on(Checkbox.Changed)
     def _changed(self) -> None:
         self._serial_of_form += 1
-        if self._timer is not None:
-            self._timer.stop()
-        self._timer = self.set_timer(DEBOUNCE_S, self._check_now)
+        self.after_pause(self._check_now)
 
     def _check_now(self) -> None:
-        self.take()
+        self._take()
         serial = self._serial_of_form
 
         def work() -> None:
@@ -328,26 +309,26 @@ class FormDialog(JobDialog):
                 words, field = self.check(), None
             except (ActionError, ConfigError, OSError, ValueError) as error:
                 words, field = str(error), getattr(error, "field", "")
-            self.post_message(self.Checked(serial, clean_text(words, MAX_CHECK_CHARS), field))
+            self.call_later(self._checked, serial, clean_text(words, MAX_CHECK_CHARS), field)
 
         self.run_worker(work, thread=True, group="check", name="check the form")
 
-    def on_form_dialog_checked(self, message: Checked) -> None:
-        """Show what the form would do with its command, or the problem at its field; an older check is ignored.
+    def _checked(self, serial: int, words: CleanText, field: str | None) -> None:
+        """Show what the form would do with its command, or a problem at its `field` ("": at none); of an older nothing.
 
         The button is disabled while there is a problem.
         """
-        if message.serial != self._serial_of_form:
+        if serial != self._serial_of_form:
             return
         for problem in self.query(".problem").results(Static):
-            is_here = problem.id == f"problem-{message.field}"
-            is_wanted = is_here and not self._is_filled(message.field)
+            is_here = problem.id == f"problem-{field}"
+            is_wanted = is_here and not self._is_filled(field)
             problem.set_class(is_here, "-shown").set_class(is_wanted, "-wanted")
-            problem.update(Content(f"{'' if is_wanted else '✖ '}{message.words}" if is_here else ""))
-        self._serial_of_check = message.serial
-        bad = message.field is not None
+            problem.update(Content(f"{'' if is_wanted else '✖ '}{words}" if is_here else ""))
+        self._serial_of_check = serial
+        bad = field is not None
         check = self.query_one("#check", Static)
-        check.update(Content("" if message.field else message.words))
+        check.update(Content("" if field else words))
         check.set_class(bad, "-bad")
         self.query_one("#do", Button).disabled = bad
         command = ""
@@ -362,7 +343,7 @@ class FormDialog(JobDialog):
         """Start the job unless one is running; why the form makes none is shown."""
         if self.is_busy:
             return
-        self.take()
+        self._take()
         try:
             self.start(self.job())
         except ActionError as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -18,31 +18,26 @@ from textual.widgets.button import ButtonVariant
 
 from daemons.details import Difference, RunDifference
 from daemons.errors import ActionError
-from daemons.sweeps import Sweep
 from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
-from tui.actions.jobs import (
+from tui.actions import (
     ExportForm,
     ForkForm,
     Job,
     Perform,
     SweepForm,
     check_budget,
-    check_export,
-    check_fork,
     check_live,
-    check_sweep,
-    export_job,
     export_name,
-    fork_job,
     name_runs,
     pause_job,
     set_job,
-    sweep_job,
 )
 from tui.dialogs.form import FormDialog, Tick
 from tui.model.snapshot import RunRow
 from tui.widgets.line_list import TextScreen, titled
+
+FormT = TypeVar("FormT", ForkForm, ExportForm, SweepForm)
 
 
 class RunsForm(FormDialog):
@@ -68,15 +63,10 @@ class PauseDialog(RunsForm):
 
     verb = "Pause"
     variant: ClassVar[ButtonVariant] = "warning"
-    _reason = ""
 
     def compose_fields(self) -> ComposeResult:
         """Yield the field of the reason, which may stay empty."""
         yield from self.field("reason", "reason", placeholder="optional; shown with the run")
-
-    def take(self) -> None:
-        """Read the reason."""
-        self._reason = self.value("reason")
 
     def check(self) -> str:
         """Returns what a pause does; the reason is not checked."""
@@ -85,7 +75,7 @@ class PauseDialog(RunsForm):
 
     def job(self) -> Job:
         """The job that pauses the runs."""
-        return pause_job(self._output_dir, self._run_ids, self._reason)
+        return pause_job(self._output_dir, self._run_ids, self.texts["reason"])
 
 
 class WeightDialog(RunsForm):
@@ -93,25 +83,20 @@ class WeightDialog(RunsForm):
 
     head = "weight of"
     verb = "Set"
-    _weight = ""
 
     def compose_fields(self) -> ComposeResult:
         """Yield the weight, filled in when all runs have the same."""
         weights = [row.view.weight for row in self._rows]
         yield from self.common_field("weight", "weight", weights, "1 is usual; 2 is twice that")
 
-    def take(self) -> None:
-        """Read the weight."""
-        self._weight = self.value("weight")
-
     def check(self) -> str:
         """Returns what a weight does. Raises FieldError for an invalid one."""
-        check_live([f"weight={self._weight}"], "weight")
+        check_live([f"weight={self.texts['weight']}"], "weight")
         return "Its share of the trainer's tokens, relative to that of other runs with work. Works at once."
 
     def job(self) -> Job:
         """The job that sets the weight in the config of each run; it refuses an invalid one."""
-        return set_job(self._output_dir, self._run_ids, [f"weight={self._weight}"])
+        return set_job(self._output_dir, self._run_ids, [f"weight={self.texts['weight']}"])
 
 
 class BudgetDialog(RunsForm):
@@ -119,8 +104,6 @@ class BudgetDialog(RunsForm):
 
     head = "budget of"
     verb = "Set"
-    _tokens = ""
-    _hours = ""
 
     def compose_fields(self) -> ComposeResult:
         """Yield both limits, each filled in when all runs have the same."""
@@ -128,21 +111,17 @@ class BudgetDialog(RunsForm):
         yield from self.common_field("tokens", "max_tokens", tokens, "no limit; such as 2e6")
         yield from self.common_field("hours", "max_hours", hours, "no limit; such as 1.5")
 
-    def take(self) -> None:
-        """Read both limits."""
-        self._tokens, self._hours = self.value("tokens"), self.value("hours")
-
     def check(self) -> str:
         """Returns what the runs have used, and which would end at once. Raises FieldError."""
-        return check_budget(self._output_dir, self._run_ids, self._tokens, self._hours)
+        return check_budget(self._output_dir, self._run_ids, self.texts["tokens"], self.texts["hours"])
 
     def job(self) -> Job:
         """The job that sets the limits that were changed; a field that was emptied removes its limit.
 
         Raises ActionError when both are as before.
         """
-        values = (("tokens", self._tokens), ("hours", self._hours))
-        items = [f"budget.max_{name}={value or 'null'}" for name, value in values if value != self._before[name]]
+        changed = [(name, value) for name, value in self.texts.items() if value != self._before[name]]
+        items = [f"budget.max_{name}={value or 'null'}" for name, value in changed]
         if not items:
             raise ActionError("no limit was changed: type one, or empty a field to remove its limit")
         return set_job(self._output_dir, self._run_ids, items)
@@ -205,54 +184,53 @@ def _value(value: object) -> str:
     return fmt.DASH if value is None else fmt.shorten(one_line(str(value), 200), MAX_VALUE)
 
 
-# Of a preview: more does not help to see whether the grid is the one that was meant.
-MAX_POINTS = 200
+class MakesForm(FormDialog, Generic[FormT]):
+    """A dialog whose fields are a form of `actions`; `first` is what they begin with."""
+
+    def __init__(self, output_dir: Path, subject: str, first: FormT, perform: Perform) -> None:
+        super().__init__(subject, perform)
+        self._output_dir = output_dir
+        self._first: FormT = first
+
+    def form(self) -> FormT:
+        """A subclass makes it of `texts` and `ticks`."""
+        raise NotImplementedError
+
+    def check(self) -> str:
+        """Returns what would be made, one a line. Raises FieldError."""
+        return self.form().check(self._output_dir)
+
+    def job(self) -> Job:
+        """The job that makes it."""
+        return self.form().job(self._output_dir)
 
 
-class ForkDialog(FormDialog):
+class ForkDialog(MakesForm[ForkForm]):
     """A new run that starts from one version of another; of several runs, one for each."""
 
     verb = "Fork"
 
-    def __init__(self, output_dir: Path, run_ids: Sequence[str], perform: Perform, *, version: str = "") -> None:
-        super().__init__(name_runs(run_ids), perform)
-        self._output_dir = output_dir
-        self._form = ForkForm(tuple(run_ids), version)
-
-    @property
-    def _is_one(self) -> bool:
-        return len(self._form.run_ids) == 1
+    def __init__(self, output_dir: Path, run_ids: Sequence[str], perform: Perform, *, version: str) -> None:
+        super().__init__(output_dir, name_runs(run_ids), ForkForm(tuple(run_ids), version), perform)
+        self._is_one = len(run_ids) == 1
 
     def compose_fields(self) -> ComposeResult:
         """Yield the fields; a new id can be given only for a single run."""
         newest = "the newest" if self._is_one else "the newest of each"
-        yield from self.field("version", "version", self._form.version, newest)
+        yield from self.field("version", "version", self._first.version, newest)
         if self._is_one:
-            yield from self.field("new-id", "new id", placeholder=f"{self._form.run_ids[0]}-fork")
+            yield from self.field("new-id", "new id", placeholder=f"{self._first.run_ids[0]}-fork")
         yield from self.field("settings", "settings", placeholder="optim.lr=3e-5 seed=2")
         yield Tick("with the moments of its optimizer", id="optimizer", compact=True)
         yield self.problem("optimizer")
 
-    def take(self) -> None:
-        """Read the fields into the form; the version may begin with "v"."""
-        self._form = ForkForm(
-            self._form.run_ids,
-            self.value("version").removeprefix("v"),
-            self.value("new-id") if self._is_one else "",
-            self.value("settings"),
-            self.ticked("optimizer"),
-        )
-
-    def check(self) -> str:
-        """Returns what the forks would be, one a line. Raises FieldError."""
-        return check_fork(self._output_dir, self._form)
-
-    def job(self) -> Job:
-        """The job that forks each run."""
-        return fork_job(self._output_dir, self._form)
+    def form(self) -> ForkForm:
+        """The version may begin with "v"."""
+        version, new_id = self.texts["version"].removeprefix("v"), self.texts.get("new-id", "")
+        return ForkForm(self._first.run_ids, version, new_id, self.texts["settings"], self.ticks["optimizer"])
 
 
-class ExportDialog(FormDialog):
+class ExportDialog(MakesForm[ExportForm]):
     """A version as a folder: an adapter, or merged into the base model. Of several runs, a folder for each in one.
 
     The dialog shows how far the job is.
@@ -260,37 +238,26 @@ class ExportDialog(FormDialog):
 
     verb = "Export"
 
-    def __init__(
-        self, output_dir: Path, run_ids: Sequence[str], perform: Perform, *, version: str = "", out: str = ""
-    ) -> None:
-        super().__init__(name_runs(run_ids), perform)
-        self._output_dir = output_dir
+    def __init__(self, output_dir: Path, run_ids: Sequence[str], perform: Perform, *, version: str, out: str) -> None:
         usual = export_name(run_ids[0]) if len(run_ids) == 1 else "."
-        self._form = ExportForm(tuple(run_ids), out or usual, version)
+        first = ExportForm(tuple(run_ids), out or usual, version)
+        super().__init__(output_dir, name_runs(run_ids), first, perform)
 
     def compose_fields(self) -> ComposeResult:
         """Yield the fields; the folder is the usual one, unless the dialog was opened with another."""
-        one = len(self._form.run_ids) == 1
-        yield from self.field("version", "version", self._form.version, "the newest" if one else "the newest of each")
+        one = len(self._first.run_ids) == 1
+        yield from self.field("version", "version", self._first.version, "the newest" if one else "the newest of each")
         place = "a new one, outside of the workspace" if one else "for a new one of each run, outside of the workspace"
-        yield from self.field("out", "folder", self._form.out, place)
+        yield from self.field("out", "folder", self._first.out, place)
         yield Tick("merge the adapter into the base model", id="merge", compact=True)
 
-    def take(self) -> None:
-        """Read the fields into the form; the version may begin with "v"."""
-        version = self.value("version").removeprefix("v")
-        self._form = ExportForm(self._form.run_ids, self.value("out"), version, self.ticked("merge"))
-
-    def check(self) -> str:
-        """Returns what would be written, one folder a line. Raises FieldError."""
-        return check_export(self._output_dir, self._form)
-
-    def job(self) -> Job:
-        """The job that exports each run; merges come one after another."""
-        return export_job(self._output_dir, self._form)
+    def form(self) -> ExportForm:
+        """The version may begin with "v"."""
+        version = self.texts["version"].removeprefix("v")
+        return ExportForm(self._first.run_ids, self.texts["out"], version, self.ticks["merge"])
 
 
-class SweepDialog(FormDialog):
+class SweepDialog(MakesForm[SweepForm]):
     """One run for each combination of values; the grid is shown as it would be added."""
 
     DEFAULT_CSS = """
@@ -304,45 +271,20 @@ class SweepDialog(FormDialog):
     """
     verb = "Sweep"
 
-    def __init__(self, output_dir: Path, perform: Perform, *, file: str = "", name: str = "") -> None:
-        super().__init__("over a config", perform)
-        self._output_dir = output_dir
-        self._form = SweepForm(file, "", name)
+    def __init__(self, output_dir: Path, perform: Perform, *, file: str, name: str) -> None:
+        super().__init__(output_dir, "over a config", SweepForm(file, "", name), perform)
 
     def compose_fields(self) -> ComposeResult:
         """Yield the fields; that of the values has several lines, one key each."""
-        yield from self.field("file", "config", self._form.file, "path of a TOML file")
-        yield from self.field("name", "name", self._form.name, "from the file's name")
+        yield from self.field("file", "config", self._first.file, "path of a TOML file")
+        yield from self.field("name", "name", self._first.name, "from the file's name")
         with Horizontal(classes="field -tall"):
             yield Static("values", markup=False)
             yield TextArea(id="axes", placeholder="optim.lr=1e-4,3e-4\nseed=1,2,3", tab_behavior="focus", compact=True)
         yield self.problem("axes")
         yield from self.field("halving", "halving", placeholder="off; 3: of three runs one goes on at each rung")
 
-    def take(self) -> None:
-        """Read the fields into the form."""
-        axes = self.query_one("#axes", TextArea).text
-        self._form = SweepForm(self.value("file"), axes, self.value("name"), self.value("halving"))
-
-    def check(self) -> str:
-        """Returns the grid as it would be added, of which at most MAX_POINTS runs are listed. Raises FieldError."""
-        return preview(check_sweep(self._output_dir, self._form))
-
-    def job(self) -> Job:
-        """The job that adds the runs of the sweep."""
-        return sweep_job(self._output_dir, self._form)
-
-
-def preview(sweep: Sweep) -> str:
-    """The runs that a sweep would add, one a line."""
-    plan = sweep.plan
-    head = fmt.counted(len(plan.runs), "run")
-    if plan.halving:
-        head += f", of {plan.halving} one goes on at each rung, by {plan.metric} ({plan.mode})"
-    if len(sweep.added) < len(plan.runs):
-        head += f"; {len(plan.runs) - len(sweep.added)} there already"
-    lines = [
-        f"· {run.run_id}  {'  '.join(f'{key}={value}' for key, value in run.set.items())}"
-        for run in plan.runs[:MAX_POINTS]
-    ]
-    return "\n".join([head, *lines])
+    def form(self) -> SweepForm:
+        """The form as it is filled in."""
+        texts = self.texts
+        return SweepForm(texts["file"], texts["axes"], texts["name"], texts["halving"])

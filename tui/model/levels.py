@@ -26,7 +26,7 @@ class Level(enum.IntEnum):
 
     @property
     def style(self) -> str:
-        """The name of its style (`themes.text_styles`)."""
+        """The name of its style (`app.text_styles`)."""
         return ("muted", "success", "secondary", "warning", "error")[self]
 
 
@@ -70,7 +70,7 @@ class Problem:
 
     `alerts`: the incidents that were reported of it, by name, and `note` who has acknowledged or muted them.
     `target` is the kind of `name`: a run that can be opened, a daemon, an entry that is not a run, the workspace, or a
-    node of a multi-node group.
+    node of a multi-node group. `kind` tells problems of one `name` apart, the same at each look.
     """
 
     name: CleanText
@@ -80,6 +80,7 @@ class Problem:
     since: float | None = None
     alerts: tuple[CleanText, ...] = ()
     note: CleanText = _NOTHING
+    kind: CleanText = _NOTHING
 
 
 def with_alerts(problems: Iterable[Problem], alerts: Sequence[Alert]) -> list[Problem]:
@@ -87,8 +88,9 @@ def with_alerts(problems: Iterable[Problem], alerts: Sequence[Alert]) -> list[Pr
     of: dict[str, list[Alert]] = {}
     for alert in alerts:
         of.setdefault(alert.subject, []).append(alert)
-    found = [_noted(each, of.pop(each.name)) if each.name in of else each for each in problems]
-    return found + [_noted(_of_alerts(same), same) for same in of.values()]
+    found = [_noted(each, of[each.name]) if each.name in of else each for each in problems]
+    named = {each.name for each in found}
+    return found + [_noted(_of_alerts(same), same) for subject, same in of.items() if subject not in named]
 
 
 def _of_alerts(same: Sequence[Alert]) -> Problem:

@@ -58,26 +58,29 @@ class Cell(enum.Enum):
     AHEAD = "ahead"
 
 
+_NOTHING = one_line("")
+
+
 @dataclass(frozen=True)
 class NodeRow:
     """One node. `health` is shown to people; ages in seconds of our own clock; None: not known."""
 
     rank: int
-    host: CleanText
     health: str
     symbol: str
     level: Level
-    weight: float | None
-    iteration: int | None
-    phase: int | None
-    cells: tuple[Cell, ...]
-    phase_s: float | None
-    waited_s: float
-    silent_s: float | None
-    progress: int | None
     note: CleanText
     is_waited_for: bool
-    history: tuple[PhaseTime, ...]
+    cells: tuple[Cell, ...]
+    host: CleanText = _NOTHING
+    weight: float | None = None
+    iteration: int | None = None
+    phase: int | None = None
+    phase_s: float | None = None
+    waited_s: float = 0.0
+    silent_s: float | None = None
+    progress: int | None = None
+    history: tuple[PhaseTime, ...] = ()
     is_gone: bool = False
     stalled_s: float | None = None
 
@@ -240,21 +243,12 @@ def _missing(rank: int, is_waited_for: bool) -> NodeRow:
     symbol, level = HEALTH[MISSING]
     return NodeRow(
         rank=rank,
-        host=one_line(""),
         health=MISSING,
         symbol=symbol,
         level=level,
-        weight=None,
-        iteration=None,
-        phase=None,
-        cells=(Cell.AHEAD,) * NUM_PHASES,
-        phase_s=None,
-        waited_s=0.0,
-        silent_s=None,
-        progress=None,
         note=one_line("not started yet: run the same command with --worker"),
         is_waited_for=is_waited_for,
-        history=(),
+        cells=(Cell.AHEAD,) * NUM_PHASES,
     )
 
 

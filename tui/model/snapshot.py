@@ -264,7 +264,7 @@ def _note(run: RunView, state: str, now: float, tail: RunTail, alive_at: float |
         return f"{silent}; waits for {run.waiting_on}" if run.waiting_on else silent
     if run.reason:
         words = _CONFIG_FILE.sub("", fmt.first_line(run.reason), count=1)
-        return f"{words}; {run.edited}" if run.edited else words
+        return words + run.why.removeprefix(run.reason)
     if run.why:
         return run.why
     if state == RunState.PAUSED:
@@ -349,9 +349,10 @@ def find_problems(
     rows = tuple(rows)
     found = [_run_problem(row, since.get(row.run_id)) for row in rows if row.is_problem]
     found += [
-        Problem(one_line(row.run_id), one_line("; ".join(row.view.troubles), MAX_TROUBLE_CHARS), "run", Level.WARN)
+        Problem(one_line(row.run_id), one_line(trouble, MAX_TROUBLE_CHARS), "run", Level.WARN, kind=_kind(trouble))
         for row in rows
-        if row.view.troubles and not row.is_problem
+        if not row.is_problem
+        for trouble in row.view.troubles
     ]
     named = {problem.name for problem in found}
     found += [
@@ -370,6 +371,10 @@ def find_problems(
         found.append(Problem(one_line("clocks"), one_line("; ".join(workspace.clocks), 1000), "workspace", Level.WARN))
     found += others
     return tuple(sorted(with_alerts(found, alerts), key=lambda problem: -(problem.since or 0.0)))
+
+
+def _kind(trouble: str) -> CleanText:
+    return one_line(trouble.partition(":")[0])
 
 
 def _run_problem(row: RunRow, since: float | None) -> Problem:

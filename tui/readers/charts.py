@@ -18,7 +18,7 @@ import operator
 import time
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from prime_rl.contract.files import UNDECODABLE
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.metrics import parse_metrics
 from prime_rl.utils.tail import FileTail
@@ -193,7 +194,7 @@ class HistoryReader:
             try:
                 row = self._line.decode(line)
                 return row if 0 <= row.step < MAX_STEP else None
-            except msgspec.MsgspecError:
+            except UNDECODABLE:
                 pass
         parsed = parse_metrics(line)
         if parsed is None:
@@ -234,6 +235,19 @@ class RunMetrics:
     def histories(self) -> dict[str, History]:
         """By metric. Of one that both files have the orchestrator's counts."""
         return {key: history for reader in self._readers for key, history in reader.histories.items()}
+
+
+def read_slice(
+    runs: Collection[RunMetrics], slice_s: float, is_wanted: Callable[[], bool] = lambda: True
+) -> tuple[bool, bool]:
+    """Read what is new of all, for `slice_s` at most: (whether anything changed, whether there is more)."""
+    deadline, changed = time.monotonic() + slice_s, False
+    while True:
+        looks = [run.update() for run in runs]
+        changed |= any(each for each, _ in looks)
+        more = any(each for _, each in looks)
+        if not more or time.monotonic() > deadline or not is_wanted():
+            return changed, more
 
 
 def _ascends(steps: Sequence[float]) -> bool:
@@ -307,7 +321,7 @@ CHARTS = (
         ("passes", "optim", "broadcast", "checkpoint"),
         stacks=True,
     ),
-    ChartSpec("tokens/s", ("tokens_per_s",)),
+    ChartSpec("tokens/s generated", ("tokens_per_s",)),
     ChartSpec("evaluation", (EVAL_PREFIX,), is_reward=True),
 )
 KEYS = tuple(dict.fromkeys(key for spec in CHARTS for key in (*spec.keys, spec.total) if key and key != EVAL_PREFIX))
@@ -351,8 +365,8 @@ class ChartView:
 class Curve:
     """One line. By column that has a value: its index, the newest step on it, that step's value, least and greatest.
 
-    `last` is the newest value of all, whatever is looked at. `is_faint`: the values before smoothing, or with
-    `is_band` the area between the least and the greatest ones.
+    `last` is the newest value of all, whatever is looked at, and `spread` its deviation. `is_faint`: the values before
+    smoothing, or with `is_band` the area between the least and the greatest ones.
     """
 
     name: str
@@ -363,6 +377,7 @@ class Curve:
     lows: tuple[float, ...] = ()
     highs: tuple[float, ...] = ()
     last: float | None = None
+    spread: float | None = None
     is_faint: bool = False
     is_band: bool = False
 
@@ -435,18 +450,16 @@ def thin(name: str, history: History, values: Sequence[float], shown: tuple[floa
     return Curve(name, 0, *map(tuple, zip(*columns, strict=True)), last=last_value)  # type: ignore[arg-type, misc]
 
 
-def simple_chart(
-    steps: Sequence[float], values: Sequence[float], *, last: float | None = None, change: float | None = None
-) -> ChartData:
+def simple_chart(steps: Sequence[float], values: Sequence[float]) -> ChartData:
     """One curve, for a small picture."""
+    if not steps:
+        return ChartData()
     history = History()
     history.extend(*downsample(steps, values, SMALL_POINTS))
-    if not len(history):
-        return ChartData()
     shown = (history.steps[0], history.steps[-1])
     num_columns = max(len(history), 2)
-    curve = replace(thin("", history, history.values, shown, num_columns), last=last)
-    return ChartData((curve,), shown, num_columns, change=change)
+    curve = replace(thin("", history, history.values, shown, num_columns), last=values[-1])
+    return ChartData((curve,), shown, num_columns)
 
 
 def build_chart(
@@ -515,23 +528,14 @@ class ChartsReader:
 
     def read(self, view: ChartView) -> tuple[ChartsData | None, bool]:
         """Read for one slice: (the charts, or None when neither files nor `view` changed; whether more is left)."""
-        changed, more = self._update((self._run_id, *view.compare[:MAX_COMPARED]))
+        run_ids = (self._run_id, *view.compare[:MAX_COMPARED])
+        self._runs = {run_id: self._runs.get(run_id) or self._open(run_id) for run_id in run_ids}
+        changed, more = read_slice(self._runs.values(), self._slice_s)
         self._slice_s = NEXT_SLICE_S if more else READ_SLICE_S
         if not changed and view == self._shown:
             return None, more
         self._shown = view
         return self._data(view, more), more
-
-    def _update(self, run_ids: tuple[str, ...]) -> tuple[bool, bool]:
-        self._runs = {run_id: self._runs.get(run_id) or self._open(run_id) for run_id in run_ids}
-        deadline = time.monotonic() + self._slice_s
-        changed = False
-        while True:
-            looks = [run.update() for run in self._runs.values()]
-            changed |= any(each for each, _ in looks)
-            more = any(each for _, each in looks)
-            if not more or time.monotonic() > deadline:
-                return changed, more
 
     def _open(self, run_id: str) -> RunMetrics:
         capacity = CAPACITY if run_id == self._run_id else COMPARED_CAPACITY

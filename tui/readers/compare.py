@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.notes import SweepPlan, list_sweeps, read_plan
 from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
-from tui.readers.charts import EVAL_PREFIX, ChartData, ChartView, Curve, History, RunMetrics, thin, window
+from tui.readers.charts import EVAL_PREFIX, ChartData, ChartView, Curve, History, RunMetrics, read_slice, thin, window
 from tui.readers.run_config import all_values, config_stamp, read_config
 from tui.readers.tabs import TabData
 
@@ -140,7 +139,7 @@ def compare_chart(groups: Sequence[Group], view: ChartView) -> ChartData:
     shown = window(view, (min(first for first, _ in ends), max(last for _, last in ends)))
     curves: list[Curve] = []
     for colour, group in enumerate(drawn):
-        mean = replace(_mean_curve(group, view, shown), colour=colour)
+        mean = replace(_mean_curve(group, view, shown), colour=colour, spread=group.spread)
         if len(group.runs) > 1:
             curves.append(replace(mean, is_faint=True, is_band=True))
         curves.append(replace(mean, lows=mean.values, highs=mean.values))
@@ -223,20 +222,11 @@ class CompareReader:
         self._readers = {run_id: self._readers.get(run_id) or self._open(run_id) for run_id, _ in runs}
         self._configs = {run_id: value for run_id, value in self._configs.items() if run_id in self._readers}
         num_changed = sum(self._read_config(run_id) for run_id, _ in runs)
-        read, more = self._read_metrics(is_wanted)
+        read, more = read_slice(self._readers.values(), READ_SLICE_S, is_wanted)
         if not (num_changed or read) and request == self._shown:
             return None, more
         self._shown = request
         return self._data(request, more), more
-
-    def _read_metrics(self, is_wanted: Callable[[], bool]) -> tuple[bool, bool]:
-        deadline, changed = time.monotonic() + READ_SLICE_S, False
-        while True:
-            looks = [reader.update() for reader in self._readers.values()]
-            changed |= any(each for each, _ in looks)
-            more = any(each for _, each in looks)
-            if not more or time.monotonic() > deadline or not is_wanted():
-                return changed, more
 
     def _open(self, run_id: str) -> RunMetrics:
         return RunMetrics(RunDir(self._output_dir / run_id), (self._metric,), CAPACITY)

@@ -273,15 +273,10 @@ class LogTabReader:
         self._generation = 0
         self._clean: dict[int, LogLine] = {}
 
-    @property
-    def path(self) -> Path:
-        """The log that the tab shows; the file need not exist."""
-        return self._run.log
-
     def read(self, request: LogRequest, is_wanted: Callable[[], bool] = lambda: True) -> tuple[LogData | None, bool]:
         """A search for rare lines ends when it is not wanted any more."""
         try:
-            fd = open_log(self.path)
+            fd = open_log(self._run.log)
         except OSError:
             return self._missing(request), False
         try:

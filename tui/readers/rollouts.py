@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from daemons.workspace_reader import stamp_of
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.samples import (
     MAX_TOKENS,
@@ -26,7 +27,7 @@ from prime_rl.contract.samples import (
     token_ratios,
 )
 from prime_rl.utils.text import clean_text
-from tui.readers.tabs import ROLLOUTS, TabData, file_stamp
+from tui.readers.tabs import ROLLOUTS, TabData
 
 # The list shows at most so many of the newest; the file itself is bounded by its writer.
 MAX_SAMPLES = 2_000
@@ -99,7 +100,7 @@ class RolloutsReader:
 
     def read(self, request: RolloutsRequest = RolloutsRequest()) -> tuple[RolloutsData | None, bool]:
         """(samples, and tokens of the step asked for, or None when nothing changed; False: one look reads all)."""
-        stamps, before = (file_stamp(self._run.samples), file_stamp(self._run.ratios)), self._stamps
+        stamps, before = (stamp_of(self._run.samples), stamp_of(self._run.ratios)), self._stamps
         if stamps == before and request == self._shown.request:
             return None, False
         if before is None or before[0] != stamps[0]:

@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from daemons.machine import disk_use
 from daemons.workspace import shown
-from daemons.workspace_reader import edit_text
+from daemons.workspace_reader import edit_text, stamp_of
 from prime_rl.configs import admitted
 from prime_rl.configs.admitted import differing, read_effect
 from prime_rl.configs.base import ConfigError, build, parse_toml
@@ -34,7 +35,7 @@ from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marke
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import CleanText, clean_text, one_line
-from tui.readers.tabs import CHECKPOINTS, CONFIG, EVENTS, TabData, changed_at, file_stamp, read_clean
+from tui.readers.tabs import CHECKPOINTS, CONFIG, EVENTS, TabData, changed_at, read_clean
 
 MAX_VALUE_CHARS, MAX_PATH_CHARS = 200, 1_000
 MISSING, NO_TEXT = one_line("-"), one_line("")
@@ -99,7 +100,7 @@ class ConfigReader:
         """(what the request asks for, or None when neither it nor a file changed; False: one look reads all)."""
         other = request.other
         runs = [self._run] if other is None else [self._run, RunDir(self._output_dir / other)]
-        shown = (request, file_stamp(self._run.config_error), *map(config_stamp, runs))
+        shown = (request, stamp_of(self._run.config_error), *map(config_stamp, runs))
         if shown == self._shown:
             return None, False
         self._shown = shown
@@ -123,7 +124,7 @@ class ConfigReader:
 
 def config_stamp(run: RunDir) -> tuple[object, ...]:
     """Changes whenever the run's config in effect may be another."""
-    return tuple(map(file_stamp, (run.orch_toml, run.admitted, run.applied)))
+    return tuple(map(stamp_of, (run.orch_toml, run.admitted, run.applied)))
 
 
 def read_config(run: RunDir) -> CleanText | None:
@@ -166,9 +167,11 @@ def flatten(data: Mapping[str, Any]) -> Iterator[tuple[CleanText, Any]]:
 
 
 def toml_text(value: Any) -> CleanText:
-    """As TOML, on one line; null for what TOML cannot express."""
+    """As TOML, on one line, `1e+15` and `1e-05` for floats of many digits; null for what TOML cannot express."""
     if value is None or isinstance(value, bool):
         return one_line(str(value).lower())
+    if isinstance(value, float) and "e" in (short := f"{value:g}") and float(short) == value:
+        return one_line(short)
     return one_line(f'"{value}"' if isinstance(value, str) else str(value), MAX_VALUE_CHARS)
 
 
@@ -177,10 +180,6 @@ def find_error_lines(config: str, error: str) -> tuple[int, ...]:
     lines = config.splitlines()
     named = {int(number) for number in _LINE.findall(error) if 1 <= int(number) <= len(lines)}
     return tuple(sorted(named | {number for key, number in key_lines(lines).items() if f": {key}: " in f": {error}"}))
-
-
-# One folder is measured up to so many files: a run may hold anything.
-MAX_FILES = 2_000
 
 
 @dataclass(frozen=True)
@@ -243,20 +242,11 @@ class CheckpointsReader:
 
 def measure(folder: Path) -> tuple[int, tuple[str, ...]]:
     """(bytes of the files below, names of the folders in it). What vanishes meanwhile counts nothing."""
-    num_bytes, num_files = 0, 0
-    parts: tuple[str, ...] = ()
-    for place, folders, names in os.walk(folder):  # follows no link
-        if place == str(folder):
-            parts = tuple(sorted(one_line(name, 40) for name in folders))
-        for name in names:
-            try:
-                num_bytes += os.lstat(os.path.join(place, name)).st_size
-            except OSError:
-                continue
-        num_files += len(names)
-        if num_files > MAX_FILES:
-            break
-    return num_bytes, parts
+    try:
+        parts = sorted(one_line(entry.name, 40) for entry in folder.iterdir() if entry.is_dir())
+    except OSError:
+        parts = []
+    return disk_use(folder, as_stored=False).num_bytes, tuple(parts)
 
 
 MAX_EVENTS = 500
@@ -327,7 +317,7 @@ class EventsReader:
         """
         looks = [tail.update() for tail in self._tails]
         own = (self._run.config_error, self._run.evicted, self._run.status)
-        stamps = (*map(file_stamp, own[:2]), self._note_state())
+        stamps = (*map(stamp_of, own[:2]), self._note_state())
         self._has_news |= any(each for each, _ in looks) or stamps != self._stamps
         self._stamps = stamps
         more = any(each for _, each in looks)

@@ -40,15 +40,6 @@ def read_clean(path: Path, limit: int = MAX_TEXT_BYTES) -> CleanText | None:
     return clean_text(text + "\n# ... (the rest is not shown)" if len(data) > limit else text)
 
 
-def file_stamp(path: Path) -> tuple[int, int, int]:
-    """Changes whenever the file does; zeros when it is not there."""
-    try:
-        info = path.stat()
-    except OSError:
-        return (0, 0, 0)
-    return (info.st_mtime_ns, info.st_size, info.st_ino)
-
-
 def changed_at(path: Path) -> float | None:
     """Unix seconds; None when it is not there."""
     try:

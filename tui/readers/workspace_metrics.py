@@ -19,7 +19,7 @@ from prime_rl.contract.files import read_text
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 from prime_rl.contract.usage import used_in_life
-from tui.readers.charts import ChartData, History, HistoryReader, RunMetrics, change, simple_chart
+from tui.readers.charts import ChartData, HistoryReader, RunMetrics, change, simple_chart
 from tui.readers.tabs import TabData
 
 HOME_KEYS = ("reward/mean", "loss", "time")
@@ -202,13 +202,8 @@ class CurvesReader:
             _, more = self._metrics.update()
         self._answered = CurvesRequest(request.run_id) if more else request
         histories = self._metrics.histories()
-        reward, loss = (_picture(histories.get(key)) for key in HOME_KEYS[:2])
+        known = (histories.get(key) for key in HOME_KEYS[:2])
+        reward, loss = (simple_chart(each.steps, each.values) if each else ChartData() for each in known)
         gain = change(request.tail.rewards)
         self._data = CurvesData(request.run_id, replace(reward, change=gain), loss)
         return self._data, False
-
-
-def _picture(history: History | None) -> ChartData:
-    if not history:
-        return ChartData()
-    return simple_chart(history.steps, history.values, last=history.values[-1])

@@ -5,8 +5,8 @@ runs through a function of `daemons`, the code of `prl`, and is shown together w
 same; `ActionLogScreen` lists those of this session. Keys act on all of `target_rows()`, a command on the runs that it
 names; a sweep and a comparison start from one run and refuse several.
 
-Not imported when the app is read-only. What an action needs is imported when its key is pressed, so that the app starts
-fast. The other screens with these keys are in `acting_places`.
+Not imported when the app is read-only. Dialogs are imported when their keys are pressed, so that the app starts fast.
+The other screens with these keys are in `acting_places`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,26 @@ from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
+from daemons import actions
+from daemons.workspace import IDLE, why_idle
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
-from tui.actions.jobs import Job, JobWorker, name_runs, prl_command, runs_job
+from tui.actions import (
+    Choice,
+    Job,
+    carry_out,
+    down_job,
+    free_id,
+    name_runs,
+    pause_job,
+    prl_command,
+    restart_job,
+    runs_job,
+    set_job,
+    up_choices,
+)
 from tui.keys import Command, CommandError, parse
 from tui.messages import ActionEntry
 from tui.model.snapshot import RunRow
@@ -56,8 +71,8 @@ class Performs(WorkspaceScreen):
     def perform(self, job: Job) -> int:
         """Start `job` in a thread of the app, so that it continues on any screen; returns its serial."""
         serial = next(_serials)
-        worker = JobWorker(serial, job, self.app.post_message, self.setting.clock)
-        self.app.run_worker(worker.run, thread=True, name=job.command)
+        work = functools.partial(carry_out, serial, job, self.app.post_message, self.setting.clock)
+        self.app.run_worker(work, thread=True, name=job.command)
         return serial
 
     def _after_look(
@@ -97,15 +112,13 @@ def ids_of(rows: Sequence[RunRow]) -> list[str]:
     return [row.run_id for row in rows]
 
 
-# A run in one of these has no slot to leave, and waits for none.
-_NO_PAUSE = (RunState.INVALID, RunState.FINISHED, RunState.EVICTED, RunState.FAILED)
-_NO_EVICT = (RunState.FINISHED, RunState.EVICTED)
 # Commands that take the ids of runs before their own words.
 _ON_RUNS = (
     *("pause", "continue", "weight", "budget", "set", "apply", "restore", "fork", "sweep", "export", "diff"),
     *("evict", "readmit", "delete", "clone"),
 )
 _PATHS = ("[FILE]", "[FOLDER]")
+NEEDS_RUN = "this command needs a run: move the cursor to one; :runs lists them"
 
 
 class SteersRuns(Performs):
@@ -123,10 +136,22 @@ class SteersRuns(Performs):
     ]
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Hide the keys that need a target run. Pause stays where it has no effect: its key tells why."""
-        if action in ("pause", "weight", "budget", "fork", "export") and not self.chosen_rows():
+        """Hide the keys that need a target run."""
+        if action in _ON_RUNS and action != "sweep" and not self.chosen_rows():
             return False
         return super().check_action(action, parameters)
+
+    def why_not(self, action: str) -> str | None:
+        """Why an act does nothing to any of the chosen runs: the words of the first."""
+        rows = self.chosen_rows() if action in IDLE else []
+        if not rows or not all(why_idle(action, row.view) for row in rows):
+            return super().why_not(action)
+        more = f"; and {len(rows) - 1} more" if len(rows) > 1 else ""
+        return f"{rows[0].run_id}: {why_idle(action, rows[0].view)}{more}"
+
+    def _able(self, act: str) -> list[RunRow]:
+        """The chosen runs to which `act` does something."""
+        return [row for row in self.chosen_rows() if not why_idle(act, row.view)]
 
     def commands(self) -> dict[str, Command]:
         """The commands of the keys and of `_on_runs`; each that acts on runs takes their ids first."""
@@ -135,7 +160,8 @@ class SteersRuns(Performs):
             known = found.get(name) or Command(name, f"{name} runs")
             take = functools.partial(self._command_on_runs, name, known.argument)
             words = functools.partial(self._words_on_runs, known.words)
-            found[name] = replace(known, take=take, words=words, on_runs=True)
+            why = known.why_not or (None if self.chosen_rows() else NEEDS_RUN)
+            found[name] = replace(known, take=take, words=words, on_runs=True, why_not=why)
         return found
 
     def _words_on_runs(self, others: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
@@ -160,10 +186,13 @@ class SteersRuns(Performs):
     def _on_runs(self) -> dict[str, Command]:
         """The commands of the keys, most of which take words too; and `continue`, `set` and `diff`."""
         found = super().commands()
-        paused = [row for row in self.chosen_rows() if row.state == RunState.PAUSED]
-        go_on = (lambda: self._continue(paused)) if paused else None
-        found["continue"] = Command("continue", "let paused runs go on", go_on, "Continue", "z" if paused else "")
+        paused, why, about = self._able("continue"), self.why_not("continue"), "let paused runs go on"
+        go_on, key = ((lambda: self._continue(paused)), "z") if paused else (None, "")
+        found["continue"] = Command("continue", about, go_on, "Continue", key, why_not=why)
         take_words(found, "pause", "pause runs", "[REASON]", self._command_pause)
+        if paused and len(paused) == len(self.chosen_rows()):  # the key continues them
+            why = f"{paused[0].run_id}: {IDLE['pause again']}"
+            found["pause"] = replace(found["pause"], alone=None, why_not=why)
         about = "set the share of the trainer"
         take_words(found, "weight", about, "[NUMBER]", lambda words: self._set([f"weight={words}"]))
         about, keys = "set keys of runs", self._live_keys
@@ -186,15 +215,13 @@ class SteersRuns(Performs):
 
     def action_pause(self) -> None:
         """Ask for a reason and pause the target runs; when all of them are paused already, continue them."""
-        rows = self._steerable()
+        rows = self._able("pause")
         if running := [row for row in rows if row.state != RunState.PAUSED]:
             from tui.dialogs.steer import PauseDialog
 
             self.app.push_screen(PauseDialog(self.output_dir, running, self.perform))
-        elif rows:
-            self._continue(rows)
         else:
-            self.notify(self._no_pause(), severity="warning", markup=False)
+            self._continue(rows)
 
     def action_weight(self) -> None:
         """Open the dialog that sets one weight for the target runs."""
@@ -227,21 +254,11 @@ class SteersRuns(Performs):
             file = OutputDir(self.output_dir).run(row.run_id).orch_toml
             self._open_sweep(str(file), row.run_id.removeprefix("run_")[:40])
 
-    def _steerable(self) -> list[RunRow]:
-        return [row for row in self.chosen_rows() if row.state not in _NO_PAUSE]
-
-    def _no_pause(self) -> str:
-        from daemons.actions import NO_PAUSE
-
-        row, *others = self.chosen_rows()
-        more = f", and {len(others)} more cannot either" if others else ""
-        return f"{row.run_id} cannot be paused: {NO_PAUSE[RunState(row.state)]}{more}"
-
     def _some(self) -> list[RunRow]:
         """The target runs. Raises CommandError without one."""
         if rows := self.chosen_rows():
             return rows
-        raise CommandError("this command needs a run: move the cursor to one; :runs lists them")
+        raise CommandError(NEEDS_RUN)
 
     def _only(self, what: str) -> RunRow | None:
         """The one run that `what` starts from. None of several, and why is shown."""
@@ -253,11 +270,9 @@ class SteersRuns(Performs):
         return rows[0] if rows else None
 
     def _continue(self, rows: list[RunRow]) -> None:
-        from daemons.actions import CONTINUE
-
         run_ids = ids_of(rows)
         words = "They go on where they were, as soon as slots are free."
-        job = runs_job(self.output_dir, "continue", run_ids, "continue", CONTINUE)
+        job = runs_job(self.output_dir, "continue", run_ids, "continue", actions.CONTINUE)
         self._ask_for_many(f"continue {name_runs(run_ids)}", run_ids, words, "Continue", job)
 
     def _open_fork(self, version: str) -> None:
@@ -278,26 +293,19 @@ class SteersRuns(Performs):
         self.app.push_screen(SweepDialog(self.output_dir, self.perform, file=file, name=name))
 
     def _command_pause(self, reason: str) -> None:
-        from tui.actions.jobs import pause_job
-
         self._some()
-        if not (rows := self._steerable()):
-            raise CommandError(self._no_pause())
-        self.perform(pause_job(self.output_dir, ids_of(rows), reason))
+        if why := self.why_not("pause"):
+            raise CommandError(why)
+        self.perform(pause_job(self.output_dir, ids_of(self._able("pause")), reason))
 
     def _set(self, items: list[str]) -> None:
-        from daemons.actions import ActionError
-        from tui.actions.jobs import set_job
-
         try:
             self.perform(set_job(self.output_dir, ids_of(self._some()), items))
-        except ActionError as error:
+        except actions.ActionError as error:
             raise CommandError(str(error)) from error
 
     def _change_edits(self, command: str) -> None:
-        from daemons.actions import apply_edit, restore_config
-
-        act, done = (apply_edit, "applied") if command == "apply" else (restore_config, "restored")
+        act, done = (actions.apply_edit, "applied") if command == "apply" else (actions.restore_config, "restored")
         self.perform(runs_job(self.output_dir, command, ids_of(self._some()), done, act))
 
     def _is_unedited(self, row: RunRow) -> bool:
@@ -343,18 +351,14 @@ class ActsOnRuns(SteersRuns):
         Binding("L", "action_log", "Actions of this session", id="log", show=False),
     ]
 
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Grey out keys without effect; hide keys without a run to act on."""
-        rows = self.chosen_rows()
-        if action in ("evict", "readmit", "delete", "clone") and not rows:
-            return False
-        if action == "readmit":
-            return True if any(map(_can_readmit, rows)) else None
-        if action == "evict":
-            return True if any(row.state not in _NO_EVICT for row in rows) else None
-        if action == "restart":
-            return True if self.snapshot and self.snapshot.workspace.supervisor_alive else None
-        return super().check_action(action, parameters)
+    def why_not(self, action: str) -> str | None:
+        """As the base does; and why a daemon cannot be restarted, or the workspace not be started."""
+        lives = self.snapshot is not None and self.snapshot.workspace.supervisor_alive
+        if action == "restart" and not lives:
+            return "no daemons are running: nothing to restart"
+        if action == "up" and lives:
+            return "the workspace is running already: nothing to start"
+        return super().why_not(action)
 
     def commands(self) -> dict[str, Command]:
         """The commands of the keys; `restart` takes the name of a daemon too."""
@@ -367,38 +371,29 @@ class ActsOnRuns(SteersRuns):
         """Ask for a reason and evict the target runs, except those that have no slot to leave for good."""
         from tui.dialogs.delete import EvictDialog, suggest
 
-        rows = [row for row in self.chosen_rows() if row.state not in _NO_EVICT]
-        if rows:
-            reasons = suggest(rows, self.snapshot.rows if self.snapshot else ())
-            self.app.push_screen(EvictDialog(self.output_dir, ids_of(rows), reasons, self.perform))
+        rows = self._able("evict")
+        reasons = suggest(rows, self.snapshot.rows if self.snapshot else ())
+        self.app.push_screen(EvictDialog(self.output_dir, ids_of(rows), reasons, self.perform))
 
     def action_readmit(self) -> None:
         """Readmit those of the target runs that can be readmitted; asks first when they are several."""
-        from daemons import actions
-
-        run_ids = ids_of([row for row in self.chosen_rows() if _can_readmit(row)])
-        if run_ids:
-            job = runs_job(self.output_dir, "readmit", run_ids, "readmitted", actions.READMIT)
-            words = "They continue from their newest checkpoints."
-            self._ask_for_many(f"readmit {name_runs(run_ids)}", run_ids, words, "Readmit", job)
+        run_ids = ids_of(self._able("readmit"))
+        job = runs_job(self.output_dir, "readmit", run_ids, "readmitted", actions.READMIT)
+        words = "They continue from their newest checkpoints."
+        self._ask_for_many(f"readmit {name_runs(run_ids)}", run_ids, words, "Readmit", job)
 
     def action_delete(self) -> None:
         """Open the dialog that deletes the target runs."""
         from tui.dialogs.delete import DeleteDialog
 
-        rows = self.chosen_rows()
-        if rows:
-            self.app.push_screen(DeleteDialog(self.output_dir, rows, self._remember_deleted, self.perform))
+        delete = DeleteDialog(self.output_dir, self.chosen_rows(), self._remember_deleted, self.perform)
+        self.app.push_screen(delete)
 
     def action_undo_delete(self) -> None:
         """Restore what was deleted here last; else the newest run in the trash."""
-        from daemons import actions
-
         self._after_look(lambda: [run_id for run_id, _ in actions.list_trash(self.output_dir)], self._undelete)
 
     def _undelete(self, trash: Sequence[str]) -> None:
-        from daemons import actions
-
         if not trash:
             self.notify("the trash is empty: nothing to restore", markup=False)
             return
@@ -409,8 +404,6 @@ class ActsOnRuns(SteersRuns):
 
     def action_clone(self) -> None:
         """Open the dialog that adds a run like the target, under the next free id; several targets are refused."""
-        from tui.actions.jobs import free_id
-
         row = self._only("a clone")
         if row is None or not self._is_unedited(row):
             return
@@ -435,10 +428,9 @@ class ActsOnRuns(SteersRuns):
             return
         chosen = self.target_daemon()
         first = next((index for index, name in enumerate(names) if name == chosen), 0)
-        from tui.actions.jobs import restart_job
-        from tui.dialogs.form import Choice, ChooseDialog
+        from tui.dialogs.form import ChooseDialog
 
-        choices = [Choice(name, functools.partial(restart_job, self.output_dir, name)) for name in names]
+        choices = [(name, functools.partial(restart_job, self.output_dir, name)) for name in names]
         words = "The daemon is stopped and started again. Its files are kept."
         self.app.push_screen(ChooseDialog("restart a daemon", words, choices, self.perform, first=first))
 
@@ -458,8 +450,6 @@ class ActsOnRuns(SteersRuns):
     def _command_restart(self, words: str) -> None:
         if words not in self._daemon_names():
             raise CommandError(f"daemon {words!r} not found; running: {', '.join(self._daemon_names()) or 'none'}")
-        from tui.actions.jobs import restart_job
-
         self.perform(restart_job(self.output_dir, words))
 
 
@@ -471,13 +461,6 @@ class ActsOnWorkspace(ActsOnRuns):
         Binding("U", "up", "Start the workspace", id="up", show=False),
         Binding("D", "down", "Stop the workspace", id="down", show=False),
     ]
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Grey out the start of the workspace while its supervisor lives."""
-        lives = self.snapshot is not None and self.snapshot.workspace.supervisor_alive
-        if action == "up":
-            return None if lives else True
-        return super().check_action(action, parameters)
 
     def commands(self) -> dict[str, Command]:
         """The commands of the keys; `add` takes the path of a config too."""
@@ -491,20 +474,17 @@ class ActsOnWorkspace(ActsOnRuns):
 
     def action_up(self) -> None:
         """Open the choice of how to start the workspace: with its last settings, or by a file in `configs`."""
-        from tui.actions.jobs import up_choices
-        from tui.dialogs.form import Choice, ChooseDialog
+        from tui.dialogs.form import ChooseDialog
 
         words = "Trainer, inference and orchestrators start in the background and keep running when you quit."
 
-        def show(ways: Sequence[tuple[CleanText, Callable[[], Job]]]) -> None:
-            choices = [Choice(label, job) for label, job in ways]
+        def show(choices: Sequence[Choice]) -> None:
             self.app.push_screen(ChooseDialog("start the workspace", words, choices, self.perform))
 
         self._after_look(lambda: up_choices(self.output_dir), show, needs_screen=True)
 
     def action_down(self) -> None:
         """List the daemons that live, and stop the workspace once this is confirmed."""
-        from tui.actions.jobs import down_job
         from tui.dialogs.form import ConfirmDialog
 
         daemons = self.snapshot.workspace.daemons if self.snapshot else ()
@@ -517,13 +497,6 @@ class ActsOnWorkspace(ActsOnRuns):
 
 class ActingRunsScreen(RunsScreen, ActsOnWorkspace):
     """Home, for a person who may act."""
-
-
-def _can_readmit(row: RunRow) -> bool:
-    """True when it is evicted, has failed, or was ended early: by its budget, a stop rule or a sweep."""
-    return row.state in (RunState.EVICTED, RunState.FAILED) or (
-        row.state == RunState.FINISHED and row.reason is not None
-    )
 
 
 def describe(entry: ActionEntry, width: int) -> Text:

@@ -5,26 +5,25 @@ A run can be rolled back to one of its checkpoints too, and its versions can be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual import on
 from textual.binding import Binding, BindingType
-from textual.widget import Widget
 
+from daemons.actions import rollback_run
 from prime_rl.contract.layout import RunDir
 from prime_rl.utils.text import CleanText, one_line
-from tui.actions.jobs import Job, Progress, prl_command
+from tui.actions import Choice, Job, Progress, ack_job, mute_choices, mute_job, prl_command, unmute_job
 from tui.keys import Command
 from tui.readers.run_config import Checkpoint
 from tui.readers.tabs import CHAT, CHECKPOINTS, TABS
 from tui.screens.acting import ActsOnRuns, ActsOnWorkspace
 from tui.screens.base import Setting, take_words
-from tui.screens.compare import CompareScreen, PickRuns
+from tui.screens.compare import CompareScreen, pick_one
 from tui.screens.nodes import NodesScreen
-from tui.screens.problems import ProblemsScreen
 from tui.screens.run import RunScreen
-from tui.screens.system import SystemScreen
+from tui.screens.system import ProblemsScreen, SystemScreen
 from tui.widgets.chat_view import ChatView
 
 
@@ -77,16 +76,13 @@ class ActingProblemsScreen(ProblemsScreen, ActsOnWorkspace):
 
     def action_acknowledge(self) -> None:
         """Acknowledge all alerts of the selected problem, without a question."""
-        from tui.actions.jobs import ack_job
-
         problem = self.selected_problem()
         if problem is not None and problem.alerts:
             self.perform(ack_job(self.output_dir, problem.alerts))
 
     def action_mute(self) -> None:
         """Open the choice of what of the selected problem to mute and for how long, or which mute to end."""
-        from tui.actions.jobs import mute_choices
-        from tui.dialogs.form import Choice, ChooseDialog
+        from tui.dialogs.form import ChooseDialog
 
         problem = self.selected_problem()
         if problem is None or not problem.alerts:
@@ -94,28 +90,21 @@ class ActingProblemsScreen(ProblemsScreen, ActsOnWorkspace):
         subject, names = problem.name, problem.alerts
         words = "Nothing of it is sent meanwhile; it still shows here. What is still wrong at the end is sent then."
 
-        def show(ways: Sequence[tuple[CleanText, Callable[[], Job]]]) -> None:
-            choices = [Choice(label, job) for label, job in ways]
+        def show(choices: Sequence[Choice]) -> None:
             self.app.push_screen(ChooseDialog(f"mute {subject}", words, choices, self.perform))
 
         self._after_look(lambda: mute_choices(self.output_dir, subject, names), show, needs_screen=True)
 
     def _command_ack(self, words: str) -> None:
-        from tui.actions.jobs import ack_job
-
         self.perform(ack_job(self.output_dir, [words]))
 
     def _command_mute(self, words: str) -> None:
-        from tui.actions.jobs import mute_job
-
         what, _, last = words.rpartition(" ")
         # "node 1" is a name: a time needs its unit here.
         job = (what, last) if what and last[-1:].isalpha() else (words, None)
         self.perform(mute_job(self.output_dir, *job))
 
     def _command_unmute(self, words: str) -> None:
-        from tui.actions.jobs import unmute_job
-
         self.perform(unmute_job(self.output_dir, words))
 
 
@@ -133,17 +122,7 @@ class ActingRunScreen(RunScreen, ActsOnRuns):
 
     def __init__(self, setting: Setting, run_id: str, compare: tuple[str, ...] = ()) -> None:
         super().__init__(setting, run_id, compare)
-        self.chat = ChatView(setting.output_dir, run_id)
-
-    @property
-    def tab_names(self) -> tuple[str, ...]:
-        """The tabs of the run, and the chat as the last one."""
-        return (*super().tab_names, CHAT)
-
-    @property
-    def views(self) -> tuple[Widget, ...]:
-        """The views of the run, and the chat as the last one."""
-        return (*super().views, self.chat)
+        self.chat = self.views[CHAT] = ChatView(setting.output_dir, run_id)
 
     def _open_tab(self) -> None:
         if self.tab != CHAT:
@@ -159,38 +138,34 @@ class ActingRunScreen(RunScreen, ActsOnRuns):
             names = [str(version.name) for version in versions_of(RunDir(self.output_dir / self.run_id))]
             return [self.run_id, *reversed(names), BASE]
 
-        def take(chosen: tuple[str, ...] | None) -> None:
-            if chosen:
-                self.chat.choose(chosen[0])
-
         def show(names: list[str]) -> None:
-            self.app.push_screen(PickRuns(names, title="talk to"), take)
+            pick_one(self.app, names, "talk to", self.chat.choose)
 
         self._after_look(look, show, needs_screen=True)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Hide the rollback outside the tab of checkpoints; grey it out on a checkpoint that is not complete."""
-        if action != "rollback":
-            return super().check_action(action, parameters)
-        if self.tab != CHECKPOINTS:
-            return False
-        return True if self._chosen_checkpoint() else None
+        """Hide the rollback outside the tab of checkpoints."""
+        return (action != "rollback" or self.tab == CHECKPOINTS) and super().check_action(action, parameters)
+
+    def why_not(self, action: str) -> str | None:
+        """As the base does; and why there is no rollback."""
+        if action == "rollback" and self.tab == CHECKPOINTS and self._chosen_checkpoint() is None:
+            return "a run is rolled back to a complete checkpoint: move the cursor to one"
+        return super().why_not(action)
 
     def action_rollback(self) -> None:
         """Ask, then roll the run back to the chosen checkpoint; do nothing without a complete one."""
-        from tui.dialogs.form import Choice, ChooseDialog
+        from tui.dialogs.form import ChooseDialog
 
         chosen = self._chosen_checkpoint()
         if chosen is None:
             return
         step, run_id = chosen.step, self.run_id
         words = f"{run_id} goes back to step {step}. Everything it made after that is removed; this cannot be undone."
-        choice = Choice(one_line(f"to step {step}"), lambda: self._rollback_job(run_id, step))
+        choice = (one_line(f"to step {step}"), lambda: self._rollback_job(run_id, step))
         self.app.push_screen(ChooseDialog(f"roll back {run_id}", words, [choice], self.perform))
 
     def _rollback_job(self, run_id: str, step: int) -> Job:
-        from daemons.actions import rollback_run
-
         output_dir = self.output_dir
 
         def work(progress: Progress) -> str:
@@ -206,5 +181,5 @@ class ActingRunScreen(RunScreen, ActsOnRuns):
 
     def _chosen_checkpoint(self) -> Checkpoint | None:
         """The one under the cursor, when it is complete."""
-        chosen = self.checkpoints.selected
+        chosen = self.checkpoints.chosen
         return chosen if chosen is not None and chosen.is_stable else None

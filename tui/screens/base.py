@@ -24,7 +24,6 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.dom import DOMNode
 from textual.screen import ModalScreen, Screen
-from textual.suggester import Suggester
 from textual.widgets import Input, Static
 
 from prime_rl.utils.text import one_line
@@ -33,8 +32,7 @@ from tui.memory import Memory
 from tui.messages import ActionEntry
 from tui.model.levels import STATE_WORDS, STATES
 from tui.model.snapshot import RunRow, Snapshot
-from tui.widgets.filter_bar import FilterInput
-from tui.widgets.header import CommandLine, KeyFooter, WorkspaceHeader
+from tui.widgets.header import CommandLine, Completer, FilterInput, KeyFooter, WorkspaceHeader
 from tui.widgets.line_list import TextScreen, titled
 
 if TYPE_CHECKING:
@@ -88,7 +86,7 @@ PLACES = (
     Place(HOME, "1", "Runs", "runs:RunsScreen", "acting:ActingRunsScreen"),
     Place("system", "3", "System", "system:SystemScreen", "acting_places:ActingSystemScreen"),
     Place("nodes", "4", "Nodes", "nodes:NodesScreen", "acting_places:ActingNodesScreen"),
-    Place("problems", "5", "Problems", "problems:ProblemsScreen", "acting_places:ActingProblemsScreen"),
+    Place("problems", "5", "Problems", "system:ProblemsScreen", "acting_places:ActingProblemsScreen"),
     Place("compare", "6", "Compare", "compare:CompareScreen", "acting_places:ActingCompareScreen"),
 )
 
@@ -118,14 +116,6 @@ class Setting:
     make_probe: ProbeMaker | None = None
     is_demo: bool = False
     examine: Examine | None = None
-
-
-@runtime_checkable
-class ShowsWorkspace(Protocol):
-    """A screen that gets each new snapshot."""
-
-    def show_workspace(self, snapshot: Snapshot) -> None:
-        """Called by the app at each new look at the workspace, for every screen of the stack."""
 
 
 @runtime_checkable
@@ -187,13 +177,9 @@ class WorkspaceScreen(Screen[None]):
         # The runs that a command names, while it is carried out.
         self.named: list[RunRow] = []
         self.command_line = CommandLine()
-        self._is_ready = False
-        self._keys_for: str | None = None
-
-    @property
-    def can_show(self) -> bool:
+        self.can_show = False
         """True when the widgets can be filled: not before they are mounted."""
-        return self._is_ready
+        self._keys_for: str | None = None
 
     @property
     def guide(self) -> Guide:
@@ -246,7 +232,7 @@ class WorkspaceScreen(Screen[None]):
         return row.run_id if row else None
 
     def show_workspace(self, snapshot: Snapshot) -> None:
-        """Keep the snapshot; subclasses draw it too."""
+        """Keep a new snapshot, which every screen of the stack gets; subclasses draw it too."""
         self.snapshot = snapshot
 
     def show_action(self, entry: ActionEntry) -> None:
@@ -254,6 +240,14 @@ class WorkspaceScreen(Screen[None]):
         self.entry = entry
         if self.can_show:
             self.command_line.entry = entry
+
+    def why_not(self, action: str) -> str | None:
+        """Why an action has no effect now, in one line: its key is greyed out; None: it has one, or no key here."""
+        return None
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Grey out the keys without effect."""
+        return None if self.why_not(action) else super().check_action(action, parameters)
 
     def run_ids(self) -> list[str]:
         """The ids of all runs of the snapshot, whatever the filter; [] before the first snapshot."""
@@ -285,7 +279,8 @@ class WorkspaceScreen(Screen[None]):
                 words = binding.tooltip or binding.description
                 run = functools.partial(self._run_key, active.node, binding.action) if active.enabled else None
                 key = self.app.get_key_display(binding)
-                yield Command(name, words[:1].lower() + words[1:], run, binding.description, key)
+                about, why = words[:1].lower() + words[1:], self.why_not(action)
+                yield Command(name, about, run, binding.description, key, why_not=why)
 
     def _run_key(self, owner: DOMNode, action: str) -> None:
         named = self.named
@@ -374,7 +369,7 @@ class PlaceScreen(WorkspaceScreen):
 
         Textual itself calls it, after the `on_mount` of a subclass.
         """
-        self._is_ready = True
+        self.can_show = True
         self.command_line.entry = self.entry
         self.app.theme_changed_signal.subscribe(self, lambda _: self.redraw())
         if self.snapshot is not None:
@@ -466,15 +461,6 @@ class HelpScreen(TextScreen):
         self.call_after_refresh(box.scroll_to_widget, here, animate=False, top=True)
 
 
-class _Completer(Suggester):
-    def __init__(self, commands: Mapping[str, Command]) -> None:
-        super().__init__(use_cache=False, case_sensitive=True)
-        self._commands = commands
-
-    async def get_suggestion(self, value: str) -> str | None:
-        return complete(value, self._commands)
-
-
 class LineScreen(ModalScreen[None]):
     """A screen with one line to type in: what is typed before the line has the focus is typed into it then."""
 
@@ -527,7 +513,7 @@ class CommandScreen(LineScreen):
                 placeholder="runs, sort reward, theme prl-light ...",
                 id="command",
                 compact=True,
-                suggester=_Completer(self._commands),
+                suggester=Completer(lambda text: complete(text, self._commands)),
             )
             yield Static(id="said", markup=False)
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual import on
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen
@@ -37,11 +38,12 @@ from tui.readers.compare import (
 from tui.screens.base import PlaceScreen, Setting, take_words
 from tui.watcher import RunWatcher
 from tui.widgets.chart import COLOURS, LABEL_WIDTH, Chart
-from tui.widgets.filter_bar import FilterBar
+from tui.widgets.header import FilterBar
 from tui.widgets.line_list import LineList, titled
 
 # Before the name of a group in a list of lines: what no run id has.
 GROUP = "\0"
+WIDE = 120
 NAME_WIDTHS = (22, 34)
 BORDERS = 2
 MAX_VALUE = 14
@@ -154,11 +156,11 @@ class CompareScreen(PlaceScreen):
 
     def action_group_by(self) -> None:
         """Open the choice of what the runs are grouped by: run, tag, or a config key that differs."""
-        self._pick("group by", self.data.groupings if self.data else (RUN,), self._group_by)
+        pick_one(self.app, self.data.groupings if self.data else (RUN,), "group by", self._group_by)
 
     def action_metric(self) -> None:
         """Open the choice of the metric that is compared."""
-        self._pick("compare by", self.data.metrics if self.data else (), self._take_metric)
+        pick_one(self.app, self.data.metrics if self.data else (), "compare by", self._take_metric)
 
     def action_smooth(self) -> None:
         """Take the next of `SMOOTHINGS`; after the last comes the first."""
@@ -202,13 +204,6 @@ class CompareScreen(PlaceScreen):
             raise CommandError(f"step {words!r}: must be a number; without one all runs are compared")
         self._ask(step=int(words) if words else None)
 
-    def _pick(self, title: str, names: Sequence[str], take: Callable[[str], None]) -> None:
-        def chosen(found: tuple[str, ...] | None) -> None:
-            if found:
-                take(found[0])
-
-        self.app.push_screen(PickRuns(names, title=title), chosen)
-
     def _selected_group(self) -> Group | None:
         key = self.list.selected or ""
         groups = self.data.groups if self.data and key.startswith(GROUP) else ()
@@ -236,9 +231,9 @@ class CompareScreen(PlaceScreen):
         data = self.data
         if data is None or not self.can_show:
             return
-        self.about.update(about_line(data))
+        self.about.update(about_line(data, self.size.width - 2))
         self.chart.rename(data.request.metric)
-        self.chart.show(data.chart)
+        self.chart.show(data.chart, is_read=not data.is_reading)
         table = Table(data, self.size.width)
         self.list.show(table.keys, table.line, [table.heading()])
         self.show_keys()
@@ -252,14 +247,11 @@ def _known(words: str, names: Sequence[str], what: str) -> str:
     return fits[0]
 
 
-def about_line(data: CompareData) -> Text:
-    """The line about what is compared, and which run is best."""
-    line = Text.assemble(
-        ("by ", "muted"),
-        (data.request.by if data.request.by in data.groupings else RUN, "bold"),
-        ("  ·  ", "faint"),
-        (data.request.metric, "bold"),
-    )
+def about_line(data: CompareData, width: int) -> Text:
+    """The line about what is compared, and which run is best, with as many of its settings as `width` has room for."""
+    line = Text.assemble(("by ", "muted"), (data.request.by if data.request.by in data.groupings else RUN, "bold"))
+    if width >= WIDE:  # else the frame of the chart alone has it
+        line.append("  ·  ", "faint").append(data.request.metric, "bold")
     for number, (best, result) in enumerate(data.best):
         line.append_text(
             Text.assemble(
@@ -269,10 +261,12 @@ def about_line(data: CompareData) -> Text:
             )
         )
     if len(data.best) == 1:
-        best = data.best[0][0]
-        settings = [f"{key} = {best.config.get(key, fmt.DASH)}" for key in data.keys[:3]]
-        if settings:
-            line.append(f"  {', '.join(settings)}", "muted")
+        best, told = data.best[0][0], ""
+        for key, head in short_keys(data.keys).items():
+            setting = f"{', ' if told else '  '}{head} = {best.config.get(key, fmt.DASH)}"
+            if line.cell_len + cell_len(told + setting) <= width:
+                told += setting
+        line.append(told, "muted")
     if data.num_left_out:
         line.append(f"  ·  the first {MAX_RUNS}, {data.num_left_out} more: narrow with /", "warning")
     if data.is_reading:
@@ -287,7 +281,7 @@ class Table:
 
     def __init__(self, data: CompareData, width: int) -> None:
         self._data = data
-        self._name = NAME_WIDTHS[width >= 120]
+        self._name = NAME_WIDTHS[width >= WIDE]
         self._has_groups = not all(map(_is_alone, data.groups))
         self._colours = {
             group.name: COLOURS[index % len(COLOURS)] for index, group in enumerate(drawn_groups(data.groups))
@@ -453,3 +447,8 @@ class PickRuns(ModalScreen[tuple[str, ...] | None]):
             return Text.assemble(("  ● " if is_chosen else "    ", "success"), shown[index])
 
         self.list.show(shown, make)
+
+
+def pick_one(app: App[object], names: Sequence[str], title: str, take: Callable[[str], None]) -> None:
+    """Let one of `names` be chosen, which `take` gets."""
+    app.push_screen(PickRuns(names, title=title), lambda found: take(found[0]) if found else None)

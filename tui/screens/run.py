@@ -1,19 +1,19 @@
 """One run, tab by tab: charts, rollouts, config, log, checkpoints, events; with what it waits for or died of on top.
 
-Only the tab that is open is read (`run_reader`), in a thread; what it finds comes back as a `RunChanged`.
+Only the tab that is open is read (`RunReader`), in a thread; what it finds comes back as a `RunChanged`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 from textual.content import Content
 from textual.events import DescendantFocus
 from textual.widget import Widget
@@ -23,16 +23,25 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.contract.status import LOST, RunState
 from prime_rl.utils.text import size_text
 from tui import fmt
-from tui.messages import LogFound, RunChanged
+from tui.messages import LogFound, RunChanged, TabAsked
 from tui.model.snapshot import RunRow, Snapshot
-from tui.readers.charts import CHARTS, MAX_COMPARED, ChartsData
-from tui.readers.log_reader import LogData, LogSearch
-from tui.readers.rollouts import RolloutsData
-from tui.readers.run_config import Checkpoint, CheckpointsData, ConfigData, EventsData
-from tui.readers.run_reader import RunReader, RunRequest
-from tui.readers.tabs import CONFIG, TABS, TabData
+from tui.readers.charts import CHARTS, MAX_COMPARED, ChartsData, ChartsReader, ChartView
+from tui.readers.log_reader import LogData, LogRequest, LogSearch, LogTabReader
+from tui.readers.rollouts import RolloutsData, RolloutsReader, RolloutsRequest
+from tui.readers.run_config import (
+    Checkpoint,
+    CheckpointsData,
+    CheckpointsReader,
+    ConfigData,
+    ConfigReader,
+    ConfigRequest,
+    EventsData,
+    EventsReader,
+)
+from tui.readers.tabs import CHARTS as CHARTS_TAB
+from tui.readers.tabs import CHECKPOINTS, CONFIG, EVENTS, LOGS, ROLLOUTS, TABS, TabData
 from tui.screens.base import Setting, WorkspaceScreen
-from tui.screens.compare import PickRuns
+from tui.screens.compare import PickRuns, pick_one
 from tui.watcher import RunWatcher
 from tui.widgets.charts import ChartsView
 from tui.widgets.config_view import ConfigView, EventsView
@@ -40,6 +49,48 @@ from tui.widgets.header import KeyFooter, RunHeader
 from tui.widgets.line_list import LineList
 from tui.widgets.log_view import LogView
 from tui.widgets.rollouts_view import RolloutsView
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The tab that is open, and what some tabs, by their names, are to show."""
+
+    tab: str = CHARTS_TAB
+    charts: ChartView = field(default_factory=ChartView)
+    config: ConfigRequest = field(default_factory=ConfigRequest)
+    logs: LogRequest = field(default_factory=LogRequest)
+    rollouts: RolloutsRequest = field(default_factory=RolloutsRequest)
+
+
+class RunReader:
+    """The readers of all tabs of one run."""
+
+    def __init__(self, output_dir: Path, run_id: str) -> None:
+        self._charts = ChartsReader(output_dir, run_id)
+        self._config = ConfigReader(output_dir, run_id)
+        self._logs = LogTabReader(output_dir, run_id)
+        self._rollouts = RolloutsReader(output_dir, run_id)
+        self._others: dict[str, CheckpointsReader | EventsReader] = {
+            CHECKPOINTS: CheckpointsReader(output_dir, run_id),
+            EVENTS: EventsReader(output_dir, run_id),
+        }
+
+    def read(self, request: RunRequest, is_wanted: Callable[[], bool] = lambda: True) -> tuple[TabData | None, bool]:
+        """A new look at what the open tab shows, or None when nothing changed; and whether to look again at once.
+
+        Never raises for what a file may do. Long work ends when it `is_wanted` no more.
+        """
+        if request.tab == CHARTS_TAB:
+            return self._charts.read(request.charts)
+        if request.tab == CONFIG:
+            return self._config.read(request.config)
+        if request.tab == LOGS:
+            return self._logs.read(request.logs, is_wanted)
+        if request.tab == ROLLOUTS:
+            return self._rollouts.read(request.rollouts)
+        reader = self._others.get(request.tab)
+        return reader.read() if reader else (None, False)
+
 
 # In the footer the keys of the open tab come before those that act: 80 columns do not hold all.
 KEY_ORDER = (
@@ -99,12 +150,15 @@ class RunScreen(WorkspaceScreen):
         self.log_view = LogView()
         self.checkpoints = CheckpointsView(setting.clock)
         self.events = EventsView()
+        views = (self.charts, self.rollouts, self.config, self.log_view, self.checkpoints, self.events)
+        self.views: dict[str, Widget] = dict(zip(TABS, views, strict=True))
+        """By tab, from left to right."""
         self._shows: dict[type[TabData], Callable[[Any], None]] = {
             ChartsData: self.charts.show,
             RolloutsData: self.rollouts.show,
             ConfigData: self.config.show,
             LogData: self.log_view.show,
-            CheckpointsData: self.checkpoints.show,
+            CheckpointsData: self.checkpoints.show_data,
             EventsData: self.events.show,
         }
         self.shown: set[str] = set()
@@ -117,22 +171,12 @@ class RunScreen(WorkspaceScreen):
         self._request = RunRequest(charts=self.charts.view)
         self._watcher = RunWatcher(RunReader(setting.output_dir, run_id), self._request, self.post_message)
 
-    @property
-    def tab_names(self) -> tuple[str, ...]:
-        """The tabs from left to right."""
-        return TABS
-
-    @property
-    def views(self) -> tuple[Widget, ...]:
-        """In the order of `tab_names`."""
-        return (self.charts, self.rollouts, self.config, self.log_view, self.checkpoints, self.events)
-
     def compose(self) -> ComposeResult:
         """Yield header, banner, tabs, the line of the last action and the keys, from top to bottom."""
         yield self.header
         yield self.banner
         with self.tabs:
-            for number, (name, view) in enumerate(zip(self.tab_names, self.views, strict=True), start=1):
+            for number, (name, view) in enumerate(self.views.items(), start=1):
                 with _Pane(f"{number} {name.capitalize()}", id=f"tab-{name}"):
                     yield view
         yield self.command_line
@@ -147,7 +191,7 @@ class RunScreen(WorkspaceScreen):
         self.call_after_refresh(self._start)
 
     def _start(self) -> None:
-        self._is_ready = True
+        self.can_show = True
         self.command_line.entry = self.entry
         self._open_tab()
         self._show()
@@ -187,9 +231,11 @@ class RunScreen(WorkspaceScreen):
         self._request = replace(self._request, **changes)
         self._watcher.ask(self._request)
 
-    @on(ChartsView.Wanted)
-    def _charts_wanted(self, message: ChartsView.Wanted) -> None:
-        self._ask(charts=message.view)
+    def on_tab_asked(self, message: TabAsked) -> None:
+        """Let the thread read what a tab is to show."""
+        self._ask(**{message.tab: message.request})
+        if message.tab == ROLLOUTS:
+            self.refresh_bindings()
 
     @on(ChartsView.Compare)
     def _compare_charts(self) -> None:
@@ -197,28 +243,11 @@ class RunScreen(WorkspaceScreen):
             if run_ids is not None:
                 self.charts.compare_with(run_ids)
 
-        self._pick(self.charts.view.compare, MAX_COMPARED, take)
-
-    @on(ConfigView.Wanted)
-    def _config_wanted(self, message: ConfigView.Wanted) -> None:
-        self._ask(config=message.request)
+        self.app.push_screen(PickRuns(self._other_ids(), self.charts.view.compare, limit=MAX_COMPARED), take)
 
     @on(ConfigView.Compare)
     def _compare_config(self) -> None:
-        def take(run_ids: tuple[str, ...] | None) -> None:
-            if run_ids:
-                self.config.compare_with(run_ids[0])
-
-        self._pick((), 1, take)
-
-    @on(RolloutsView.Wanted)
-    def _rollouts_wanted(self, message: RolloutsView.Wanted) -> None:
-        self._ask(rollouts=message.request)
-        self.refresh_bindings()
-
-    @on(LogView.Wanted)
-    def _log_wanted(self, message: LogView.Wanted) -> None:
-        self._ask(log=message.request)
+        pick_one(self.app, self._other_ids(), "compare with", self.config.compare_with)
 
     @on(LogView.Search)
     def _search_log(self, message: LogView.Search) -> None:
@@ -242,10 +271,8 @@ class RunScreen(WorkspaceScreen):
         if self.can_show:
             self.log_view.show_found(message.found)
 
-    def _pick(self, chosen: tuple[str, ...], limit: int, take: Callable[[tuple[str, ...] | None], None]) -> None:
-        rows = self.snapshot.rows if self.snapshot else ()
-        others = [row.run_id for row in rows if row.run_id != self.run_id]
-        self.app.push_screen(PickRuns(others, chosen, limit=limit), take)
+    def _other_ids(self) -> list[str]:
+        return [run_id for run_id in self.run_ids() if run_id != self.run_id]
 
     @on(TabbedContent.TabActivated)
     def _tab_activated(self, event: TabbedContent.TabActivated) -> None:
@@ -260,25 +287,23 @@ class RunScreen(WorkspaceScreen):
         """Open the tab of this index, counted from 0; before the tabs are there, note it for then."""
         self._asked = index
         if self._has_opened:
-            self.tabs.active = f"tab-{self.tab_names[index]}"
+            self.tabs.active = f"tab-{list(self.views)[index]}"
 
     def action_next_tab(self, direction: int) -> None:
         """Open the next tab (1) or the one before (-1); after the last comes the first."""
-        self.action_tab((self.tab_names.index(self.tab) + direction) % len(self.tab_names))
+        self.action_tab((list(self.views).index(self.tab) + direction) % len(self.views))
 
     @property
     def tab(self) -> str:
-        """The open tab, one of `tab_names`."""
+        """The open tab, one of `views`."""
         return self.tabs.active.removeprefix("tab-") or TABS[0]
 
     def _open_tab(self) -> None:
         self._ask(tab=self.tab)
         self.refresh_bindings()
-        view = self.views[self.tab_names.index(self.tab)]
+        view = self.views[self.tab]
         if isinstance(view, RolloutsView):
             view.take_focus()
-        elif isinstance(view, CheckpointsView):
-            view.list.focus()
         elif isinstance(view, LogView):
             view.rows.focus()
         else:
@@ -326,34 +351,29 @@ def list_row(checkpoint: Checkpoint, now: float, *, is_next: bool) -> Text:
     )
 
 
-class CheckpointsView(Vertical, can_focus=False):
-    """Has the keys through its list. What acts on the chosen step is the screen's."""
+class CheckpointsView(LineList[int]):
+    """The steps. What acts on the chosen one is the screen's."""
 
     DEFAULT_CSS = """
-    CheckpointsView { background: $surface; & > LineList { height: 1fr; background: $surface; } }
+    CheckpointsView { height: 1fr; background: $surface; }
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(id="checkpoints")
-        self.list = LineList[int]("no checkpoints yet: ckpt.interval sets how often one is saved")
+        super().__init__("no checkpoints yet: ckpt.interval sets how often one is saved", id="checkpoints")
         self._clock = clock
         self._data: CheckpointsData | None = None
-
-    def compose(self) -> ComposeResult:
-        """Yield the list."""
-        yield self.list
 
     def on_mount(self) -> None:
         """Fill the list again whenever the theme changes."""
         self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
 
     @property
-    def selected(self) -> Checkpoint | None:
+    def chosen(self) -> Checkpoint | None:
         """The checkpoint under the cursor; None while the list is empty."""
         rows = self._data.checkpoints if self._data else ()
-        return next((row for row in rows if row.step == self.list.selected), None)
+        return next((row for row in rows if row.step == self.selected), None)
 
-    def show(self, data: CheckpointsData) -> None:
+    def show_data(self, data: CheckpointsData) -> None:
         """Fill the list with the checkpoints of `data`; above it their number and their size in all."""
         self._data = data
         self._fill()
@@ -369,4 +389,4 @@ class CheckpointsView(Vertical, can_focus=False):
         def make(index: int) -> Text:
             return list_row(rows[index], clock(), is_next=rows[index].step == data.starts_at)
 
-        self.list.show([row.step for row in rows], make, (Text(about), Text(HEADING if rows else "")))
+        self.show([row.step for row in rows], make, (Text(about), Text(HEADING if rows else "")))

@@ -8,16 +8,14 @@ What it remembers (order, filter, pins) is in `memory`, the orders and the filte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
 from rich.text import Text
 from textual import on
-from textual.app import ComposeResult, RenderResult
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
-from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from prime_rl.contract.status import LOST, RunState
@@ -27,13 +25,13 @@ from tui.messages import RunChanged
 from tui.model.levels import STATE_WORDS
 from tui.model.query import DEFAULT_SORT, SORTS, Subject, sort_rows
 from tui.model.snapshot import RunRow, Snapshot, budget_words, standing
+from tui.readers.charts import ChartData
 from tui.readers.machine import Finding
 from tui.readers.workspace_metrics import CurvesData, CurvesReader, CurvesRequest
 from tui.screens.base import PlaceScreen, Setting, take_words
 from tui.watcher import RunWatcher
 from tui.widgets.chart import Chart
-from tui.widgets.filter_bar import FilterBar
-from tui.widgets.header import budget_text
+from tui.widgets.header import FilterBar, budget_text
 from tui.widgets.runs_table import RunsTable
 
 # The curves of the run before stay for so long: those of the selected one come at once, unless the disk is slow, and
@@ -67,7 +65,7 @@ def describe(row: RunRow, now: float, num_marked: int = 0) -> Text:
 def _figures(row: RunRow, now: float) -> str:
     pieces = [f"step {row.step}" + (f" of {row.max_steps}" if row.max_steps else "")]
     if row.tokens_per_s is not None:
-        pieces.append(f"{fmt.count(row.tokens_per_s)} tokens/s")
+        pieces.append(f"generates {fmt.count(row.tokens_per_s)} tokens/s")
     if row.view.batch_size is not None:
         pieces.append(f"batch {row.view.batch_size}")
     if row.view.lr is not None:
@@ -134,50 +132,42 @@ class Preview(Vertical):
 
     def _miss_curves(self) -> None:
         if self._drawn_id != self._run_id:
-            self.show_curves(CurvesData(self._run_id))
-
-
-@dataclass(frozen=True)
-class Nothing:
-    """Why no run is shown, and what a person who starts should know.
-
-    Attributes:
-        needle: the filter that no run matches; "" for a workspace without runs.
-        findings: what `prl doctor` found; None: it is not done yet.
-    """
-
-    needle: str = ""
-    trainer_lives: bool = False
-    findings: Sequence[Finding] | None = None
+            for chart in (self._reward, self._loss):
+                chart.show(ChartData(), is_read=False)
 
 
 # More than fit into the smallest terminal under the advice.
 MAX_FINDINGS = 6
 
 
-def describe_nothing(nothing: Nothing, *, read_only: bool, width: int = 80) -> Text:
-    """The next things to do, in their order; then what stands in the way, one line each."""
-    key = "bold accent"
-    if nothing.needle:
-        return Text.assemble(
-            ("no runs match ", "muted"),
-            (nothing.needle, "bold"),
-            "\n\n",
-            ("esc", key),
-            (" shows all runs", "muted"),
-        )
+def describe_no_match(needle: str) -> Text:
+    """No run matches the filter."""
+    return Text.assemble(
+        ("no runs match ", "muted"),
+        (needle, "bold"),
+        "\n\n",
+        ("esc", "bold accent"),
+        (" shows all runs", "muted"),
+    )
+
+
+def describe_nothing(*, trainer_lives: bool, findings: Sequence[Finding] | None, read_only: bool, width: int) -> Text:
+    """The next things to do, in their order; then what stands in the way, one line each.
+
+    `findings` are those of `prl doctor`; None: it is not done yet.
+    """
     text = Text.assemble(("no runs here yet", "bold primary"), "\n\n", justify="left")
-    lines = [] if nothing.trainer_lives else [("prl up", "start trainer and inference")]
-    if not (nothing.trainer_lives or read_only):
+    lines = [] if trainer_lives else [("prl up", "start trainer and inference")]
+    if not (trainer_lives or read_only):
         lines[0] = ("U", "start trainer and inference; from a shell: prl up")
     if not read_only:
         lines.append(("a", "add a run: from a template, or from a TOML file of yours"))
     lines.append(("prl runs add FILE", "add a run from a shell" if read_only else "the same from a shell"))
-    if not nothing.trainer_lives:
+    if not trainer_lives:
         lines.append(("prl demo", "see it work first: three small runs in their own folder"))
     for name, words in lines:
-        text.append(f"{name:<22}", key).append(f"{words}\n", "muted")
-    return text.append_text(_findings(nothing.findings, width))
+        text.append(f"{name:<22}", "bold accent").append(f"{words}\n", "muted")
+    return text.append_text(_findings(findings, width))
 
 
 def _findings(findings: Sequence[Finding] | None, width: int) -> Text:
@@ -195,29 +185,6 @@ def _findings(findings: Sequence[Finding] | None, width: int) -> Text:
     return text.append(f"\n{f'{more} more, and ' if more > 0 else ''}what to do: prl doctor", "muted")
 
 
-class EmptyState(Widget):
-    """Takes the table's place."""
-
-    DEFAULT_CSS = """
-    EmptyState { height: 1fr; width: 1fr; align: center middle; content-align: center middle; }
-    """
-
-    def __init__(self, *, read_only: bool) -> None:
-        super().__init__(id="empty")
-        self._read_only = read_only
-        self._nothing = Nothing()
-
-    def show(self, nothing: Nothing) -> None:
-        """Show why the table is empty; draw again only when that changed."""
-        if nothing != self._nothing:
-            self._nothing = nothing
-            self.refresh()
-
-    def render(self) -> RenderResult:
-        """Return the advice, its findings cut to the width."""
-        return describe_nothing(self._nothing, read_only=self._read_only, width=self.size.width)
-
-
 # The selected run's curves have room under the table from this height on, or where so many lines are left over.
 TALL, ALMOST_TALL, LEFT_OVER = 38, 28, 18
 
@@ -227,7 +194,7 @@ class RunsScreen(PlaceScreen):
 
     DEFAULT_CSS = """
     RunsScreen {
-        & > #empty { display: none; }
+        & > #empty { display: none; height: 1fr; width: 1fr; align: center middle; content-align: center middle; }
         &.-empty > #empty { display: block; }
         &.-empty > RunsTable { display: none; }
     }
@@ -248,7 +215,7 @@ class RunsScreen(PlaceScreen):
         self.memory = setting.memory
         self.table = RunsTable()
         self.filter_bar = FilterBar(lambda: self.run_ids())
-        self.empty = EmptyState(read_only=setting.read_only)
+        self.empty = Static(id="empty", markup=False)
         self.preview = Preview()
         reader = CurvesReader(setting.output_dir)
         self._watcher = RunWatcher(reader, CurvesRequest(), self.post_message, interval_s=None)
@@ -329,12 +296,22 @@ class RunsScreen(PlaceScreen):
             self.table.focus()
         if not snapshot.rows:
             self._examine()
-        trainer_lives = snapshot.workspace.trainer is not None
-        self.empty.show(Nothing(workspace.filter if snapshot.rows else "", trainer_lives, self._findings))
+        if not rows:
+            self.empty.update(self._why_empty(snapshot), layout=False)
         self.filter_bar.say_count(len(rows), len(snapshot.rows))
         self.table.show(rows, now, pins=pins, sort=(workspace.sort, workspace.descending))
         self._fit_preview(self.size.height)
         self._show_selected()
+
+    def _why_empty(self, snapshot: Snapshot) -> Text:
+        if snapshot.rows:
+            return describe_no_match(self.memory.workspace.filter)
+        return describe_nothing(
+            trainer_lives=snapshot.workspace.trainer is not None,
+            findings=self._findings,
+            read_only=self.setting.read_only,
+            width=self.size.width,
+        )
 
     def _examine(self) -> None:
         """Once, in a thread: an empty workspace is where a person starts. It tries to write: never when read-only."""

@@ -1,4 +1,7 @@
-"""The machine and the daemons: what trainer, inference and orchestrators do and use, and how long the disk lasts."""
+"""The machine and the daemons: what trainer, inference and orchestrators do and use, and how long the disk lasts.
+
+And everything that needs a person, newest first: Enter opens the run, the daemon or the node that has the problem.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from prime_rl.contract.status import InferenceStatus
 from prime_rl.utils.text import one_line, size_text
 from tui import fmt
 from tui.messages import SystemChanged
-from tui.model.levels import Level
+from tui.model.levels import LEVEL_SYMBOLS, Level, Problem
 from tui.model.snapshot import DaemonRow, RunRow, Snapshot
 from tui.readers.machine import SystemLook, SystemProbe
 from tui.screens.base import PlaceScreen, Setting
@@ -43,7 +46,7 @@ def machine_lines(look: SystemLook | None, width: int) -> Lines:
     """Processor, memory, GPUs, disk: a bar each."""
     if look is None:
         return [Text.styled("measuring ...", "muted")]
-    machine, bar = look.machine, max(min(width - 60, 40), 8)
+    machine, bar = look.machine, max(min(width - 66, 40), 8)
     load = f"load {machine.load_1m:.1f}, {fmt.counted(machine.num_cores, 'core')}"
     ours = sum(use.rss_bytes for use in machine.daemons.values())
     note = f"{size_text(ours)} by this workspace" if ours else ""
@@ -90,11 +93,11 @@ def trainer_lines(snapshot: Snapshot, look: SystemLook | None, width: int) -> Li
     trainer = snapshot.workspace.trainer
     if trainer is None:
         return [_title("trainer", "not running: start it with prl up")]
+    speed = f", {look.updates_per_s:.2g}/s" if look and look.updates_per_s is not None else ""
     facts = [
         f"{snapshot.num_used}/{snapshot.max_runs} slots",
-        f"{look.updates_per_s:.2g} updates/s" if look and look.updates_per_s is not None else None,
-        f"{trainer.num_updates} updates",
-        f"{fmt.count(trainer.tokens_per_s)} tok/s",
+        f"{trainer.num_updates} updates{speed}",
+        f"trains {fmt.count(trainer.tokens_per_s)} tok/s",
         f"rank ≤ {trainer.max_rank}" if trainer.max_rank else None,
     ]
     lines = [_title("trainer", " · ".join(fact for fact in facts if fact))]
@@ -116,7 +119,8 @@ def time_split(time_s: Mapping[str, float], width: int) -> Lines:
         start, at = round(at / total * width), at + known[name]
         bar.append(shade * (round(at / total * width) - start), colour)
         if known[name]:
-            legend.append(f"{shade} ", colour).append(f"{words} {fmt.percent(known[name] / total)}   ", "muted")
+            legend.append(f"{shade} ", colour).append(f"{words} {fmt.percent(known[name] / total)}  ", "muted")
+    legend.rstrip()
     return [bar, legend]
 
 
@@ -144,7 +148,7 @@ def _requests(label: str, inference: InferenceStatus) -> Text:
         (label, "muted"),
         (f"{inference.num_running} running", "bold" if inference.num_running else "muted"),
         (f" {inference.num_waiting} waiting", "warning" if inference.num_waiting else "muted"),
-        (f"   {fmt.count(inference.tokens_per_s)} tok/s", "muted"),
+        (f"   generates {fmt.count(inference.tokens_per_s)} tok/s", "muted"),
     )
     if inference.kv_use is not None:
         filled, empty = fmt.bar(inference.kv_use, 1.0, 12)
@@ -287,3 +291,106 @@ class SystemScreen(PlaceScreen):
         self.detail.display = bool(lines)
         self.detail.update(joined(lines))
         self.show_keys()
+
+
+_PLACES = {"daemon": "system", "workspace": "system", "node": "nodes"}
+
+
+def key_of(problem: Problem) -> str:
+    """The key of a problem's line, the same at each look."""
+    return f"{problem.target} {problem.name} {problem.kind}".rstrip()
+
+
+def problem_line(problem: Problem, now: float, name_width: int) -> Text:
+    """Age, level, name and text of a problem. `now` in Unix seconds, `name_width` in cells."""
+    age = fmt.age(now - problem.since) if problem.since is not None else fmt.DASH
+    colour = problem.level.style
+    return Text.assemble(
+        f"  {age:>4} ",
+        (f"{LEVEL_SYMBOLS[problem.level]} ", colour),
+        (f"{fmt.shorten_middle(problem.name, name_width):<{name_width}} ", "bold"),
+        (f"{problem.note.partition(' ')[0]} " if problem.note else "", "muted"),
+        (problem.text, "text"),
+    )
+
+
+class ProblemsScreen(PlaceScreen):
+    """Reads only; what acts on runs acts on the run of the selected problem."""
+
+    DEFAULT_CSS = """
+    ProblemsScreen {
+        & > #problems { height: 1fr; }
+        & > #none { height: 1fr; width: 1fr; content-align: center middle; color: $text-success; display: none; }
+        &.-none > #none { display: block; }
+        &.-none > #problems { display: none; }
+        & > #detail { height: auto; max-height: 35%; padding: 0 1; background: $panel; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q", "app.pop_screen", "Back", key_display="esc"),
+    ]
+    AUTO_FOCUS = "#problems"
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.problems = LineList[str](id="problems", opens=True)
+        self.nothing = Static("✔ no problems in this workspace", id="none", markup=False)
+        self.detail = Static(id="detail", markup=False)
+
+    def compose_body(self) -> ComposeResult:
+        """Yield the list, what stands there without problems, and all about the selected one."""
+        yield self.problems
+        yield self.nothing
+        yield self.detail
+
+    def refill(self, snapshot: Snapshot) -> None:
+        """Draw all; the cursor stays on its problem."""
+        now = self.setting.clock()
+        keys = [key_of(problem) for problem in snapshot.problems]
+        most = 22 if self.size.width < 110 else 40
+        name_width = min(max((len(problem.name) for problem in snapshot.problems), default=0), most)
+        lines = [problem_line(problem, now, name_width) for problem in snapshot.problems]
+        self.set_class(not lines, "-none")
+        self.problems.show(keys, lines.__getitem__, [Text("   AGE   WHAT")])
+        if lines and self.focused is None:
+            self.problems.focus()
+        self._show_detail()
+
+    def target_row(self) -> RunRow | None:
+        """The run that has the selected problem; None for other problems."""
+        problem = self.selected_problem()
+        return self.snapshot.row(problem.name) if problem and self.snapshot and problem.target == "run" else None
+
+    def target_daemon(self) -> str | None:
+        """The daemon that has the selected problem, or the orchestrator of the run that has it; else None."""
+        problem = self.selected_problem()
+        return problem.name if problem and problem.target in ("daemon", "run") else None
+
+    @on(LineList.Opened)
+    def _opened(self) -> None:
+        problem = self.selected_problem()
+        if problem is None:
+            return
+        if self.target_row() is not None:
+            self.guide.open_run(problem.name)
+        elif problem.target in _PLACES:
+            self.guide.go(_PLACES[problem.target])
+        else:
+            self.notify(problem.text, title=problem.name, markup=False)
+
+    @on(LineList.Moved)
+    def _show_detail(self) -> None:
+        problem = self.selected_problem()
+        self.detail.display = problem is not None
+        if problem is not None:
+            row = self.target_row()
+            whole = row.reason if row and row.reason and not problem.kind else problem.text
+            note = f"\n{problem.note}" if problem.note else ""
+            name = (f"{problem.name}\n", f"bold {problem.level.style}")
+            self.detail.update(Text.assemble(name, whole, (note, "muted")))
+        self.show_keys()
+
+    def selected_problem(self) -> Problem | None:
+        """The problem under the cursor; None when there are no problems."""
+        problems = self.snapshot.problems if self.snapshot else ()
+        return next((problem for problem in problems if key_of(problem) == self.problems.selected), None)

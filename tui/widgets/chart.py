@@ -37,6 +37,8 @@ _BRAILLE = 0x2800
 # Bands of a stack differ in shade too, so that they need no colour.
 SHADES = "█▓▒░"
 NOTHING = -1
+# Added to the colour of a curve that is drawn faint, and of one before a filled cell; the colour of labels.
+_FAINT, _SHADED, _LABEL = 100, 1000, -2
 
 Cell = tuple[str, int]
 
@@ -65,8 +67,8 @@ class Canvas:
         for row in range(first_row, last_row + 1):
             start, end = first % 4 if row == first_row else 0, last % 4 if row == last_row else 3
             self._bits[row][column] |= spans[start][end]
-            self._filled.pop((row, column), None)
-            self._colours[row][column] = colour
+            was_filled = self._filled.pop((row, column), None) or self._colours[row][column] >= _SHADED
+            self._colours[row][column] = colour + _SHADED * bool(was_filled)
 
     def connect(self, start: tuple[int, int], end: tuple[int, int], colour: int) -> None:
         """A line from dot `start` to dot `end`, left to right; each column covers its share of the height."""
@@ -118,17 +120,17 @@ def draw_curve(canvas: Canvas, curve: Curve, num_columns: int, low: float, high:
 
 
 def draw_band(canvas: Canvas, curve: Curve, num_columns: int, low: float, high: float) -> None:
-    """The area from its least to its greatest values, lightly filled where it takes half of a character or more."""
+    """The area from its least to its greatest values, lightly filled: characters of which it takes half, or one."""
     scale = (canvas.width - 1) / max(num_columns - 1, 1)
     place = functools.partial(_dot_of, low=low, high=high, num_dots=canvas.num_dots[1])
-    ends = {round(x * scale): pair for x, *pair in zip(curve.xs, curve.highs, curve.lows, strict=True)}
-    top = bottom = 0
+    ends = {round(x * scale): dots for x, *dots in zip(curve.xs, curve.highs, curve.lows, curve.values, strict=True)}
+    top = bottom = middle = 0
     for column in range(min(ends, default=0), max(ends, default=-1) + 1):
         if column in ends:
-            top, bottom = map(place, ends[column])
-        for row in range(top // 4, bottom // 4 + 1):
-            if min(bottom, row * 4 + 3) - max(top, row * 4) > 0:
-                canvas.fill(column, row, SHADES[-1], curve.colour)
+            top, bottom, middle = map(place, ends[column])
+        rows = [row for row in range(top // 4, bottom // 4 + 1) if min(bottom, row * 4 + 3) > max(top, row * 4)]
+        for row in rows or [middle // 4]:
+            canvas.fill(column, row, SHADES[-1], curve.colour)
 
 
 def draw_stack(canvas: Canvas, curves: Sequence[Curve], num_columns: int, high: float) -> None:
@@ -165,8 +167,6 @@ STEP_WIDTH = 14
 # The shortest name of a curve, in letters.
 MIN_LETTERS = 3
 LEGEND_GAPS = 3
-# Added to the colour of a curve that is drawn faint; the colour of labels.
-_FAINT, _LABEL = 100, -2
 COLOURS = ("secondary", "accent", "success", "warning", "error", "primary", "muted", "text")
 
 
@@ -208,18 +208,13 @@ class Chart(Widget):
         self._title = title
         self._figure, self._change = (fmt.reward, fmt.gain) if is_reward else (fmt.number, fmt.signed)
         self._first_colour = COLOURS.index(colour)
-        self._data = ChartData()
+        self.data, self._is_read = ChartData(), False
         self._cursor: float | None = None
         self._rows: list[list[Cell]] | None = None
         self._drawn_for = Size(0, 0)
         self._ticks: list[str] = []
         self._styles: dict[int, Style] = {}
         self.border_title = Content(title)
-
-    @property
-    def data(self) -> ChartData:
-        """The arguments of the last `show`; without curves before that."""
-        return self._data
 
     def on_mount(self) -> None:
         """Have all drawn again whenever the theme changes: its colours are cached."""
@@ -231,10 +226,10 @@ class Chart(Widget):
             self._title = title
             self._head()
 
-    def show(self, data: ChartData) -> None:
-        """Draw `data`; nothing is drawn again when it equals what is shown."""
-        if data != self._data:
-            self._data = data
+    def show(self, data: ChartData, *, is_read: bool = True) -> None:
+        """Draw `data`, of which more is to come unless it `is_read`; nothing is drawn again when it equals the last."""
+        if (data, is_read) != (self.data, self._is_read):
+            self.data, self._is_read = data, is_read
             self._redraw()
 
     def point_at(self, step: float | None) -> None:
@@ -262,14 +257,15 @@ class Chart(Widget):
         self.post_message(self.Pointed(self, step, num_clicks=event.chain))
 
     def render_line(self, y: int) -> Strip:
-        """Return line `y` of the plot, or the axis below it; without values, "no values yet" in the middle line."""
+        """Return line `y` of the plot, or the axis below it; without values, words in the middle line."""
         # A larger widget may be asked for its lines before it is told that it has grown.
         if self._rows is None or self._drawn_for != self.size:
             self._rows, self._drawn_for = self._draw(), self.size
         width = self.size.width
         base = self.rich_style
-        if not self._data.has_values:
-            words = "no values yet" if y == self.size.height // 2 else ""
+        if not self.data.has_values:
+            words = "no values yet" if self._is_read else "reading …"
+            words = words if y == self.size.height // 2 else ""
             return Strip([Segment(words.center(width), base + self._style(_LABEL))], width)
         if y >= len(self._rows):
             return Strip([Segment(self._axis(width), base + self._style(_LABEL))], width)
@@ -292,7 +288,7 @@ class Chart(Widget):
         return Size(max(self.size.width - LABEL_WIDTH, 1), max(self.size.height - 1, 1))
 
     def _draw(self) -> list[list[Cell]]:
-        size, data = self._plot_size(), self._data
+        size, data = self._plot_size(), self.data
         canvas = Canvas(size.width, size.height)
         self._ticks = [" " * LABEL_WIDTH] * size.height
         if not data.has_values:
@@ -312,15 +308,15 @@ class Chart(Widget):
         """Label the rows of round values; those of both ends where there are too few."""
         height = len(self._ticks)
         most = max(min(height // 2 + 1, 8), 2)
-        ticks = (fmt.log_ticks if self._data.is_log else fmt.ticks)(low, high, most)
+        ticks = (fmt.log_ticks if self.data.is_log else fmt.ticks)(low, high, most)
         if len(ticks) < 2:
-            ticks = [(end, fmt.number(10.0**end if self._data.is_log else end)) for end in (low, high)]
+            ticks = [(end, fmt.number(10.0**end if self.data.is_log else end)) for end in (low, high)]
         for value, text in ticks:
             self._ticks[row_of(value, low, high, height)] = f"{text:>{LABEL_WIDTH - 1}} "
 
     def _axis(self, width: int) -> str:
         """The first and the last step at the ends, round ones between them where there is room."""
-        first, last = self._data.window
+        first, last = self.data.window
         left, right = f"step {first:.0f}", f"{last:.0f}"
         line = " " * LABEL_WIDTH + left + right.rjust(max(width - LABEL_WIDTH - len(left), 0))
         for step, text in fmt.ticks(first, last, max(width // STEP_WIDTH, 1)):
@@ -333,41 +329,41 @@ class Chart(Widget):
     def _step_at(self, x: int) -> float | None:
         """The step under column `x` of the widget."""
         width, column = self._plot_size().width, x - LABEL_WIDTH
-        if not self._data.has_values or not 0 <= column < width:
+        if not self.data.has_values or not 0 <= column < width:
             return None
-        first, last = self._data.window
+        first, last = self.data.window
         return first + (last - first) * (column + 0.5) / width
 
     def _cursor_column(self) -> int | None:
         if self._cursor is None:
             return None
-        first, last = self._data.window
+        first, last = self.data.window
         return self._column_of(self._cursor) if first <= self._cursor <= last else None
 
     def _column_of(self, step: float) -> int:
         """As the dots are placed: the first step on the first dot, the last on the last."""
-        first, last = self._data.window
+        first, last = self.data.window
         return round((step - first) / max(last - first, 1e-9) * (self._plot_size().width * 2 - 1)) // 2
 
     def _head(self) -> None:
         """The frame: title with the value, and the names of several curves below."""
-        curves = [curve for curve in self._data.curves if not curve.is_faint]
+        curves = [curve for curve in self.data.curves if not curve.is_faint]
         title: list[str | tuple[str, str]] = [(self._title, "bold")]
         if len(curves) == 1 and not curves[0].name:
             title += ["  ", (self._figure(self._value(curves[0])), self._colour(curves[0].colour))]
         if self._cursor is not None and (step := self._step_of(curves)) is not None:
             title.append((f"  at {step:.0f}", "muted"))
-        elif self._data.change is not None:
-            title += ["  ", (self._change(self._data.change), "muted")]
+        elif self.data.change is not None:
+            title += ["  ", (self._change(self.data.change), "muted")]
         self.border_title = Content.from_rich_text(Text.assemble(*title), self.app.console)
         bare = self._legend(curves, 0)
-        if bare.cell_length > self.size.width - 4:
-            bare = self._legend(curves, 0, gap=" ")
+        if is_wide := bare.cell_length > self.size.width - 4:
+            bare = self._legend(curves, 0, is_close=True)
         room = self.size.width - 4 - bare.cell_length
         names = tuple(curve.name for curve in curves)
         letters = name_letters(names, room)
-        if letters or self._cursor is not None or self._data.is_stacked:
-            self.border_subtitle = self._legend(curves, letters) if letters else bare
+        if letters or self._cursor is not None or self.data.is_stacked:
+            self.border_subtitle = self._legend(curves, letters, is_close=is_wide) if letters else bare
             return
         # Without values there is room for names that differ late, as those of a sweep do.
         width = (self.size.width - 4) // max(len(curves), 1) - LEGEND_GAPS
@@ -376,20 +372,23 @@ class Chart(Widget):
         self.border_subtitle = self._legend(curves, 0, short) if is_told else bare
 
     def _legend(
-        self, curves: list[Curve], num_letters: int, names: Mapping[str, str] | None = None, gap: str = "  "
+        self, curves: list[Curve], num_letters: int, names: Mapping[str, str] | None = None, is_close: bool = False
     ) -> Content:
-        """Mark, name (its first letters) and value of several curves; or marks and `names`."""
+        """Mark, name (its first letters) and value of several curves, with deviations unless close; or `names`."""
         if len(curves) == 1 and not curves[0].name:
             return Content("")
         parts: list[str | tuple[str, str]] = []
         for index, curve in enumerate(curves):
             colour = self._colour(curve.colour)
-            mark = SHADES[index % len(SHADES)] if self._data.is_stacked else "━"
+            mark = SHADES[index % len(SHADES)] if self.data.is_stacked else "━"
             if names is not None:
                 parts += [" " if index else "", (f"{mark} ", colour), names[curve.name]]
                 continue
             name = f"{curve.name[:num_letters]} " if num_letters else ""
-            parts += [gap if index else "", (f"{mark} ", colour), name, (self._figure(self._value(curve)), colour)]
+            gap, value = " " if is_close else "  ", self._figure(self._value(curve))
+            if curve.spread is not None and self._cursor is None and not is_close:
+                value += f" ± {self._figure(curve.spread)}"
+            parts += [gap if index else "", (f"{mark} ", colour), name, (value, colour)]
         return Content.from_rich_text(Text.assemble(*parts), self.app.console)
 
     def _value(self, curve: Curve) -> float | None:
@@ -408,8 +407,10 @@ class Chart(Widget):
 
     def _style(self, colour: int) -> Style:
         if colour not in self._styles:
-            word = "muted" if colour < 0 else "faint" if colour >= _FAINT else self._colour(colour)
-            self._styles[colour] = self.app.console.get_style(word)
+            bare = colour % _SHADED
+            word = "muted" if colour < 0 else "faint" if bare >= _FAINT else self._colour(bare)
+            behind = Style(bgcolor=self.app.theme_variables["panel"]) if colour >= _SHADED else Style()
+            self._styles[colour] = self.app.console.get_style(word) + behind
         return self._styles[colour]
 
 

@@ -1,6 +1,6 @@
 """The charts of a run in a grid that adapts to the space there is, with one cursor, zoom and scale for all of them.
 
-It posts what it needs (`Wanted`) and gets the data through `show`; it reads nothing itself.
+It posts what it needs (`TabAsked`) and gets the data through `show`; it reads nothing itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from textual.message import Message
 from textual.widgets import Static
 
 from tui import fmt
+from tui.messages import TabAsked
 from tui.readers.charts import SMOOTHINGS, ChartsData, ChartSpec, ChartView, window
+from tui.readers.tabs import CHARTS
 from tui.widgets.chart import COLOURS, LABEL_WIDTH, Chart
 
 MIN_CHART_WIDTH = 38
@@ -67,13 +69,6 @@ class ChartsView(Vertical, can_focus=True):
         Binding("escape", "leave", "Back", show=False),
     ]
 
-    class Wanted(Message):
-        """Data for the charts is requested: of other steps, runs, smoothing or width."""
-
-        def __init__(self, view: ChartView) -> None:
-            super().__init__()
-            self.view = view
-
     class Compare(Message):
         """The user asks to choose the runs to compare with."""
 
@@ -103,7 +98,7 @@ class ChartsView(Vertical, can_focus=True):
         """Pass each chart its part of `data`, in order; ValueError when `data` has another number of charts."""
         self._data = data
         for chart, shown in zip(self.charts, data.charts, strict=True):
-            chart.show(shown)
+            chart.show(shown, is_read=not data.is_reading)
         self._say()
 
     def compare_with(self, run_ids: tuple[str, ...]) -> None:
@@ -213,7 +208,7 @@ class ChartsView(Vertical, can_focus=True):
     def _want(self, view: ChartView) -> None:
         if view != self.view:
             self.view = view
-            self.post_message(self.Wanted(view))
+            self.post_message(TabAsked(CHARTS, view))
             self._say()
 
     def _point(self, step: float | None) -> None:

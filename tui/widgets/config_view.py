@@ -20,7 +20,9 @@ from textual.message import Message
 from textual.widgets import Static
 
 from tui import fmt
+from tui.messages import TabAsked
 from tui.readers.run_config import ConfigData, ConfigRequest, Difference, Event, EventsData, Value
+from tui.readers.tabs import CONFIG
 
 MAX_LINES = 2_000
 MAX_KEY_WIDTH = 36
@@ -107,13 +109,6 @@ class ConfigView(VerticalScroll):
         Binding("escape", "leave", "Back", show=False),
     ]
 
-    class Wanted(Message):
-        """Another content is requested: the file, all values, or the differences to a run."""
-
-        def __init__(self, request: ConfigRequest) -> None:
-            super().__init__()
-            self.request = request
-
     class Compare(Message):
         """The user asks to choose the run to compare with."""
 
@@ -168,7 +163,7 @@ class ConfigView(VerticalScroll):
     def _want(self, request: ConfigRequest) -> None:
         self.request = request
         self.scroll_home(animate=False)
-        self.post_message(self.Wanted(request))
+        self.post_message(TabAsked(CONFIG, request))
 
     def _draw(self) -> None:
         data = self.data

@@ -1,38 +1,48 @@
 """The lines at the top and at the foot of a screen. Built as `Text`, never markup.
 
 On top: the workspace with its daemons, or one run with its figures. At the foot: one line with the outcome of the last
-action, and as many keys as stand there whole.
+action, and as many keys as stand there whole. Between them the filter line, an input that completes fields and marks
+invalid terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 from rich.cells import cell_len
+from rich.highlighter import Highlighter
 from rich.text import Text
-from textual.app import RenderResult
+from textual.app import ComposeResult, RenderResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.content import Content
 from textual.events import Click, Resize
 from textual.geometry import Size
 from textual.message import Message
 from textual.reactive import reactive
+from textual.suggester import Suggester
 from textual.widget import Widget
-from textual.widgets import Footer, Label
+from textual.widgets import Footer, Input, Label, Static
 
 from daemons.workspace import replica_number
+from prime_rl.contract.layout import RUN_PREFIX
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
 from tui import fmt
 from tui.messages import ActionEntry
 from tui.model.levels import LEVEL_SYMBOLS, Level
 from tui.model.nodes import Group, phase_name
+from tui.model.query import Query, complete, parse
 from tui.model.snapshot import DaemonRow, RunRow, Snapshot, budget_share, standing
 
 PROBLEMS_WIDTH = 14  # cells at the right end that a click on the count of problems may hit
 BUDGET_WIDTH = 8  # cells of the bar
 NEARLY_USED = 0.9  # of a budget: from here on its bar warns
-MIN_WORD = 8  # letters that a shortened word keeps
+MIN_WORD = 7  # letters that a shortened id keeps
+_ASIDES = re.compile(r" \([^()]*\)|: prl .*")  # of a bottleneck: counts, and what to do, which the problems have
 MAIN_DAEMONS = ("trainer", "inference", "supervisor")
 SIDE_DAEMONS = ("alerts", "monitors")  # shown when something is wrong with them
 
@@ -77,9 +87,15 @@ def workspace_lines(snapshot: Snapshot, width: int, read_only: bool, is_demo: bo
     full = [_position(group)] if group else [_slots(snapshot), *_throughput(snapshot)]
     if snapshot.bottleneck:
         held = Text.assemble(("bottleneck ", "muted"), (snapshot.bottleneck, "warning"))
-        if sum(each.cell_len + 3 for each in full) + held.cell_len > most:  # the words count more than the marks
-            full[0] = full[0] if group else _slots(snapshot, marks=False)
-            held = Text(_fit(snapshot.bottleneck, most - sum(each.cell_len + 3 for each in full)), "warning")
+        if sum(each.cell_len + 3 for each in full) + held.cell_len > most:  # the words count more than the rest
+            slots, bare = _slots(snapshot, marks=False), _slots(snapshot, marks=False, waiting=False)
+            shorter = [[slots, *_throughput(snapshot, "train ", "/s")], [bare]]
+            for pieces in [full] if group else shorter:
+                room = most - sum(each.cell_len + 3 for each in pieces)
+                cause = _fit(snapshot.bottleneck, room)
+                if not cause.endswith("…"):
+                    break
+            full, held = pieces, Text.assemble(("bottleneck " * (len(cause) <= room - 11), "muted"), (cause, "warning"))
         full.append(held)
     facts = join(full, "   ", most)
     facts.pad_left(1)
@@ -135,14 +151,17 @@ def _position(group: Group) -> Text:
 
 
 def _fit(words: str, width: int) -> str:
-    """`words` on `width` characters: first the longest of them, mostly a run's id, loses its beginning."""
-    longest, over = max(words.split(), key=len), len(words) - width
-    if over > 0:
-        words = words.replace(longest, f"…{longest[1 - max(len(longest) - over, MIN_WORD) :]}", 1)
-    return fmt.shorten(words, width)
+    """A bottleneck on `width` characters: without asides, then a run's id without its beginning, then the cause."""
+    bare = _ASIDES.sub("", words)
+    run_id = max((word for word in bare.split() if word.startswith(RUN_PREFIX)), key=len, default="")
+    over = len(bare) - width
+    named = bare.replace(run_id, f"…{run_id[1 - max(len(run_id) - over, MIN_WORD) :]}", 1) if run_id else bare
+    _, waits, cause = re.sub(rf"^{RUN_PREFIX}.*?: ", "", bare).rpartition("waits for ")
+    whole = next((each for each in (words, bare, named, waits + cause, cause) if len(each) <= width), None)
+    return whole or f"{cause[: max(width, 1)].rpartition(' ')[0] or cause[: max(width - 1, 0)]}…"
 
 
-def _slots(snapshot: Snapshot, *, marks: bool = True) -> Text:
+def _slots(snapshot: Snapshot, *, marks: bool = True, waiting: bool = True) -> Text:
     used, most = snapshot.num_used, snapshot.max_runs
     text = Text.assemble(("slots ", "muted"))
     if most:
@@ -151,15 +170,15 @@ def _slots(snapshot: Snapshot, *, marks: bool = True) -> Text:
         text.append(f"{used}/{most}", "bold")
     else:
         text.append("unknown", "muted")
-    if snapshot.num_waiting:
+    if waiting and snapshot.num_waiting:
         text.append(f" +{snapshot.num_waiting} waiting", "secondary")
     return text
 
 
-def _throughput(snapshot: Snapshot) -> list[Text]:
+def _throughput(snapshot: Snapshot, does: str = "trains ", unit: str = " tok/s") -> list[Text]:
     if snapshot.tokens_per_s is None:
         return []
-    return [Text.assemble((fmt.count(snapshot.tokens_per_s), "bold"), (" tok/s", "muted"))]
+    return [Text.assemble((does, "muted"), (fmt.count(snapshot.tokens_per_s), "bold"), (unit, "muted"))]
 
 
 def _problems(num: int) -> Text:
@@ -189,7 +208,7 @@ def run_lines(row: RunRow, width: int, now: float, num_problems: int | None = No
     facts = [
         ("reward", fmt.reward(row.reward) if row.reward is not None else None),
         ("loss", fmt.number(row.loss) if row.loss is not None else None),
-        ("tok/s", fmt.count(row.tokens_per_s) if row.tokens_per_s is not None else None),
+        ("generates", f"{fmt.count(row.tokens_per_s)} tok/s" if row.tokens_per_s is not None else None),
         ("lag", str(row.lag) if row.lag is not None else None),
         ("seen", fmt.seen_ago(now - row.updated_at) if row.updated_at is not None else None),
         ("slot", str(view.run_idx) if view.run_idx is not None else None),
@@ -346,3 +365,106 @@ class KeyFooter(Footer):
             fits -= 1
         for at, key in enumerate(shown):
             key.visible = at < fits
+
+
+class _Painter(Highlighter):
+    """Underlines the terms that are wrong."""
+
+    def highlight(self, text: Text) -> None:
+        for error in parse(text.plain).errors:
+            text.stylize("bold red underline", error.start, error.end)
+
+
+class Completer(Suggester):
+    """Suggests what `find` makes of the text so far."""
+
+    def __init__(self, find: Callable[[str], str | None]) -> None:
+        super().__init__(use_cache=False, case_sensitive=True)
+        self._find = find
+
+    async def get_suggestion(self, value: str) -> str | None:
+        """Return the whole text that is suggested."""
+        return self._find(value)
+
+
+class FilterInput(Input):
+    """Tab takes the suggestion, as in a shell."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("tab", "cursor_right_all", "Complete", show=False)]
+
+    def action_cursor_right_all(self) -> None:
+        """Go to the end of the text and take the suggestion, if there is one."""
+        self.cursor_position = len(self.value)
+        self.action_cursor_right()
+
+
+class FilterBar(Horizontal):
+    """Hidden while there is no filter. `parsed` is what the text means."""
+
+    DEFAULT_CSS = """
+    FilterBar {
+        height: 1; display: none; background: $panel; padding: 0 1;
+        &.-open { display: block; }
+        & > #slash { width: 2; color: $accent; }
+        & > Input { width: 1fr; padding: 0; background: $panel; }
+        & > #said { width: auto; max-width: 60%; color: $foreground 60%; padding-left: 2; }
+        &.-wrong > #said { color: $text-error; }
+    }
+    """
+
+    def __init__(self, run_ids: Callable[[], Sequence[str]]) -> None:
+        super().__init__(id="filter-bar")
+        self.input = FilterInput(
+            placeholder="words, or state:active reward>0.5 name~math",
+            id="filter",
+            select_on_focus=False,
+            compact=True,
+            highlighter=_Painter(),
+            suggester=Completer(lambda text: complete(text, run_ids())),
+        )
+        self.parsed = Query()
+        self._said = Static(id="said", markup=False)
+        self._said_now = ""
+
+    def compose(self) -> ComposeResult:
+        """Yield the slash, the input and the text of `say_count`."""
+        yield Static("/", id="slash", markup=False)
+        yield self.input
+        yield self._said
+
+    def on_mount(self) -> None:
+        """Keep the input from taking the focus before `open`."""
+        self.input.can_focus = False  # or it takes the keys when the table of an empty workspace cannot
+
+    def take(self, text: str) -> None:
+        """`text` is the filter now."""
+        self.parsed = parse(text)
+        self.set_class(bool(self.parsed.errors), "-wrong")
+
+    def put(self, text: str) -> None:
+        """Write `text` into the input; an empty one hides the bar."""
+        self.input.value = text
+        if text:
+            self.add_class("-open")
+        else:
+            self.close()
+
+    def say_count(self, num_shown: int, num_all: int) -> None:
+        """Say what is wrong, else how much is left."""
+        errors = self.parsed.errors
+        said = errors[0].message if errors else f"{num_shown} of {num_all}"
+        if said != self._said_now:
+            self._said_now = said
+            self._said.update(Content(said))
+
+    def open(self) -> None:
+        """Show the bar, empty, and focus its input."""
+        self.input.value = ""
+        self.add_class("-open")
+        self.input.can_focus = True
+        self.input.focus()
+
+    def close(self) -> None:
+        """Hide the bar; its text stays, its input cannot take the focus before `open`."""
+        self.remove_class("-open")
+        self.input.can_focus = False

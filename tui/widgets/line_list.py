@@ -34,7 +34,7 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
     """`show` hands it the keys of its lines and how to make one. The cursor stays on its key, whatever moves around it.
 
     Args:
-        empty: what stands there without lines.
+        empty: what stands there without lines; before the first `show` it tells that they are read.
         opens: whether enter posts `Opened`; a double click posts it in every list.
     """
 
@@ -66,21 +66,16 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
     def __init__(self, empty: str = "", *, id: str | None = None, opens: bool = False) -> None:
         super().__init__(id=id)
         self.cursor = 0
-        self._empty = empty
+        self._empty, self._is_filled = empty, False
         self._opens = opens
-        self._keys: Sequence[KeyT] = ()
+        self.keys: Sequence[KeyT] = ()
         self._make: Callable[[int], Text] = lambda index: Text()
         self._heading: Sequence[Text] = ()
 
     @property
     def selected(self) -> KeyT | None:
         """The key under the cursor."""
-        return self._keys[self.cursor] if self.cursor < len(self._keys) else None
-
-    @property
-    def keys(self) -> Sequence[KeyT]:
-        """The keys of all lines, as `show` got them."""
-        return self._keys
+        return self.keys[self.cursor] if self.cursor < len(self.keys) else None
 
     def show(
         self,
@@ -94,12 +89,12 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
 
         `cursor`: the index to go to, where that is not the key under the cursor.
         """
-        selected, before = self.selected, (len(self._keys), len(self._heading), self.cursor)
-        self._keys, self._make, self._heading = keys, make, heading
+        selected, before = self.selected, (len(self.keys), len(self._heading), self.cursor)
+        self.keys, self._make, self._heading, self._is_filled = keys, make, heading, True
         if cursor is None:
             cursor = keys.index(selected) if selected in keys else self.cursor if self.cursor < len(keys) else 0
         self.cursor = min(max(cursor, 0), max(len(keys) - 1, 0))
-        after = (len(self._keys), len(self._heading), self.cursor)
+        after = (len(self.keys), len(self._heading), self.cursor)
         if before[:2] != after[:2]:
             self._fit()
         if before != after:
@@ -108,7 +103,7 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         """Return the number of lines, heading included; the text of an empty list does not count."""
-        return len(self._keys) + len(self._heading)
+        return len(self.keys) + len(self._heading)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Allow `open` only in a list with `opens`; elsewhere Textual hides its key."""
@@ -116,7 +111,7 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
 
     def action_move(self, num: int) -> None:
         """Move the cursor by `num` lines, as far as there are lines; post `Moved` if it moved."""
-        index = min(max(self.cursor + num, 0), max(len(self._keys) - 1, 0))
+        index = min(max(self.cursor + num, 0), max(len(self.keys) - 1, 0))
         if index != self.cursor:
             before, self.cursor = self.cursor, index
             self._keep_in_sight()
@@ -130,17 +125,17 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
 
     def action_end(self, direction: int) -> None:
         """Move the cursor to the last line, or for -1 to the first."""
-        self.action_move(direction * len(self._keys))
+        self.action_move(direction * len(self.keys))
 
     def action_open(self) -> None:
         """Post `Opened`; an empty list posts nothing."""
-        if self._keys:
+        if self.keys:
             self.post_message(self.Opened())
 
     def on_click(self, event: Click) -> None:
         """Move the cursor to the clicked line; a double click posts `Opened`, also where enter opens nothing."""
         index = event.y - len(self._heading) + self.scroll_offset.y
-        if event.y >= len(self._heading) and 0 <= index < len(self._keys):
+        if event.y >= len(self._heading) and 0 <= index < len(self.keys):
             self.action_move(index - self.cursor)
             if event.chain == 2:
                 self.action_open()
@@ -151,7 +146,7 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
         self._keep_in_sight()
 
     def _fit(self) -> None:
-        self.virtual_size = Size(self.size.width, len(self._keys) + len(self._heading))
+        self.virtual_size = Size(self.size.width, len(self.keys) + len(self._heading))
 
     def _keep_in_sight(self) -> None:
         self.scroll_to_region(Region(0, self.cursor, 1, len(self._heading) + 1), animate=False, force=True)
@@ -163,9 +158,9 @@ class LineList(ScrollView, Generic[KeyT], can_focus=True):
         if y < len(self._heading):
             return self._strip(self._heading[y], quiet, width)
         index = y - len(self._heading) + self.scroll_offset.y
-        if not self._keys and index == 0:
-            return self._strip(Text(f" {self._empty}"), quiet, width)
-        if index >= len(self._keys):
+        if not self.keys and index == 0:
+            return self._strip(Text(f" {self._empty if self._is_filled else 'reading …'}"), quiet, width)
+        if index >= len(self.keys):
             return Strip.blank(width, base)
         text = self._make(index)
         if index == self.cursor:

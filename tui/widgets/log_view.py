@@ -1,7 +1,7 @@
 """A log of any size: the lines around one place, its end while it grows, words looked for, levels left out.
 
 It draws the rows that are seen, wrapped and painted; a place in the log is a line and which of its rows is on top. It
-asks for other lines when it comes near the edge of those it has (`Wanted`), and for a search (`Search`). It reads
+asks for other lines when it comes near the edge of those it has (`TabAsked`), and for a search (`Search`). It reads
 nothing itself.
 """
 
@@ -30,7 +30,9 @@ from textual.widgets import Input, Static
 from prime_rl.contract.layout import RunDir
 from prime_rl.utils.text import size_text
 from tui import fmt
+from tui.messages import TabAsked
 from tui.readers.log_reader import LEVELS, Found, LogData, LogLine, LogRequest
+from tui.readers.tabs import LOGS
 
 _LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|Traceback|[A-Z]\w*(?:Error|Exception))\b")
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z?")
@@ -229,13 +231,6 @@ class LogView(Vertical, can_focus=False):
         Binding("escape", "leave", "Back", show=False),
     ]
 
-    class Wanted(Message):
-        """Lines at another place or of another level are requested."""
-
-        def __init__(self, request: LogRequest) -> None:
-            super().__init__()
-            self.request = request
-
     class Search(Message):
         """Search for words from an offset on; no words: stop."""
 
@@ -413,7 +408,7 @@ class LogView(Vertical, can_focus=False):
     def _want(self, anchor: int | None, level: int | None = None) -> None:
         self._go_to = None
         self.request = LogRequest(anchor, self.request.level if level is None else level)
-        self.post_message(self.Wanted(self.request))
+        self.post_message(TabAsked(LOGS, self.request))
 
     def _top_offset(self) -> int:
         return self.rows.lines[self.rows.top].start if self.rows.lines else 0

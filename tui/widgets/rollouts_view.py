@@ -20,12 +20,12 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.events import Resize
-from textual.message import Message
 from textual.widgets import Input, Static
 
 from prime_rl.contract.samples import Sample
 from tui import fmt
-from tui.model.sample_query import TINTS, SampleQuery, make_tint, parse_search, tinted
+from tui.messages import TabAsked
+from tui.model.query import TINTS, SampleQuery, make_tint, parse_search, tinted
 from tui.readers.rollouts import (
     ORDERS,
     RolloutsData,
@@ -38,6 +38,7 @@ from tui.readers.rollouts import (
     turns,
     versions,
 )
+from tui.readers.tabs import ROLLOUTS
 from tui.widgets.line_list import LineList
 
 # From this width on the list has room for what else is known of each.
@@ -147,13 +148,6 @@ class RolloutsView(Vertical, can_focus=False):
         Binding("b,K", "read(-1)", "Read back", show=False),
         Binding("escape", "leave", "Back", show=False),
     ]
-
-    class Wanted(Message):
-        """The tokens of a step are requested, or no longer."""
-
-        def __init__(self, request: RolloutsRequest) -> None:
-            super().__init__()
-            self.request = request
 
     def __init__(self) -> None:
         super().__init__(id="rollouts")
@@ -294,6 +288,8 @@ class RolloutsView(Vertical, can_focus=False):
         self.screen.refresh_bindings()
 
     def _fill(self, *, from_top: bool = False) -> None:
+        if not self.data.run_id:
+            return  # nothing is read yet
         selected, arranged = self.selected, arrange(self.data.samples, self.order)
         # On top of the newest it stays on top; else, and beside others, it stays with the rollout that is read.
         follows = from_top or (self.order == "newest" and self.list.cursor == 0 and self.view != GROUP)
@@ -322,7 +318,7 @@ class RolloutsView(Vertical, can_focus=False):
         request = RolloutsRequest(sample.step if sample is not None and self.view == GROUP else None)
         if request != self.request:
             self.request = request
-            self.post_message(self.Wanted(request))
+            self.post_message(TabAsked(ROLLOUTS, request))
         head = self._head(sample)
         if self.search.text:
             head.append("\n" if head else "").append(self._found(), "error" if self.search.errors else "accent")

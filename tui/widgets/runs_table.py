@@ -36,6 +36,7 @@ GUTTER = 2  # cells before the first column: whether the run is marked, whether 
 PADDING = 1  # cells on each side of a column
 MARK, PIN = "✓", "★"
 MIN_NOTE = 12
+SEEN = 4
 MIN_ID = 10
 SHORT_ID = 11
 MAX_ID = 28
@@ -61,8 +62,11 @@ def choose_columns(width: int, run_ids: Sequence[str]) -> tuple[Column, ...]:
     id_width = min(max(longest, MIN_ID), 16 if width < 100 else MAX_ID)
     bar = 14 if width < 100 else 18 if width < 160 else 26
     spark = 8 if width < 100 else 12 if width < 160 else 24
-    if width < 100 and id_width > SHORT_ID:  # or there is no room for the age of the last sign of life
+    if width < 100 and id_width > SHORT_ID:
         id_width, bar, spark = min(id_width, 15), 12, 6
+    # All but the id, which leaves room for the age of the last sign of life.
+    others = (10, bar, 6 + spark, SEEN, MIN_NOTE)
+    id_width = max(min(id_width, width - sum(others) - 2 * PADDING * (len(others) + 1)), MIN_ID)
     names = fmt.short_names(tuple(run_ids), id_width)
     wanted = {
         "state": Column("state", "STATE", 10),
@@ -72,7 +76,7 @@ def choose_columns(width: int, run_ids: Sequence[str]) -> tuple[Column, ...]:
     }
     room = width - sum(column.width + 2 * PADDING for column in wanted.values()) - (MIN_NOTE + 2 * PADDING)
     extras = [
-        Column("seen", "SEEN", 4, True),
+        Column("seen", "SEEN", SEEN, True),
         Column("change", "CHANGE", 7, True),
         Column("loss", "LOSS", 8, True),
         Column("tokens", "TOK/S", 5, True),
@@ -114,6 +118,8 @@ def make_cell(column: Column, row: RunRow, now: float) -> Cell:
             # Of a run that trains, what it waits for just now counts less.
             words = [row.note, standing_words(row)]
             said = " · ".join(filter(None, reversed(words) if row.state == RunState.ACTIVE else words))
+            if cell_len(said) > width:
+                said = said.removeprefix("waits for ").removeprefix("bottleneck: ")
             return ((fit(said, width), row.level.style if row.is_bad else "muted"),)
         case "seen":
             return _right(seen_age(row, now), width, "error" if row.state == LOST else "muted")
@@ -183,11 +189,6 @@ def fit(text: str, width: int) -> str:
     return set_cell_size(text, width - 1) + "…"
 
 
-def ages(row: RunRow, now: float) -> tuple[str, str]:
-    """All that changes by itself as time passes."""
-    return seen_age(row, now), fmt.age(age_s(row, now))
-
-
 def seen_age(row: RunRow, now: float) -> str:
     """Since the last sign of life."""
     return fmt.seen(now - row.updated_at) if row.updated_at is not None else fmt.DASH
@@ -217,15 +218,6 @@ def _change(row: RunRow, width: int) -> Cell:
 
 def _right(text: str, width: int, style: str) -> Cell:
     return ((text.rjust(width), style),)
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """A line as it was last drawn, and all that it was drawn from."""
-
-    row: RunRow
-    look: tuple[object, ...]
-    strip: Strip
 
 
 class RunsTable(ScrollView, can_focus=True):
@@ -293,7 +285,8 @@ class RunsTable(ScrollView, can_focus=True):
         self._rows: list[RunRow] = []
         self._index: dict[str, int] = {}
         self._layout: tuple[Column, ...] = ()
-        self._drawn: dict[str, _Drawn] = {}
+        # By run: all that its line was last drawn from, and the line.
+        self._drawn: dict[str, tuple[tuple[object, ...], Strip]] = {}
         self._pins: frozenset[str] = frozenset()
         self._sort: tuple[str, bool] = ("", False)
         self._anchor: str | None = None
@@ -314,20 +307,6 @@ class RunsTable(ScrollView, can_focus=True):
     def run_ids(self) -> list[str]:
         """The runs that are shown, in their order."""
         return [row.run_id for row in self._rows]
-
-    @property
-    def columns(self) -> list[str]:
-        """Keys of the columns that are shown, from the left."""
-        return [column.key for column in self._layout]
-
-    def get_cell(self, run_id: str, column: str) -> str:
-        """The cell of a run in a column. Raises KeyError for a run or column that is not shown."""
-        shown = {each.key: each for each in self._layout}[column]
-        return plain(make_cell(shown, self._rows[self._index[run_id]], self._now)).strip()
-
-    def get_row_index(self, run_id: str) -> int:
-        """Return the place of a run among those shown. Raises KeyError for a run that is not shown."""
-        return self._index[run_id]
 
     def show(
         self,
@@ -410,7 +389,8 @@ class RunsTable(ScrollView, can_focus=True):
         """Return the head of the columns, or the line at `y`; the table keeps it to compare later ones with."""
         width = self.size.width
         if y < HEADER:
-            return self._head(width)
+            usual, chosen = self.get_component_rich_style("runs--header"), self.get_component_rich_style("runs--sorted")
+            return Strip(head_segments(self._layout, self._sort, usual, chosen)).adjust_cell_length(width, usual)
         strip = self._seen[y] = self._line_at(y)
         return strip
 
@@ -423,22 +403,19 @@ class RunsTable(ScrollView, can_focus=True):
             return self._blank
         return self._line(index, width)
 
-    def _head(self, width: int) -> Strip:
-        usual, chosen = self.get_component_rich_style("runs--header"), self.get_component_rich_style("runs--sorted")
-        return Strip(head_segments(self._layout, self._sort, usual, chosen)).adjust_cell_length(width, usual)
-
     def _line(self, index: int, width: int) -> Strip:
         row = self._rows[index]
         is_marked, is_pinned = row.run_id in self.marks, row.run_id in self._pins
         kind = "cursor" if index == self.cursor else "marked" if is_marked else "hover" if index == self.hover else ""
-        look = (kind, is_marked, is_pinned, width, ages(row, self._now), self.has_focus)
-        known = self._drawn.get(row.run_id)
-        if known is not None and known.row is row and known.look == look:
-            return known.strip
+        seen, age = seen_age(row, self._now), fmt.age(age_s(row, self._now))  # all that changes by itself
+        look = (row, kind, is_marked, is_pinned, width, seen, age, self.has_focus)
+        known_look, known = self._drawn.get(row.run_id, (None, None))
+        if known is not None and known_look == look:
+            return known
         strip = self._draw(row, is_marked, is_pinned, width, self._background(kind))
-        if known is not None and known.strip == strip:
-            strip = known.strip  # other facts that look the same: nothing to repaint
-        self._drawn[row.run_id] = _Drawn(row, look, strip)
+        if known == strip:
+            strip = known  # other facts that look the same: nothing to repaint
+        self._drawn[row.run_id] = look, strip
         return strip
 
     def _background(self, kind: str) -> Style:
@@ -464,14 +441,6 @@ class RunsTable(ScrollView, can_focus=True):
         for index in (before, now):
             if index is not None:
                 self.refresh_line(index + HEADER)
-
-    def on_focus(self) -> None:
-        """Draw again: the line under the cursor has another colour with the focus."""
-        self.refresh()
-
-    def on_blur(self) -> None:
-        """Draw again: the line under the cursor has another colour without the focus."""
-        self.refresh()
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
         """Highlight the line under the mouse, if a run is there."""

@@ -7,7 +7,7 @@ ended, one more does. Collaborator: `Batch` (the rows).
 
 An adapter has a name and a slot that holds its weights. A slot is given to another adapter only when its name was
 unloaded and no job uses it, so a job is never served weights other than those its name meant when it came. Whether a
-name may be loaded is decided before (`front`).
+name may be loaded is decided before (`gateway`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from typing import TypeVar
 
 import torch
 
-from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, Decode, Job, Row
+from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, Decode, Job, Row, SamplingParams
 from prime_rl.inference.embedded.model import Served
-from prime_rl.inference.embedded.sampling import SamplingParams
-from prime_rl.inference.errors import ApiError, adapter_refused
+from prime_rl.inference.guard import ApiError, adapter_refused
 from prime_rl.inference.serve import Snapshot
 from prime_rl.lora.adapter_state import served_parts
 from prime_rl.utils.runtime import is_out_of_memory

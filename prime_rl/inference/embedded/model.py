@@ -37,11 +37,11 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.errors import ApiError, StartError
-from prime_rl.inference.weight_files import WEIGHTS_FILE, check_fit, readable, weights_label
+from prime_rl.inference.guard import WEIGHTS_FILE, ApiError, check_fit, readable, weights_label
 from prime_rl.lora.adapter_state import check_finite, load_tensors, shapes_of
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
 from prime_rl.transfer import TransferError, WeightReceiver
+from prime_rl.utils.runtime import StartError
 
 # Of the memory that is free after loading: the cache is copied when the batch changes, and others live here too.
 CACHE_SHARE = 0.25
@@ -283,7 +283,9 @@ def load_model(config: InferenceConfig) -> Served:
     if (lora := config.model.lora) is not None:
         layers = apply_lora_to_model(model, lora.rank, config.max_loras, lora.target_modules, routing)
     model.requires_grad_(False)
-    served = Served(model, layers, routing, WholeWeights(model, config), _eos_ids(model))
+    given = [getattr(each, "eos_token_id", None) for each in (model.generation_config, model.config)]
+    eos_ids = frozenset(eos for value in given for eos in ([value] if isinstance(value, int) else value or []))
+    served = Served(model, layers, routing, WholeWeights(model, config), eos_ids)
     layers_of_one = served.prefill([[0]], [None]).layers
     token_bytes = sum(each.nbytes for layer in layers_of_one for each in (layer.keys, layer.values))
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
@@ -298,8 +300,3 @@ def _refuse_stateful(name: str, model: PreTrainedModel) -> None:
             f"{name}: the embedded engine cannot serve a model with {', '.join(sorted(kinds)) or 'recurrent'} "
             'layers; use engine = "vllm"'
         )
-
-
-def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    given = [getattr(each, "eos_token_id", None) for each in (model.generation_config, model.config)]
-    return frozenset(eos for value in given for eos in ([value] if isinstance(value, int) else value or []))

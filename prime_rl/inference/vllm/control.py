@@ -1,4 +1,4 @@
-"""vLLM, as the front asks for it: completions, a token, adapters, other weights for all of its workers."""
+"""vLLM, as the gateway asks for it: completions, a token, adapters, other weights for all of its workers."""
 
 from __future__ import annotations
 
@@ -20,24 +20,37 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.errors import NOT_FINITE, ApiError, adapter_refused, check_ranges
-from prime_rl.inference.guard import decoded, error_response, num_chars, replay, run_of
+from prime_rl.contract.files import UNDECODABLE
+from prime_rl.inference.guard import (
+    NOT_FINITE,
+    ApiError,
+    adapter_refused,
+    check_ranges,
+    check_weight_file,
+    decoded,
+    error_response,
+    meta_model,
+    model_shapes,
+    num_chars,
+    replay,
+    run_of,
+    weights_label,
+)
 from prime_rl.inference.serve import Snapshot
-from prime_rl.inference.weight_files import check_weight_file, meta_model, model_shapes, weights_label
 from prime_rl.lora.adapter_state import (
     DIVERGED,
     AdapterConfig,
     check_finite,
     check_served_adapter,
     load_peft,
-    misfit,
+    mismatch,
     shapes_of,
 )
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
 
 logger = logging.getLogger(__name__)
 
-# The front has let all requests end: what vLLM may still have is a probe of its health or a client that went away.
+# The gateway has let all requests end: what vLLM may still have is a probe of its health or a client that went away.
 PAUSE_TIMEOUT_S = 30.0
 # More than one token: of a single one an attention that overflows may show nothing.
 PROBE_PROMPT = [0, 1, 2, 3]
@@ -225,7 +238,7 @@ class VllmControl:
     async def _stage(self, *source: Any) -> None:
         staged = [each for workers in await self._workers("prl_stage_weights", *source) for each in workers]
         problems = (
-            each if isinstance(each, str) else misfit({name: tuple(each[name]) for name in each}, self._shapes)
+            each if isinstance(each, str) else mismatch({name: tuple(each[name]) for name in each}, self._shapes)
             for each in staged
         )
         if problem := next(filter(None, problems), None):
@@ -315,7 +328,7 @@ def _error_of(status: int, body: bytes) -> ApiError:
     try:
         error = msgspec.json.decode(body, type=dict[str, Any])["error"]
         return ApiError(status, str(error["message"]), param=error.get("param"))
-    except (msgspec.MsgspecError, KeyError, TypeError):
+    except (*UNDECODABLE, KeyError, TypeError):
         return ApiError(status, body.decode(errors="replace") or "vLLM refuses this request without a reason.")
 
 

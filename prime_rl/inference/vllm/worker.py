@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from prime_rl.inference.weight_files import WEIGHTS_FILE
+from prime_rl.inference.guard import WEIGHTS_FILE
 from prime_rl.lora.adapter_state import check_finite, load_tensors
 from prime_rl.transfer import TransferError, WeightReceiver
 

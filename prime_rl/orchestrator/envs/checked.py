@@ -6,9 +6,10 @@ happens to its rollouts is counted: where they are, for the account of time (`Ro
 Environment code may raise, hang, or return an invalid reward. Such a rollout is dropped (`EnvironmentFault`), and its
 group is completed by another one: see `rollout.RolloutWorker`. An example whose first prompt cannot be sampled from, or
 that fails in each of its tries, is unusable (`ExampleUnusable`): it is dropped once and for all. When too large a share
-of the newest rollouts is dropped, or of the examples, `EnvironmentBroken` ends the run with the last error. What the
-policy raises is not the environment's fault and passes through. A step that never gives control back cannot be timed
-out here: code that is not ours runs in a process (`process.ProcessEnvironment`), which can be killed.
+of the newest rollouts is dropped, or of the examples, or when time limits are all that is reached (`TimedOut`),
+`EnvironmentBroken` ends the run with the last error. What the policy raises is not the environment's fault and passes
+through. A step that never gives control back cannot be timed out here: code that is not ours runs in a process
+(`process.ProcessEnvironment`), which can be killed.
 """
 
 from __future__ import annotations
@@ -46,8 +47,14 @@ FAILURE_WINDOW = 100
 MIN_ROLLOUTS = 10
 # The share of unusable examples is not taken before so many were tried, or all that there are.
 MIN_EXAMPLES = 10
+# The run ends when rollouts reach so many time limits, each begun after the last, and none succeeds meanwhile, nor can,
+# of those begun before the first: a group, given up at the second, and another one. Shares of rollouts take far longer
+# where few are made at once.
+MAX_TIME_LIMITS = 3
 # Of a single reward, which has no `reward_range`: its advantages must have a place in float32.
 MAX_REWARD = 1e30
+# What to do about drops, which the run's log names one by one.
+_TRY = "see the run's log; prl env try FILE tries a change"
 METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 NO_PROMPT = PromptConfig()
 
@@ -58,6 +65,10 @@ class EnvironmentFault(RuntimeError):
 
 class Transient(EnvironmentFault):
     """A rollout that failed for a cause that passes: a timeout, a lost connection, a process that died."""
+
+
+class TimedOut(Transient):
+    """A rollout that reached a time limit, which another try seldom changes and waits as long for."""
 
 
 class Interrupted(Transient):
@@ -86,7 +97,8 @@ def fault_of(error: BaseException, *, at_first_turn: bool = False) -> Environmen
         return Transient(one_line(str(error), 1000))
     if isinstance(error, RolloutError):
         return (ExampleUnusable if at_first_turn else EnvironmentFault)(one_line(str(error), 1000))
-    text, cause, seen = one_line(f"{type(error).__name__}: {error}", 1000), error, [error]
+    where = "".join(getattr(error, "__notes__", ()))
+    text, cause, seen = one_line(f"{type(error).__name__}: {error}{where}", 1000), error, [error]
     while not isinstance(cause, ConnectionError | TimeoutError | socket.gaierror):
         found = cause.__cause__ or cause.__context__
         if found is None or found in seen:
@@ -150,6 +162,9 @@ class CheckedEnvironment:
         self._max_failure_share = max_failure_share
         self._reward_names = reward_names
         self._dropped: deque[bool] = deque(maxlen=FAILURE_WINDOW)
+        # Time limits reached one after the other since a rollout succeeded, and when the first and the last of them was
+        # (of the event loop).
+        self._num_limits, self._first_limit_s, self._limit_at_s = 0, math.inf, -math.inf
 
     def examples(self, split: Split) -> Sequence[Example]:
         """The environment's own examples, without what the run puts around their questions."""
@@ -160,14 +175,19 @@ class CheckedEnvironment:
         if example.id in self.unusable:
             raise ExampleUnusable(self.unusable[example.id])
         self._failures.setdefault(example.id, 0)
+        asked = _AskedPolicy(policy, self._config, self._meter)
         try:
-            outcome = await self._bounded(example, policy)
+            outcome = await self._bounded(example, asked)
         except Interrupted:
             raise
         except EnvironmentFault as fault:
+            if isinstance(fault, TimedOut) and asked.began_s >= self._limit_at_s:
+                self._num_limits, self._limit_at_s = self._num_limits + 1, asyncio.get_running_loop().time()
+                self._first_limit_s = min(self._first_limit_s, self._limit_at_s)
             self._note_dropped(example.id, fault)
             raise
         self._num_rollouts += 1
+        self._num_limits, self._first_limit_s = 0, math.inf
         self._dropped.extend([True] * (self._failures[example.id] or 0))  # by chance, as it turns out
         self._failures[example.id] = None
         self._dropped.append(False)
@@ -181,7 +201,7 @@ class CheckedEnvironment:
             step_s = max(hanging)
             return (
                 f"env {self.name}: a step of example {one_line(hanging[step_s], 80)} takes {step_s:.0f} s already "
-                f"(timeout_s = {self._config.timeout_s:g})"
+                f"(timeout_s = {self._config.timeout_s:g}); find what it waits for, or raise timeout_s"
             )
         at, last = self._last_drop
         if not self.unusable and (not last or self._num_rollouts - at >= FAILURE_WINDOW):
@@ -189,10 +209,9 @@ class CheckedEnvironment:
         share = max(0.1, round(100 * self.num_dropped / self._num_rollouts, 1))
         num, plural = len(self.unusable), "s" * (len(self.unusable) > 1)
         examples = f", {num} example{plural} unusable" if num else ""
-        return f"env {self.name}: {share:g} % of rollouts dropped{examples}: {last}"
+        return f"env {self.name}: {share:g} % of rollouts dropped{examples}: {last}; {_TRY}"
 
-    async def _bounded(self, example: Example, policy: Policy) -> Outcome:
-        asked = _AskedPolicy(policy, self._config, self._meter)
+    async def _bounded(self, example: Example, asked: _AskedPolicy) -> Outcome:
         task = asyncio.current_task()
         assert task is not None
         self._meter.move(in_environment=1)
@@ -209,7 +228,7 @@ class CheckedEnvironment:
             if asked.error is not None and not isinstance(asked.error, RolloutError):
                 raise asked.error from None
             if asked.deadline.expired():
-                raise Transient(f"a step took longer than timeout_s = {self._config.timeout_s:g}") from None
+                raise TimedOut(f"a step took longer than timeout_s = {self._config.timeout_s:g}") from None
             if isinstance(error, EnvironmentFault):
                 raise
             raise fault_of(asked.error or error, at_first_turn=not asked.answer_lens) from error
@@ -229,6 +248,10 @@ class CheckedEnvironment:
             num_dropped, num_seen = self._dropped.count(True), len(self._dropped)
             if num_seen >= MIN_ROLLOUTS and num_dropped > self._max_failure_share * num_seen:
                 raise self._broken(f"{num_dropped} of its newest {num_seen} rollouts were dropped", last)
+            may_succeed = any(each.began_s < self._first_limit_s for each in self._at_work)
+            if self._num_limits >= MAX_TIME_LIMITS and not may_succeed and self._max_failure_share < 1:
+                found = f"{self._num_limits} time limits in a row were reached, and no rollout succeeded"
+                raise EnvironmentBroken(f"env {self.name}: {found}; last: {last}")
             return
         self._failures[example_id] = num_failed + 1
         if num_failed < self._num_tries and not isinstance(fault, ExampleUnusable):
@@ -250,11 +273,12 @@ class CheckedEnvironment:
 class _AskedPolicy:
     """The policy as the environment's code has it in one rollout.
 
-    `deadline` runs only while that code works; `error` is what the policy raised.
+    `deadline` runs only while that code works; `error` is what the policy raised; `began_s`: of the event loop.
     """
 
     def __init__(self, policy: Policy, config: EnvConfig, meter: RolloutMeter) -> None:
         self.deadline = asyncio.timeout(config.timeout_s)
+        self.began_s = asyncio.get_running_loop().time()
         self.error: Exception | None = None
         self._policy = policy
         self._config = config

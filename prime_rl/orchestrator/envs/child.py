@@ -1,6 +1,6 @@
 """The process of an environment that is not ours: loads it, runs its rollouts, asks the orchestrator for each turn.
 
-    python -m prime_rl.orchestrator.envs.child      (started by `process.ProcessEnvironment`; messages are `frames`)
+    python -m prime_rl.orchestrator.envs.child      (started by `process.ProcessEnvironment`; whose messages it takes)
 
 Standard input and output carry the messages; what environment code prints goes to standard error. The process ends when
 its input ends, which also happens when the orchestrator is killed: in good order if the environment lets it, else by
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Never
 
 from prime_rl.configs.envs import PLUGIN_GROUP
 from prime_rl.configs.jsonl import JSONL
-from prime_rl.orchestrator.envs import Environment, Example, Message, Split, frames
+from prime_rl.orchestrator.envs import Environment, Example, Message, Split, process
 from prime_rl.orchestrator.envs.base import as_messages, text_problem
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, Transient, check_outcome, fault_of
 from prime_rl.utils.process import kill_tree
@@ -35,7 +35,7 @@ SPLITS: tuple[Split, ...] = ("train", "eval")
 class RemotePolicy:
     """The orchestrator's policy, for one rollout."""
 
-    def __init__(self, key: int, send: Callable[[frames.Report], None]) -> None:
+    def __init__(self, key: int, send: Callable[[process.Report], None]) -> None:
         self.answer_lens: list[int] = []
         self._key = key
         self._send = send
@@ -46,7 +46,7 @@ class RemotePolicy:
         """Ask the orchestrator for the turn after `messages` and wait for it; one turn at a time."""
         async with self._turn:
             self._answer = asyncio.get_running_loop().create_future()
-            self._send(frames.Ask(self._key, as_messages(messages)))
+            self._send(process.Ask(self._key, as_messages(messages)))
             return await self._answer
 
     def answer(self, text: str, num_tokens: int) -> None:
@@ -59,27 +59,27 @@ class RemotePolicy:
 class Host:
     """Runs the rollouts of one environment."""
 
-    def __init__(self, env: Environment, send: Callable[[frames.Report], None]) -> None:
+    def __init__(self, env: Environment, send: Callable[[process.Report], None]) -> None:
         self._env = env
         self._send = send
         self._examples = {split: by_id(split, env.examples(split)) for split in SPLITS}
         self._policies: dict[int, RemotePolicy] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def ready(self) -> frames.Ready:
+    def ready(self) -> process.Ready:
         """Ids of all examples, and the levels of those to train on."""
         train, held = self._examples["train"], self._examples["eval"]
-        return frames.Ready(list(train), [each.level for each in train.values()], list(held))
+        return process.Ready(list(train), [each.level for each in train.values()], list(held))
 
-    def take(self, request: frames.Request) -> None:
+    def take(self, request: process.Request) -> None:
         """Start a rollout, give one its answer, or cancel one. An answer to a rollout that has ended is ignored."""
-        if isinstance(request, frames.Start):
+        if isinstance(request, process.Start):
             self._policies[request.key] = RemotePolicy(request.key, self._send)
             task = self._tasks[request.key] = asyncio.get_running_loop().create_task(self._run(request))
             task.add_done_callback(lambda _: self._forget(request.key))
-        elif isinstance(request, frames.Answer) and request.key in self._policies:
+        elif isinstance(request, process.Answer) and request.key in self._policies:
             self._policies[request.key].answer(request.text, request.num_tokens)
-        elif isinstance(request, frames.Cancel):
+        elif isinstance(request, process.Cancel):
             self._cancel(request.key)
 
     async def close(self) -> None:
@@ -90,27 +90,27 @@ class Host:
 
     def _cancel(self, key: int) -> None:
         if task := self._tasks.get(key):
-            task.add_done_callback(lambda _: self._send(frames.Ended(key)))
+            task.add_done_callback(lambda _: self._send(process.Ended(key)))
             task.cancel()
         else:
-            self._send(frames.Ended(key))
+            self._send(process.Ended(key))
 
     def _forget(self, key: int) -> None:
         del self._policies[key], self._tasks[key]
 
-    async def _run(self, start: frames.Start) -> None:
+    async def _run(self, start: process.Start) -> None:
         key, policy = start.key, self._policies[start.key]
         try:
             found = await self._env.rollout(self._examples[start.split][start.example_id], policy)
             outcome = check_outcome(found, (-float("inf"), float("inf")), policy.answer_lens)
-            self._send(frames.Done(key, outcome.reward, outcome.metrics, outcome.rewards, outcome.advantages))
+            self._send(process.Done(key, outcome.reward, outcome.metrics, outcome.rewards, outcome.advantages))
         except (Exception, SystemExit) as error:  # an error of the environment: reported to the caller
             self._lose(key, fault_of(error, at_first_turn=not policy.answer_lens))
         except asyncio.CancelledError:
             self._lose(key, Transient("it was cancelled"))
 
     def _lose(self, key: int, fault: EnvironmentFault) -> None:
-        self._send(frames.Lost(key, str(fault), type(fault).__name__))
+        self._send(process.Lost(key, str(fault), type(fault).__name__))
 
 
 def by_id(split: Split, examples: Sequence[Example]) -> dict[str, Example]:
@@ -128,7 +128,7 @@ def by_id(split: Split, examples: Sequence[Example]) -> dict[str, Example]:
     return found
 
 
-async def load(request: frames.Load, stack: contextlib.AsyncExitStack) -> Environment:
+async def load(request: process.Load, stack: contextlib.AsyncExitStack) -> Environment:
     """The environment, ready to run. Raises its errors."""
     if request.provider == "verifiers":
         from prime_rl.orchestrator.envs.verifiers_env import VerifiersEnvironment  # takes seconds
@@ -155,24 +155,24 @@ async def load(request: frames.Load, stack: contextlib.AsyncExitStack) -> Enviro
     return make(request.args, request.seed)
 
 
-async def beat(interval_s: float, send: Callable[[frames.Report], None]) -> Never:
+async def beat(interval_s: float, send: Callable[[process.Report], None]) -> Never:
     """Send a `Beat` every `interval_s` seconds, until it is cancelled."""
     while True:
-        send(frames.Beat())
+        send(process.Beat())
         await asyncio.sleep(interval_s)
 
 
-async def serve(requests: asyncio.Queue[frames.Request | None], send: Callable[[frames.Report], None]) -> None:
+async def serve(requests: asyncio.Queue[process.Request | None], send: Callable[[process.Report], None]) -> None:
     """Until the requests end."""
     async with contextlib.AsyncExitStack() as stack:
         first = await requests.get()
-        if not isinstance(first, frames.Load):
+        if not isinstance(first, process.Load):
             return
         try:
             host = Host(await load(first, stack), send)
             send(host.ready())
         except (Exception, SystemExit) as error:
-            send(frames.Refused(one_line(f"{type(error).__name__}: {error}", 2000)))
+            send(process.Refused(one_line(f"{type(error).__name__}: {error}", 2000)))
             logging.exception("cannot load %s", ":".join(filter(None, (first.provider, first.name))))
             return
         stack.push_async_callback(host.close)
@@ -182,17 +182,17 @@ async def serve(requests: asyncio.Queue[frames.Request | None], send: Callable[[
             host.take(request)
 
 
-def read_requests(stream: BinaryIO, post: Callable[[frames.Request | None], None]) -> None:
+def read_requests(stream: BinaryIO, post: Callable[[process.Request | None], None]) -> None:
     """In its own thread, so that the end of the input is seen while environment code holds the event loop."""
     try:
-        while header := stream.read(frames.HEADER_BYTES):
-            if len(header) < frames.HEADER_BYTES:
+        while header := stream.read(process.HEADER_BYTES):
+            if len(header) < process.HEADER_BYTES:
                 break
-            length = frames.payload_len(header)
+            length = process.payload_len(header)
             payload = stream.read(length)
             if len(payload) < length:
                 break
-            post(frames.decode_request(payload))
+            post(process.decode_request(payload))
     except Exception:  # nothing more can be read: that is the end of the input too
         logging.exception("cannot read the messages of the orchestrator")
     post(None)
@@ -203,14 +203,14 @@ def read_requests(stream: BinaryIO, post: Callable[[frames.Request | None], None
 async def run(stream_in: BinaryIO, stream_out: BinaryIO) -> None:
     """Serve the requests in `stream_in`, which a thread reads, and report to `stream_out`, until the input ends."""
     loop = asyncio.get_running_loop()
-    requests: asyncio.Queue[frames.Request | None] = asyncio.Queue()
+    requests: asyncio.Queue[process.Request | None] = asyncio.Queue()
 
-    def post(request: frames.Request | None) -> None:
+    def post(request: process.Request | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended already
             loop.call_soon_threadsafe(requests.put_nowait, request)
 
-    def send(report: frames.Report) -> None:
-        stream_out.write(frames.frame(report))
+    def send(report: process.Report) -> None:
+        stream_out.write(process.frame(report))
         stream_out.flush()
 
     threading.Thread(target=read_requests, args=(stream_in, post), daemon=True).start()

@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import sys
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,7 +39,8 @@ class JsonlEnvironment:
         rows = read_rows(Path(config.path), config)
         if config.scorer == "math" and not config.reward and (sentence := missing("math", "math_verify")):
             raise ValueError(f"scorer = 'math': {sentence}")
-        self._function = load_function(Path(config.code), config.function) if config.code else None
+        self._code = config.code or ""
+        self._function = load_function(Path(self._code), config.function) if self._code else None
         self._scorer = SCORERS[config.scorer]
         self._rows = {row.id: row for row in rows}
         tenth = min(MAX_EVAL_EXAMPLES, math.ceil(len(rows) / 10)) if len(rows) > 1 else 0
@@ -59,9 +61,17 @@ class JsonlEnvironment:
         row = self._rows[example.id]
         if self._function is None:
             return Outcome(float(self._scorer(text, row.target)))
-        found = self._function(text, dict(row.fields))
-        if inspect.isawaitable(found):
-            found = await found
+        try:
+            found = self._function(text, dict(row.fields))
+            if inspect.isawaitable(found):
+                found = await found
+        except Exception as error:
+            lines = [
+                frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self._code
+            ]
+            if lines:
+                error.add_note(f" ({Path(self._code).name} line {lines[-1]})")
+            raise
         return found if isinstance(found, Outcome) else Outcome(found)
 
 

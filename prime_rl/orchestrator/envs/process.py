@@ -5,10 +5,14 @@ it, a heavy library (verifiers: seconds and hundreds of megabytes) is not loaded
 of inference is not in its environment, nor is any other variable that was not named for it. One process runs all
 rollouts of the environment side by side, as they mostly wait for the policy. When one of them holds up the event loop
 of the process for half of `timeout_s`, or does not end after it was cancelled, or the process dies, a new process is
-started. Such a death counts as one dropped rollout; the others in the process are lost without fault of theirs
-(`Interrupted`), and made again.
+started. Such a death counts as one dropped rollout, that whose code has been at work the longest; the others in the
+process are lost without fault of theirs (`Interrupted`), and made again.
 
 The built-in environments are ours and quick: they run inside the orchestrator.
+
+Messages between the orchestrator and the process are msgpack, each message after its length. To the process: a `Load`
+first, then `Start`, `Answer` and `Cancel`. From it: `Ready` or `Refused` first, then `Ask`, `Done`, `Lost` and `Ended`,
+and all the time `Beat`. `key` is a rollout. No pickle: what a message can be stands here.
 """
 
 from __future__ import annotations
@@ -19,14 +23,126 @@ import logging
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
 
 from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.envs import EnvConfig
-from prime_rl.orchestrator.envs import frames
-from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
-from prime_rl.orchestrator.envs.checked import FAULTS, EnvironmentFault, Interrupted, Transient
+from prime_rl.orchestrator.envs.base import Example, Message, Outcome, Policy, Split
+from prime_rl.orchestrator.envs.checked import FAULTS, EnvironmentFault, Interrupted, TimedOut, Transient
 from prime_rl.utils.process import end_orphans, kill_tree, orphans
 from prime_rl.utils.runtime import Background, missing
+
+# Far above any conversation; a message that claims to be longer is a stream out of step.
+MAX_FRAME_BYTES = 256 * 2**20
+HEADER_BYTES = 4
+
+
+class Load(msgspec.Struct, tag=True):
+    """The environment to make (`provider`: its id up to the colon), and how often to send a `Beat`."""
+
+    provider: str
+    name: str
+    args: dict[str, Any]
+    seed: int
+    beat_s: float
+
+
+class Start(msgspec.Struct, tag=True):
+    """Start a rollout of one example. It ends with `Done` or `Lost`."""
+
+    key: int
+    split: Literal["train", "eval"]
+    example_id: str
+
+
+class Answer(msgspec.Struct, tag=True):
+    """The policy's turn, for the last `Ask` of the rollout, and its number of tokens."""
+
+    key: int
+    text: str
+    num_tokens: int
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """End a rollout whose outcome is not needed. `Ended` follows."""
+
+    key: int
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The environment is there, with the ids of its examples, and the level of each of `train`."""
+
+    train: list[str]
+    train_levels: list[int]
+    eval: list[str]
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The environment was not found, or its arguments are invalid."""
+
+    reason: str
+
+
+class Ask(msgspec.Struct, tag=True):
+    """The environment requests the policy's next turn."""
+
+    key: int
+    messages: list[Message]
+
+
+class Done(msgspec.Struct, tag=True):
+    """The rollout has its score."""
+
+    key: int
+    reward: float
+    metrics: dict[str, float]
+    rewards: Mapping[str, float]
+    advantages: Sequence[float | Sequence[float]]
+
+
+class Lost(msgspec.Struct, tag=True):
+    """The environment's code failed. `kind` is one of `checked.FAULTS`."""
+
+    key: int
+    reason: str
+    kind: str
+
+
+class Ended(msgspec.Struct, tag=True):
+    """The cancelled rollout has ended, or had ended before."""
+
+    key: int
+
+
+class Beat(msgspec.Struct, tag=True):
+    """The event loop of the process still turns."""
+
+
+Request = Load | Start | Answer | Cancel
+Report = Ready | Refused | Ask | Done | Lost | Ended | Beat
+
+_encoder = msgspec.msgpack.Encoder()
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode
+
+
+def frame(message: Request | Report) -> bytes:
+    """The bytes of a message on the stream: its length in HEADER_BYTES, then its msgpack. Raises ValueError."""
+    payload = _encoder.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(payload)} bytes: at most {MAX_FRAME_BYTES} are allowed")
+    return len(payload).to_bytes(HEADER_BYTES) + payload
+
+
+def payload_len(header: bytes) -> int:
+    """The number of bytes after `header`. Raises ValueError for more than a message can have."""
+    length = int.from_bytes(header)
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {length} bytes")
+    return length
+
 
 logger = logging.getLogger("orchestrator")
 
@@ -70,19 +186,23 @@ class _Child:
     """One process, and the rollouts in it. `ready` has the examples, or the error."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.ready: asyncio.Future[frames.Ready] = asyncio.get_running_loop().create_future()
-        self.inboxes: dict[int, asyncio.Queue[frames.Report | Exception]] = {}
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.inboxes: dict[int, asyncio.Queue[Report | Exception]] = {}
+        # Rollouts whose code is at work, the longest first: it takes what it is sent in that order.
+        self.at_work: dict[int, None] = {}
         self.ending: dict[int, asyncio.Event] = {}
         self.dead = False
         self.num_reports = 0
         self._process = process
-        self._death: str | None = None
+        self._death: Transient | None = None
         _STARTED.add(process.pid)
 
-    def send(self, request: frames.Request) -> None:
+    def send(self, request: Request) -> None:
         assert self._process.stdin is not None
+        if isinstance(request, Start | Answer):
+            self.at_work[request.key] = None
         if not self._process.stdin.is_closing():
-            self._process.stdin.write(frames.frame(request))
+            self._process.stdin.write(frame(request))
 
     async def read(self) -> None:
         """Hand out what the process reports, until it ends."""
@@ -90,17 +210,17 @@ class _Child:
         assert stream is not None
         try:
             while True:
-                header = await stream.readexactly(frames.HEADER_BYTES)
-                self._take(frames.decode_report(await stream.readexactly(frames.payload_len(header))))
+                header = await stream.readexactly(HEADER_BYTES)
+                self._take(decode_report(await stream.readexactly(payload_len(header))))
         except asyncio.IncompleteReadError:
             pass
         except Exception as error:  # whatever it is, the rollouts in the process wait for its end
-            self._death = f"the messages of its process cannot be read: {type(error).__name__}: {error}"
+            self._death = Transient(f"the messages of its process cannot be read: {type(error).__name__}: {error}")
             kill_tree(self._process.pid)
         code = await self._process.wait()
         _STARTED.discard(self._process.pid)
         end_orphans(_STARTED, lambda session: session == self._process.pid)
-        self._end(self._death or f"its process ended with exit code {code}")
+        self._end(self._death or Transient(f"its process ended with exit code {code}"))
 
     def kill(self) -> None:
         self.dead = True
@@ -127,34 +247,36 @@ class _Child:
             num_missed = num_missed + 1 if self.num_reports == seen else 0
             seen = self.num_reports
         if not self.dead:
-            self._death = f"its code blocked its process for {hang_s:g} s, half of timeout_s, so it was killed"
+            reason = f"its code blocked its process for {hang_s:g} s, half of timeout_s, so it was killed"
+            self._death = TimedOut(reason)
             kill_tree(self._process.pid)
 
-    def _take(self, report: frames.Report) -> None:
+    def _take(self, report: Report) -> None:
         self.num_reports += 1
         orphans(_STARTED)  # what has ended of them is reaped: an environment may leave behind thousands
-        if isinstance(report, frames.Ready | frames.Refused):
+        if isinstance(report, Ready | Refused):
             if self.ready.done():
                 raise ValueError("it is ready a second time")
-            if isinstance(report, frames.Ready):
+            if isinstance(report, Ready):
                 self.ready.set_result(report)
             else:
                 self.ready.set_exception(Transient(report.reason))
-        elif isinstance(report, frames.Ended):
+        elif isinstance(report, Ended):
             if event := self.ending.pop(report.key, None):
                 event.set()
-        elif not isinstance(report, frames.Beat) and (inbox := self.inboxes.get(report.key)):
-            inbox.put_nowait(report)
+        elif not isinstance(report, Beat):
+            self.at_work.pop(report.key, None)
+            if inbox := self.inboxes.get(report.key):
+                inbox.put_nowait(report)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, death: Transient) -> None:
         """Fail all waiters. An unexpected death counts once, so a second one ends the run."""
-        culprit = Transient if not self.dead else Interrupted
+        keys = [] if self.dead else [key for key in (*self.at_work, *self.inboxes) if key in self.inboxes]
         self.dead = True
         if not self.ready.done():
-            self.ready.set_exception(Transient(reason))
-        for inbox in self.inboxes.values():
-            inbox.put_nowait(culprit(reason))
-            culprit = Interrupted
+            self.ready.set_exception(death)
+        for key, inbox in self.inboxes.items():
+            inbox.put_nowait(death if key in keys[:1] else Interrupted(str(death)))
         for event in self.ending.values():
             event.set()
 
@@ -171,7 +293,7 @@ class ProcessEnvironment:
         self.id = config.id
         self._hang_s = config.timeout_s / 2
         beat_s = min(MAX_BEAT_S, self._hang_s / MAX_MISSED_LOOKS / 2)
-        self._load = frames.Load(self.provider, name, config.args, seed, beat_s)
+        self._load = Load(self.provider, name, config.args, seed, beat_s)
         self._hidden = set(hidden)
         self._named = set(config.env_vars)
         self._examples: dict[Split, list[Example]] = {}
@@ -208,19 +330,19 @@ class ProcessEnvironment:
             raise Interrupted("its process has ended")
         key = next(self._keys)
         inbox = child.inboxes[key] = asyncio.Queue()
-        child.send(frames.Start(key, example.info["split"], example.id))
+        child.send(Start(key, example.info["split"], example.id))
         try:
             while True:
                 report = await inbox.get()
-                if isinstance(report, frames.Done):
+                if isinstance(report, Done):
                     return Outcome(report.reward, report.metrics, report.rewards, report.advantages)
-                if isinstance(report, frames.Lost):
+                if isinstance(report, Lost):
                     raise FAULTS.get(report.kind, EnvironmentFault)(report.reason)
                 if isinstance(report, Exception):
                     raise report
-                if isinstance(report, frames.Ask):
+                if isinstance(report, Ask):
                     text = await policy.complete(report.messages)
-                    child.send(frames.Answer(key, text, policy.answer_lens[-1]))
+                    child.send(Answer(key, text, policy.answer_lens[-1]))
         except EnvironmentFault:
             raise
         except BaseException:  # cancelled, too slow, or what the policy raises: the process must end it
@@ -262,7 +384,7 @@ class ProcessEnvironment:
         if child.dead:
             return
         ended = child.ending[key] = asyncio.Event()
-        child.send(frames.Cancel(key))
+        child.send(Cancel(key))
         self._tasks.start(self._kill_unless(ended, child), f"cancelling a rollout of env {self.id}")
 
     async def _kill_unless(self, ended: asyncio.Event, child: _Child) -> None:

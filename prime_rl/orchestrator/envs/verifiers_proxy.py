@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 from aiohttp import web
 
 from prime_rl.orchestrator.envs.base import Message, Policy
-from prime_rl.utils.network import refusal
+from prime_rl.utils.runtime import http_refusal
 
 # A request is a whole conversation with its tool results; the context of the model is the real limit.
 MAX_BODY_BYTES = 64 * 2**20
@@ -133,7 +133,7 @@ class PolicyProxy:
             del self._conversations[name]
 
     async def _complete(self, request: web.Request) -> web.Response:
-        if refused := refusal(request.method, request.headers.items()):
+        if refused := http_refusal(request.method, request.headers.items()):
             return _refusal(*refused)
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._key.encode()):

@@ -5,6 +5,9 @@ drops those that leave. When the new runs have their slots, `Discovery.report` r
 decided about slots: the manager does that. `find_leave` is the one rule of why a run may not hold a slot, for those in
 slots and those that wait.
 
+A run that is dear to look at (a large config, a hundred thousand versions, a change each millisecond) is left alone for
+as long as keeps its share of the trainer's time small (`Allowance`).
+
 A config is read once for every content, when it has stopped changing (`ConfigFile`). An editor may empty a file and
 write it again, write it twice, or touch it. So a file that was written in place is left alone for a moment after each
 change, and an invalid one is a problem only when it stays unchanged for `settle_s`. A file that was renamed into place
@@ -25,7 +28,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +37,7 @@ from prime_rl.configs.admitted import config_in_effect
 from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX, explain
-from prime_rl.contract.files import FileRefused, read_file, read_text, write_atomic
+from prime_rl.contract.files import FileRefused, read_file, read_text, remove_file, write_atomic
 from prime_rl.contract.layout import (
     RUN_FOLDERS,
     RUN_PREFIX,
@@ -56,8 +59,10 @@ MAX_ERROR_CHARS = 20_000
 MAX_REASON_CHARS = 2_000
 # The beginning of a file can be a valid config with other defaults. Between two writes of one save less time passes.
 QUIET_S = 0.05
-# A config that takes this long to read takes at most this share of the trainer's time, however often it changes.
+# So much of the trainer's time a run may take at once, and this share of it for long, however often it changes.
 DEAR_S, DEAR_SHARE = 0.1, 0.02
+# Whatever one look took, the owner of the run gets another one within about a minute.
+MAX_REST_S = 60.0
 
 # Null when the config is good, else what is wrong with it.
 Validate = Callable[[OrchestratorConfig], str | None]
@@ -89,12 +94,30 @@ def print_of(path: str | Path) -> Print | None:
     return Print(stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size)
 
 
+class Allowance:
+    """The part of one core that the looks at one run may take: `DEAR_S` seconds at once, `DEAR_SHARE` for long."""
+
+    def __init__(self) -> None:
+        self._paid_at = 0.0
+
+    def charge(self, took_s: float, now: float) -> None:
+        """`took_s` seconds of a core were spent until `now` (monotonic seconds); a rest costs nothing."""
+        if now >= self.rests_until:
+            self._paid_at = min(max(self._paid_at, now) + took_s / DEAR_SHARE, now + MAX_REST_S)
+
+    @property
+    def rests_until(self) -> float:
+        """When the run may be looked at again (monotonic seconds)."""
+        return self._paid_at - DEAR_S / DEAR_SHARE
+
+
 class ConfigFile:
     """The config of a run, by its `orch.toml` and what was admitted. After a `read`, `config` or `problem` is set.
 
     Attributes:
         print: the file at the last look.
         is_reported: whether `report` wrote down the problem that the last `read` found.
+        was_finished: whether it was taken unchecked, as that of a run that has all its versions.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -102,8 +125,8 @@ class ConfigFile:
         self.config: OrchestratorConfig | None = None
         self.problem: str | None = None
         self.print: Print | None = None
-        self.is_reported = False
-        self._since = self._rests_until = 0.0
+        self.is_reported = self.was_finished = False
+        self._since = 0.0
         self._is_judged = False
         self._digest: bytes | None = None
         # Those of what was applied and admitted.
@@ -128,22 +151,17 @@ class ConfigFile:
             self.print, self._since, self._is_judged = found, now, False
         if not self._is_judged:
             was_renamed, quiet_until = found.ctime_ns > found.mtime_ns, self._since + min(QUIET_S, settle_s)
-            waits_until = self._rests_until if was_renamed or at_once else max(quiet_until, self._rests_until)
-            if now < waits_until:
-                return waits_until
-            began_s = time.thread_time()
+            if not was_renamed and not at_once and now < quiet_until:
+                return quiet_until
             self._take_in(path)
             if self.config is None and self.problem is None:
-                self.config, self.problem = _parse(self.run, validate)
+                self.config, self.problem, self.was_finished = _parse(self.run, validate)
             self._is_judged = True
-            if (took_s := time.thread_time() - began_s) > DEAR_S:
-                self._rests_until = now + took_s / DEAR_SHARE
         if self.problem is not None and now < self._since + settle_s:
             return self._since + settle_s
         self.is_reported = False
         if self.problem is None:
-            with contextlib.suppress(IsADirectoryError):  # a folder was not written by us
-                self.run.config_error.unlink(missing_ok=True)
+            remove_file(self.run.config_error)
         return None
 
     def has_changed(self) -> bool:
@@ -184,17 +202,20 @@ class ConfigFile:
         return is_new
 
 
-def _parse(run: RunDir, validate: Validate) -> tuple[OrchestratorConfig | None, str | None]:
-    path = run.orch_toml
+def _parse(run: RunDir, validate: Validate) -> tuple[OrchestratorConfig | None, str | None, bool]:
+    """The config, or what is wrong with it; and whether it was not validated, as the run is finished."""
+    path, is_done = run.orch_toml, False
     try:
         config = config_in_effect(run)
-        problem = validate(config)
+        # What a finished run trained with was admitted, by a workspace that may have had other limits.
+        is_done = os.path.lexists(run.admitted) and is_finished(run, config)
+        problem = None if is_done else validate(config)
         text = f"{PARSE_ERROR_PREFIX}: {path}: {problem}" if problem else None
     except ConfigError as error:
         text = explain(error)
     except Exception as error:  # what a hostile file makes a parser do (nesting without end) is its own fault
         text = f"{PARSE_ERROR_PREFIX}: {path}: {error_text(error)}"
-    return (config, None) if text is None else (None, printable(text)[:MAX_ERROR_CHARS])
+    return (config, None, is_done) if text is None else (None, printable(text)[:MAX_ERROR_CHARS], False)
 
 
 def is_finished(run: RunDir, config: OrchestratorConfig) -> bool:
@@ -292,6 +313,7 @@ class _Entry:
         landed_ns: when it was added, once that was looked up.
         verdict: see `_STAYS`; null while it must be judged.
         due: when to judge a config again that may still change.
+        allowance: what the looks at it may take.
     """
 
     def __init__(self, output: OutputDir, run_id: str, listed: int) -> None:
@@ -308,6 +330,7 @@ class _Entry:
         self.landed_ns: int | None = None
         self.verdict: str | None = None
         self.due = math.inf
+        self.allowance = Allowance()
 
     def look(self) -> None:
         """Find out anew whether it can be a run, and what to watch: what was found may be outdated."""
@@ -338,6 +361,9 @@ class _Entry:
 
     def read_again(self, validate: Validate, settle_s: float, now: float) -> OrchestratorConfig | None:
         """The changed config of a run that keeps its slot, when it rests and is valid. OSError as in `judge`."""
+        if now < (rests_until := self.allowance.rests_until):
+            self.due = rests_until
+            return None
         is_there = os.path.lexists(self.run.orch_toml)
         due = self.config.read(validate, settle_s, now) if is_there else None
         self.due = math.inf if due is None else due
@@ -361,13 +387,22 @@ class _Entry:
             return "refused"
         if not os.path.lexists(run.orch_toml):
             return "unconfigured"
+        if now < (rests_until := self.allowance.rests_until):
+            self.due = rests_until
+            return "settling"
         is_known = os.path.lexists(run.admitted)  # its place in the queue must not depend on an edit
         if (due := config.read(validate, settle_s, now, at_once=is_known)) is not None:
             self.due = due
             return "settling"
         if config.config is None:
             return "invalid"
-        return "finished" if is_finished(run, config.config) else "candidates"
+        if is_finished(run, config.config):
+            return "finished"
+        if config.was_finished:  # it lost versions since
+            config.forget_verdict()
+            self.due = now
+            return "settling"
+        return "candidates"
 
     def tell(self, found: Findings) -> None:
         """Enter the verdict."""
@@ -400,6 +435,7 @@ class Discovery:
         settle_s: how long a bad config must stay as it is before that is reported.
         clock: monotonic seconds.
         wall_ns: the time of the file system.
+        spent: seconds of a core that the looks have taken.
     """
 
     def __init__(
@@ -409,12 +445,14 @@ class Discovery:
         settle_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         wall_ns: Callable[[], int] = time.time_ns,
+        spent: Callable[[], float] = time.thread_time,
     ) -> None:
         self._output = OutputDir(output_dir)
         self._validate = validate
         self._settle_s = settle_s
         self._clock = clock
         self._wall_ns = wall_ns
+        self._spent = spent
         self._num_looks = 0
         self._entries: dict[str, _Entry] = {}
 
@@ -425,13 +463,17 @@ class Discovery:
         watched folders with a hint; None looks at everything.
         """
         for run_id in self.suspects(changed):
-            self._entries[run_id].look()
+            with self._boundary(run_id):
+                self._entries[run_id].look()
         found = Findings(folders=[self._output.path])
         for run_id, entry in self._entries.items():
             if entry.folder is not None:
                 found.folders.append(entry.folder)
             if run_id in active and entry.verdict != _STAYS:
-                if leave := entry.must_leave(active[run_id]):
+                leave = None
+                with self._boundary(run_id):
+                    leave = entry.must_leave(active[run_id])
+                if leave:
                     found.gone[run_id] = leave
                 entry.verdict = None if leave else _STAYS
         found.gone |= dict.fromkeys(active.keys() - self._entries.keys(), Leave("its folder is gone", "refused"))
@@ -440,17 +482,31 @@ class Discovery:
     def judge(self, found: Findings) -> None:
         """Find for each run without a slot whether it may have one, or why not."""
         for run_id, entry in self._entries.items():
-            if entry.verdict is None or entry.due < math.inf:
-                try:
+            now, began_s = self._clock(), self._spent()
+            if entry.verdict is None or entry.due <= now:
+                with self._boundary(run_id):
                     if entry.verdict != _STAYS:
-                        entry.verdict = entry.judge(self._validate, self._settle_s, self._clock())
-                    elif (config := entry.read_again(self._validate, self._settle_s, self._clock())) is not None:
+                        entry.verdict = entry.judge(self._validate, self._settle_s, now)
+                    elif (config := entry.read_again(self._validate, self._settle_s, now)) is not None:
                         found.changed[run_id] = config
-                except OSError as error:  # deleted meanwhile, or it cannot be read: looked at again next time
-                    logger.debug("looking at %s failed: %s", run_id, error)
-                    entry.verdict = entry.verdict if entry.verdict == _STAYS else None
-            entry.tell(found)
+                entry.allowance.charge(self._spent() - began_s, now)
+            with self._boundary(run_id):
+                entry.tell(found)
         found.candidates.sort(key=lambda candidate: candidate.claim.order)
+
+    @contextlib.contextmanager
+    def _boundary(self, run_id: str) -> Iterator[None]:
+        """A look at one run. Whatever the run brings about in it, the others do not meet it; in its slot it stays."""
+        entry = self._entries[run_id]
+        try:
+            yield
+        except OSError as error:  # deleted meanwhile, or it cannot be read: looked at again next time
+            logger.debug("looking at %s failed: %s", run_id, error)
+            entry.verdict = entry.verdict if entry.verdict == _STAYS else None
+        except Exception as error:
+            logger.exception("looking at %s failed", run_id)
+            entry.refusal = f"{entry.run.path} cannot be looked at: {error_text(error)}"
+            entry.verdict = entry.verdict if entry.verdict == _STAYS else "refused"
 
     def report(self, found: Findings) -> None:
         """Report some invalid configs to their owners; the others at the next look, which is due at once.

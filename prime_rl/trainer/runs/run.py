@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.configs.admitted import read_effect, write_admitted
+from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.orchestrator import LIVE_KEYS, OrchestratorConfig, with_live_keys
-from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.files import write_atomic

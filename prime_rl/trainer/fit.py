@@ -8,14 +8,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from prime_rl.configs.base import ConfigError
-from prime_rl.configs.fit_flags import read_flags
-from prime_rl.configs.multinode import FlagError
+from prime_rl.configs.base import ConfigError, FlagError
+from prime_rl.configs.system import read_fit_flags
 from prime_rl.utils.process import EXIT_INTERRUPTED
 from prime_rl.utils.runtime import complain, heavy_imports
 
 if TYPE_CHECKING:
-    from prime_rl.trainer.fit.capacity import Answer
+    from prime_rl.trainer.capacity import Answer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,15 +23,15 @@ def main(argv: Sequence[str]) -> int:
     2 for wrong use, an unknown model or one without support, and where "auto" stands for no number.
     """
     try:
-        args, system = read_flags(list(argv))
+        args, system = read_fit_flags(list(argv))
     except (FlagError, ConfigError) as error:
         complain("prl fit", error)
         return 2
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # torch and transformers take seconds to import: not before the flags are read and checked.
     with heavy_imports():
-        from prime_rl.trainer.fit.capacity import DoesNotFit, answer
-        from prime_rl.trainer.fit.predict import UnknownModel
+        from prime_rl.trainer.capacity import DoesNotFit, answer
+        from prime_rl.trainer.memory import UnknownModel
         from prime_rl.trainer.model import ModelError
 
     try:

@@ -46,8 +46,8 @@ from prime_rl.contract.served import (
     served_run,
 )
 from prime_rl.contract.status import RunStatus, TrainerStatus, read_status
-from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import (
+    ApiError,
     GenerateRequest,
     Guard,
     Room,
@@ -58,11 +58,10 @@ from prime_rl.inference.guard import (
     error_response,
     json_response,
     replay,
+    weights_label,
 )
 from prime_rl.inference.serve import ServerContext, Snapshot, serve
-from prime_rl.inference.sharing import AdapterUsers, Asked, Lanes, StillInUse, Turnstile
-from prime_rl.inference.turns import Outcome, Turns
-from prime_rl.inference.weight_files import weights_label
+from prime_rl.inference.sharing import AdapterUsers, Asked, Lanes, Outcome, ReadWriteLock, StillInUse, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,127}")
 
 
 class EngineControl(Protocol):
-    """The engine, as the front needs it. `request` is the one that is answered: it shows when the client goes away."""
+    """The engine, as the gateway needs it. `request` is what is answered: it shows when the client goes away."""
 
     @property
     def endpoints(self) -> Mapping[str, Callable[..., Any]]:
@@ -136,9 +135,9 @@ def build_app(
     drain_s: float = DRAIN_S,
 ) -> Starlette:
     """The application that a server serves; `api_key` None: no key is required; `room` None: texts of any length."""
-    front = Front(engine, config, drain_s)
-    endpoints = {**engine.endpoints, **front.endpoints}
-    generating = [Middleware(_in_turn, front=front, room=room)]
+    gateway = Gateway(engine, config, drain_s)
+    endpoints = {**engine.endpoints, **gateway.endpoints}
+    generating = [Middleware(_in_turn, gateway=gateway, room=room)]
     guard = Middleware(Guard, api_key=api_key, hosts=config.allowed_hosts)
     app = Starlette(
         routes=[
@@ -155,7 +154,7 @@ def build_app(
         lifespan=engine.lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.tick = front.turns.tick
+    app.state.tick = gateway.turns.tick
     return app
 
 
@@ -167,7 +166,7 @@ async def serve_engine(
     await serve(app, context, alive=engine.alive, stats=engine.stats, abort=abort, tick=app.state.tick)
 
 
-class Front:
+class Gateway:
     """See the module."""
 
     def __init__(self, engine: EngineControl, config: InferenceConfig, drain_s: float) -> None:
@@ -178,7 +177,7 @@ class Front:
         self._health = HealthProbe(engine)
         self._loads = Lanes()
         self._users = AdapterUsers(engine.adapters)
-        self.turnstile = Turnstile()
+        self.weights_lock = ReadWriteLock()
         note = WorkNote(OutputDir(config.output_dir).replica_work(config.replica))
         self.turns = Turns(note, engine.alive, self._health.check)
         self.weights = BASE_WEIGHTS
@@ -212,7 +211,7 @@ class Front:
         _check_owner(name, OutputDir(self._output_dir.resolve()), folder)
         # A large file takes long to read and to check: nothing else waits for that.
         async with self.turns.work(Item(served_run(name), f"loaded {name}")), self._loads.turn(served_run(name)):
-            with await self.turnstile.enter():
+            with await self.weights_lock.enter():
                 await self._make_room(name)
                 self._check_room(name)
                 await self._users.make_room(name, self._config.max_loras)
@@ -310,7 +309,7 @@ class Front:
         if label == self.weights == BASE_WEIGHTS:
             return json_response({"weights": label})
         try:
-            async with self.turnstile.alone(self._drain_s, label.partition("/")[0] if folder else ""):
+            async with self.weights_lock.alone(self._drain_s, label.partition("/")[0] if folder else ""):
                 self._check_no_adapters()
                 await self._engine.load_weights(folder)
                 self.weights = label
@@ -327,7 +326,7 @@ class Front:
     def item_of(self, headers: Headers, model: Any) -> Item | None:
         """The item of work of a request that generates; None for one that is refused, since no such model is served."""
         name = model if isinstance(model, str) else None
-        if name in (None, self._config.model.name):
+        if name in (None, "", self._config.model.name):
             run_id = self._known(headers.get(RUN_HEADER, ""))
             served = "the base model" if self.weights == BASE_WEIGHTS else self.weights
             return Item(run_id, f"served {served}{f' for {run_id}' if run_id else ''}")
@@ -386,7 +385,7 @@ def _not_served(run: RunDir, name: str, served: Sequence[str | None], trains: bo
     return f"{run.run_id} is {state}; {what}"
 
 
-def _in_turn(app: ASGIApp, front: Front, room: Room | None) -> ASGIApp:
+def _in_turn(app: ASGIApp, gateway: Gateway, room: Room | None) -> ASGIApp:
     """Middleware of what generates: it waits for its turn and while weights change; its answer names the weights.
 
     What cannot fit into `room` is refused at once.
@@ -397,12 +396,12 @@ def _in_turn(app: ASGIApp, front: Front, room: Room | None) -> ASGIApp:
         body, wanted = await request.body(), await decoded(request, Wanted)
         if room:
             room.check(wanted)
-        await front.find(request, wanted.model)
-        item = front.item_of(request.headers, wanted.model)
+        await gateway.find(request, wanted.model)
+        item = gateway.item_of(request.headers, wanted.model)
         asked = Asked(item.run_id if item else "")
         request.state.run_id = asked.run_id
-        async with front.turns.work(item) if item else contextlib.nullcontext(Outcome()) as outcome:
-            with await front.turnstile.enter(asked), front.using(wanted.model, asked):
+        async with gateway.turns.work(item) if item else contextlib.nullcontext(Outcome()) as outcome:
+            with await gateway.weights_lock.enter(asked), gateway.using(wanted.model, asked):
                 sent = streams = False
 
                 async def tell(message: Message) -> None:
@@ -419,7 +418,7 @@ def _in_turn(app: ASGIApp, front: Front, room: Room | None) -> ASGIApp:
                     sent = True
                     await send(message)
 
-                told = _with_header(tell, WEIGHTS_HEADER, front.weights)
+                told = _with_header(tell, WEIGHTS_HEADER, gateway.weights)
                 await app(scope, replay(body, lambda: asked.listen(receive)), told)
             if asked.refusal and not sent:
                 raise asked.refusal

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.trainer import MOST_SLOTS, TrainerConfig
 from prime_rl.contract.served import NUM_CHAT_ADAPTERS
-from prime_rl.trainer.fit.predict import PassMemory, Setting, UnknownModel, predict, setting_of
+from prime_rl.trainer.memory import PassMemory, Setting, UnknownModel, predict, setting_of
 from prime_rl.trainer.model import ModelError
 from prime_rl.trainer.world import World
 
@@ -224,7 +224,10 @@ def with_a_budget(config: TrainerConfig, world: World) -> TrainerConfig:
     """`config` with numbers in the place of "auto", before the model is loaded. A collective. Raises ModelError."""
     if "auto" not in (config.max_concurrent_runs, config.max_tokens_per_micro_batch):
         return config
-    usable = _free_on_each(world) * (1.0 - FRAGMENTS)
+    # On the rank that has the least: all ranks must come to the same numbers.
+    free = torch.tensor(_free_bytes(world.device), dtype=torch.float64, device=world.device)
+    dist.all_reduce(free, dist.ReduceOp.MIN)
+    usable = float(free) * (1.0 - FRAGMENTS)
     try:
         config = with_numbers(config, world.device.type, world.size, usable)
     except UnknownModel as error:
@@ -238,13 +241,6 @@ def with_a_budget(config: TrainerConfig, world: World) -> TrainerConfig:
         usable / GIB,
     )
     return config
-
-
-def _free_on_each(world: World) -> float:
-    """Bytes that are free on the rank that has the least: all ranks must come to the same numbers."""
-    free = torch.tensor(_free_bytes(world.device), dtype=torch.float64, device=world.device)
-    dist.all_reduce(free, dist.ReduceOp.MIN)
-    return float(free)
 
 
 def _free_bytes(device: torch.device) -> float:

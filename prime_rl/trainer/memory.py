@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from prime_rl.configs.fit_flags import SHAPES
+from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.losses import AipoLossConfig
-from prime_rl.configs.shared import LoRAConfig
+from prime_rl.configs.system import SHAPES
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.types import TOKEN_BYTES, MicroBatch
 from prime_rl.trainer import fused

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from daemons import actions, quiet, up_and_down
 from daemons.actions import PAUSE, ActionError, parse_changes, set_run_keys
@@ -30,7 +29,7 @@ from daemons.exports import export_run
 from daemons.sweeps import Sweep, parse_axis, sweep_runs
 from daemons.workspace import Workspace
 from prime_rl.configs import EXAMPLES
-from prime_rl.configs.base import ConfigError, ConfigProblem, build, parse_set
+from prime_rl.configs.base import ConfigError, ConfigProblem, build, parse_set, without_nulls
 from prime_rl.configs.explain import key_lines, line_of
 from prime_rl.configs.orchestrator import RunLifetime
 from prime_rl.contract.files import open_file, read_text
@@ -47,6 +46,8 @@ Work = Callable[[Progress], str]
 # Deletions wait for the trainer; done side by side they wait together.
 NUM_AT_ONCE = 8
 MAX_NAMED = 3
+# Of a sweep that is not added yet: more does not help to see whether the grid is the one that was meant.
+MAX_POINTS = 200
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Job:
 
 
 Perform = Callable[[Job], int]
+# One of several jobs, by its label.
+Choice = tuple[CleanText, Callable[[], Job]]
 
 
 def prl_command(output_dir: Path, *words: str) -> CleanText:
@@ -95,8 +98,6 @@ def each(run_ids: Sequence[str], done: str, act: Callable[[str, Progress], str],
             for number, _ in enumerate(pool.map(one, run_ids), start=1):
                 progress(f"{number} of {len(run_ids)}")
         if failed:
-            from daemons.actions import ActionError
-
             more = f"; and {len(failed) - MAX_NAMED} more" if len(failed) > MAX_NAMED else ""
             raise ActionError(f"{len(failed)} of {len(run_ids)} failed: {'; '.join(failed[:MAX_NAMED])}{more}")
         return f"{len(run_ids)} runs {done}"
@@ -115,30 +116,22 @@ def runs_job(
 MAX_DETAIL_CHARS = 8_000
 
 
-@dataclass
-class JobWorker:
-    """`run` is called in a thread; `post` takes messages from any thread."""
+def carry_out(serial: int, job: Job, post: Callable[[ActionChanged], object], clock: Callable[[], float]) -> None:
+    """Do the job, in a thread, and post its progress; an error that actions raise is posted as "failed"."""
 
-    serial: int
-    job: Job
-    post: Callable[[ActionChanged], object]
-    clock: Callable[[], float]
-
-    def run(self) -> None:
-        """Do the job and post its progress; an error that actions raise is posted as "failed"."""
-        self._say("running", "...")
-        try:
-            text = self.job.work(lambda progress: self._say("running", progress))
-        # What actions raise: ActionError, LaunchError, ConfigError, and OSError.
-        except (RuntimeError, OSError, ValueError) as error:
-            self._say("failed", str(error))
-        else:
-            self._say("done", text)
-
-    def _say(self, state: ActionState, text: str) -> None:
+    def say(state: ActionState, text: str) -> None:
         detail = clean_text(text.strip(), MAX_DETAIL_CHARS)
         first = one_line(detail.partition("\n")[0], 400)
-        self.post(ActionChanged(ActionEntry(self.serial, self.job.command, state, first, detail, self.clock())))
+        post(ActionChanged(ActionEntry(serial, job.command, state, first, detail, clock())))
+
+    say("running", "...")
+    try:
+        text = job.work(lambda progress: say("running", progress))
+    # What actions raise: ActionError, LaunchError, ConfigError, and OSError.
+    except (RuntimeError, OSError, ValueError) as error:
+        say("failed", str(error))
+    else:
+        say("done", text)
 
 
 class FieldError(ActionError):
@@ -183,7 +176,7 @@ def check_live(items: Sequence[str], field: str) -> None:
     """Check values of keys that are read while a run trains. Raises FieldError."""
     with at_field(field):
         try:
-            build(RunLifetime, _without_nulls(parse_changes(items)), "")
+            build(RunLifetime, without_nulls(parse_changes(items)), "")
         except ConfigError as error:
             raise FieldError(field, error.problems[0].message) from error
 
@@ -204,14 +197,6 @@ def check_budget(output_dir: Path, run_ids: Sequence[str], tokens: str, hours: s
     return f"{words}\n▲ used up already, so it would end at once: {', '.join(ended)}" if ended else words
 
 
-def _without_nulls(changes: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_nulls(value) if isinstance(value, Mapping) else value
-        for key, value in changes.items()
-        if value is not None
-    }
-
-
 @dataclass(frozen=True)
 class ForkForm:
     """The form to fork each of `run_ids`; "" is the default of each. A `new_id` is for one run alone."""
@@ -229,20 +214,18 @@ class ForkForm:
             found += ["--set", item]
         return [*found, "--with-optimizer"] if self.with_optimizer else found
 
+    def check(self, output_dir: Path) -> str:
+        """The forks that would be made, one a line. Raises FieldError."""
+        return "\n".join(_fork(output_dir, self, run_id, dry_run=True) for run_id in self.run_ids)
+
+    def job(self, output_dir: Path) -> Job:
+        """Fork each run."""
+        work = each(self.run_ids, "forked", lambda run_id, progress: _fork(output_dir, self, run_id))
+        return _job(output_dir, "fork", self, work)
+
 
 # A word of a refusal -> the field that it is about.
 _FORK_FIELDS = {"with-optimizer": "optimizer", "run id": "new-id", "already exists": "new-id", "of step": "version"}
-
-
-def check_fork(output_dir: Path, form: ForkForm) -> str:
-    """The forks that would be made, one a line. Raises FieldError."""
-    return "\n".join(_fork(output_dir, form, run_id, dry_run=True) for run_id in form.run_ids)
-
-
-def fork_job(output_dir: Path, form: ForkForm) -> Job:
-    """Fork each run of `form`."""
-    work = each(form.run_ids, "forked", lambda run_id, progress: _fork(output_dir, form, run_id))
-    return _job(output_dir, "fork", form, work)
 
 
 def _fork(output_dir: Path, form: ForkForm, run_id: str, *, dry_run: bool = False) -> str:
@@ -287,6 +270,16 @@ class ExportForm:
         found = [run_id, *_option("--step", self.version), *(["--merge"] if self.merge else [])]
         return [*found, "--out", self.folder(run_id)]
 
+    def check(self, output_dir: Path) -> str:
+        """The folders that would be written, one a line. Raises FieldError."""
+        return "\n".join(_export(output_dir, self, run_id, dry_run=True) for run_id in self.run_ids)
+
+    def job(self, output_dir: Path) -> Job:
+        """Export each run."""
+        act = functools.partial(_export, output_dir, self)
+        at_once = 1 if self.merge else NUM_AT_ONCE  # a merge holds the whole base model
+        return _job(output_dir, "export", self, each(self.run_ids, "exported", act, at_once=at_once))
+
 
 _EXPORT_FIELDS = {"of step": "version", "does not have": "version", "not on disk": "version"}
 
@@ -294,18 +287,6 @@ _EXPORT_FIELDS = {"of step": "version", "does not have": "version", "not on disk
 def export_name(run_id: str) -> str:
     """The usual name of the folder."""
     return run_id.removeprefix("run_")
-
-
-def check_export(output_dir: Path, form: ExportForm) -> str:
-    """The folders that would be written, one a line. Raises FieldError."""
-    return "\n".join(_export(output_dir, form, run_id, dry_run=True) for run_id in form.run_ids)
-
-
-def export_job(output_dir: Path, form: ExportForm) -> Job:
-    """Export each run of `form`."""
-    act = functools.partial(_export, output_dir, form)
-    at_once = 1 if form.merge else NUM_AT_ONCE  # a merge holds the whole base model
-    return _job(output_dir, "export", form, each(form.run_ids, "exported", act, at_once=at_once))
 
 
 def _export(
@@ -355,23 +336,32 @@ class SweepForm:
             found += ["--set", item]
         return [*found, *_option("--name", self.name), *_option("--halving", self.halving)]
 
+    def check(self, output_dir: Path) -> str:
+        """The grid as it would be added, of which at most MAX_POINTS runs are listed. Raises FieldError."""
+        made = _sweep(output_dir, self, dry_run=True)
+        plan = made.plan
+        head = fmt.counted(len(plan.runs), "run")
+        if plan.halving:
+            head += f", of {plan.halving} one goes on at each rung, by {plan.metric} ({plan.mode})"
+        if len(made.added) < len(plan.runs):
+            head += f"; {len(plan.runs) - len(made.added)} there already"
+        lines = [
+            f"· {run.run_id}  {'  '.join(f'{key}={value}' for key, value in run.set.items())}"
+            for run in plan.runs[:MAX_POINTS]
+        ]
+        return "\n".join([head, *lines])
+
+    def job(self, output_dir: Path) -> Job:
+        """Add the runs of the sweep."""
+
+        def work(progress: Progress) -> str:
+            made = _sweep(output_dir, self)
+            return f"sweep {made.plan.name}: {fmt.counted(len(made.added), 'run')} added"
+
+        return Job(prl_command(output_dir, "runs", "sweep", *self.words()), work)
+
 
 _SWEEP_FIELDS = {"--name": "name", "sweep name": "name"}
-
-
-def check_sweep(output_dir: Path, form: SweepForm) -> Sweep:
-    """The grid. Raises FieldError."""
-    return _sweep(output_dir, form, dry_run=True)
-
-
-def sweep_job(output_dir: Path, form: SweepForm) -> Job:
-    """Add the runs of the sweep in `form`."""
-
-    def work(progress: Progress) -> str:
-        made = _sweep(output_dir, form)
-        return f"sweep {made.plan.name}: {fmt.counted(len(made.added), 'run')} added"
-
-    return Job(prl_command(output_dir, "runs", "sweep", *form.words()), work)
 
 
 def _sweep(output_dir: Path, form: SweepForm, *, dry_run: bool = False) -> Sweep:
@@ -452,8 +442,9 @@ def configs_folder() -> Path:
     return here if here.is_dir() else EXAMPLES
 
 
-def find_templates(output_dir: Path, run_ids: Sequence[str], configs: Path = Path("configs")) -> list[Template]:
-    """Run configs below `configs`, then the configs of existing runs."""
+def find_templates(output_dir: Path, run_ids: Sequence[str]) -> list[Template]:
+    """Run configs below `configs_folder()`, then the configs of existing runs."""
+    configs = configs_folder()
     # A name with an escape in it would be shown where it can be edited, so it is not offered.
     found = [
         Template(one_line(str(path.relative_to(configs)), 80), path)
@@ -600,8 +591,8 @@ def up_job(output_dir: Path, system: Path | None) -> Job:
     return Job(prl_command(output_dir, "up", *words), work)
 
 
-def up_choices(output_dir: Path) -> list[tuple[CleanText, Callable[[], Job]]]:
-    """(label, job) of each way to start the workspace, the most likely first."""
+def up_choices(output_dir: Path) -> list[Choice]:
+    """Each way to start the workspace, the most likely first."""
     last = up_and_down.last_start(output_dir)
     first = "with its last settings" if last else "a small workspace for this machine's CPU"
     configs = configs_folder()
@@ -645,12 +636,12 @@ def unmute_job(output_dir: Path, what: str) -> Job:
     return Job(prl_command(output_dir, "alerts", "unmute", what), work)
 
 
-def mute_choices(output_dir: Path, subject: str, names: Sequence[str]) -> list[tuple[CleanText, Callable[[], Job]]]:
-    """(label, job) of each way to mute a subject and the kinds of its incidents `names`; first, to end such mutes."""
+def mute_choices(output_dir: Path, subject: str, names: Sequence[str]) -> list[Choice]:
+    """Each way to mute a subject and the kinds of its incidents `names`; first, to end such mutes."""
     kinds = dict.fromkeys(name.partition(":")[0] for name in names)
     silences = quiet.read_silences(OutputDir(output_dir), time.time())
     muted = [each.name for each in silences if each.action == "muted" and each.name in (subject, *kinds, *names)]
-    found: list[tuple[CleanText, Callable[[], Job]]] = [
+    found: list[Choice] = [
         (one_line(f"end the mute of {what}"), functools.partial(unmute_job, output_dir, what)) for what in muted
     ]
     for what in (subject, *kinds):
