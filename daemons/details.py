@@ -31,7 +31,7 @@ from prime_rl.configs.base import ConfigError
 from prime_rl.configs.jsonl import MAX_CODE_BYTES
 from prime_rl.contract.files import read_file
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker
-from prime_rl.contract.metrics import REWARD, parse_metrics, series
+from prime_rl.contract.metrics import REWARD, bounded_mean, parse_metrics, series
 from prime_rl.contract.notes import digest_of
 from prime_rl.contract.peft import CONFIG_FILE
 from prime_rl.contract.served import adapter_name
@@ -190,7 +190,7 @@ class RunResult:
     def reward(self) -> float | None:
         """Mean over the last steps: one batch alone is noise."""
         recent = [self.rewards[step] for step in sorted(self.rewards)[-NUM_RECENT:]]
-        return sum(recent) / len(recent) if recent else None
+        return bounded_mean(recent) if recent else None
 
     @property
     def last_evaluation(self) -> Mapping[CleanText, float]:
@@ -220,7 +220,7 @@ def read_result(run: RunDir, *, until: int | None = None) -> RunResult:
         rewards=rewards,
         evaluations={step: evaluations[step] for step in sorted(evaluations) if step <= last},
         updates=max(tokens, default=0),
-        tokens=int(sum(tokens.values())),
+        tokens=sum(map(int, tokens.values())),  # as whole numbers: they have no end
         hours=(max(spent) - min(spent)) / 3600 if spent else 0.0,
     )
 

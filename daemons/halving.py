@@ -173,10 +173,13 @@ class Halving:
                     self._done[name] = plan_stamp
                 self._complained.pop(name, None)
             except Exception as error:  # the boundary of a sweep
-                why = f"{type(error).__name__}: {error}"
-                if self._complained.get(name) != why:
-                    self._complained[name] = why
-                    logger.error("sweep %s: %s", name, why)
+                self._complain(name, error)
+
+    def _complain(self, who: str, error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}"
+        if self._complained.get(who) != why:
+            self._complained[who] = why
+            logger.error("sweep %s: %s", who, why)
 
     def _look_after(self, name: str) -> bool:
         """True when nothing is left to decide about it."""
@@ -194,7 +197,7 @@ class Halving:
                 self._carry_out(plan, decisions, decision)
         rung = next_rung(rungs, decisions.rungs)
         if rung is None:
-            return True
+            return all(each.carried_out for each in decisions.rungs)
         runs = contenders(plan, decisions.rungs, {run_id: fact for run_id, (fact, _) in facts.items()})
         if not is_due(rung, runs):
             for run in to_pause(rung, runs):
@@ -204,23 +207,30 @@ class Halving:
         decisions.rungs.append(decision)
         write_decisions(self._output, name, decisions)
         self._carry_out(plan, decisions, decision)
-        return next_rung(rungs, decisions.rungs) is None
+        return next_rung(rungs, decisions.rungs) is None and all(each.carried_out for each in decisions.rungs)
 
     def _carry_out(self, plan: SweepPlan, decisions: Decisions, decision: Decision) -> None:
-        """End who lost, let the others go on; then note that it is done."""
-        for run_id in decision.lost:
-            run = self._output.run(run_id)
+        """End who lost, let the others go on; then note that it is done. A run that cannot be told is tried again."""
+        are_told = True
+        for run_id in [*decision.lost, *decision.kept]:
+            try:
+                self._tell(plan, decision, run_id)
+            except (OSError, LayoutError) as error:  # its own doing, and no reason to keep the others waiting
+                self._complain(f"{plan.name}, {run_id}", error)
+                are_told = False
+        if are_told:
+            at = decisions.rungs.index(decision)
+            decisions.rungs[at] = msgspec.structs.replace(decision, carried_out=True)
+            write_decisions(self._output, plan.name, decisions)
+
+    def _tell(self, plan: SweepPlan, decision: Decision, run_id: str) -> None:
+        run, why = self._output.run(run_id), numbers(plan, decision, run_id)
+        if run_id in decision.lost:
             if run.control.is_dir():
-                why = f"ended by halving at {numbers(plan, decision, run_id)}"
-                end_run(self._output, run, AUDIT, why, detail=_detail(decision))
+                end_run(self._output, run, AUDIT, f"ended by halving at {why}", detail=_detail(decision))
                 _unpause(run)
-        for run_id in decision.kept:
-            if _unpause(self._output.run(run_id)):
-                why = numbers(plan, decision, run_id)
-                record_act(self._output, AUDIT, run_id, reason=f"goes on: {MARK}{why}", detail=_detail(decision))
-        at = decisions.rungs.index(decision)
-        decisions.rungs[at] = msgspec.structs.replace(decision, carried_out=True)
-        write_decisions(self._output, plan.name, decisions)
+        elif _unpause(run):
+            record_act(self._output, AUDIT, run_id, reason=f"goes on: {MARK}{why}", detail=_detail(decision))
 
     def _pause(self, plan: SweepPlan, rung: Rung, run: RunFact) -> None:
         reason = f"{MARK}waits for rung {rung.number} of sweep {plan.name} (step {rung.step})"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from daemons.workspace import RunView
 from prime_rl.configs.admitted import flatten, read_effect, resolved, told_with_changes
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.metrics import series
+from prime_rl.contract.metrics import bounded_mean, series
 from prime_rl.contract.status import RunState
 from prime_rl.utils.tail import whole_lines
 from prime_rl.utils.text import CleanText, one_line
@@ -216,7 +215,7 @@ def _standing(
     results = {run.run_id: _result(run, at, last) for run in runs}
     ordered = tuple(sorted(runs, key=lambda run: (_order(results[run.run_id], metric), run.run_id)))
     known = [result for result in results.values() if result is not None]
-    mean = _mean(known) if known else None
+    mean = bounded_mean(known) if known else None
     return Standing(
         environment, name, None, at, ordered, tuple(results[run.run_id] for run in ordered), mean, standard_error(known)
     )
@@ -232,22 +231,16 @@ def _result(run: Contestant, at: int, last: int) -> float | None:
         return None
     end = bisect_right(run.steps, at)
     newest = run.values[max(end - last, 0) : end]
-    return _mean(newest) if newest else None
+    return bounded_mean(newest) if newest else None
 
 
 def standard_error(values: Sequence[float]) -> float | None:
     """Of their mean, from the deviation of the sample; None for less than two."""
     if len(values) < 2:
         return None
-    mean = _mean(values)
+    mean = bounded_mean(values)
     found = math.sqrt(sum((value - mean) * (value - mean) for value in values) / (len(values) - 1) / len(values))
     return found if math.isfinite(found) else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Not fmean, which raises for sums without end: these are numbers of a tenant."""
-    mean = sum(value / len(values) for value in values)
-    return max(-sys.float_info.max, min(mean, sys.float_info.max))
 
 
 def _order(result: float | None, metric: str) -> float:

@@ -40,8 +40,9 @@ from textual.theme import Theme
 from textual.timer import Timer
 
 from prime_rl.utils.process import EXIT_INTERRUPTED, EXIT_TERMINATED
+from prime_rl.utils.text import one_line
 from tui.memory import Memory
-from tui.messages import ActionChanged, ActionEntry, WorkspaceChanged
+from tui.messages import ActionChanged, ActionEntry, ReadFailed, WorkspaceChanged
 from tui.screens.base import (
     HOME,
     PLACES,
@@ -358,6 +359,10 @@ class PrlApp(KeysInOrder):
     def entries(self) -> Sequence[ActionEntry]:
         """The newest MAX_ENTRIES actions of this session, oldest first."""
         return list(self._entries.values())
+
+    def on_read_failed(self, message: ReadFailed) -> None:
+        """Say why the open tab stays as it is."""
+        self.notify(f"This view cannot be read: {one_line(message.why)}", severity="error", markup=False)
 
     def on_action_changed(self, message: ActionChanged) -> None:
         """Keep the action and hand it to the screens; a failure is notified, and at its end the watcher looks again."""

@@ -41,6 +41,14 @@ class RunChanged(Message):
         return message.data.run_id == self.data.run_id
 
 
+class ReadFailed(Message):
+    """What is in the files of a run could not be shown, and why."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__()
+        self.why = why
+
+
 class TabAsked(Message):
     """The tab of that name of the open run is to show what `request` says: `ChartView`, `LogRequest` and the like."""
 

@@ -28,7 +28,7 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.nodes import NodeReader
 from prime_rl.contract.status import LOST_AFTER_S, RunState
 from prime_rl.utils.watch import Watcher
-from tui.messages import RunChanged, SystemChanged, WorkspaceChanged
+from tui.messages import ReadFailed, RunChanged, SystemChanged, WorkspaceChanged
 from tui.model.nodes import make_group, node_problems
 from tui.model.snapshot import Disk, Snapshot, make_snapshot
 from tui.readers.machine import INTERVAL_S, Probe, read_alerts
@@ -313,6 +313,7 @@ class RunWatcher(Generic[RequestT]):
         self._reader = reader
         self._request = request
         self._answered: RequestT | None = None
+        self._complained = ""
         self._post = post
         self._interval_s = interval_s
         self._stopped = threading.Event()
@@ -327,13 +328,22 @@ class RunWatcher(Generic[RequestT]):
         """Read and post until `stop`. For a thread; without `interval_s` it reads again only after `ask`."""
         while not self._stopped.is_set():
             request = self._request
-            data, more = self._reader.read(request, functools.partial(self._is_wanted, request))
+            try:
+                data, more = self._reader.read(request, functools.partial(self._is_wanted, request))
+            except Exception as error:  # the boundary of what is in the files of one run
+                data, more = None, False
+                self._complain(f"{type(error).__name__}: {error}")
             if data is not None:
                 self._post(RunChanged(data))
             if not more:
                 self._answered = request
                 self._woken.wait(self._interval_s)
                 self._woken.clear()
+
+    def _complain(self, why: str) -> None:
+        if why != self._complained:
+            self._complained = why
+            self._post(ReadFailed(why))
 
     def _is_wanted(self, request: RequestT) -> bool:
         return self._request == request and not self._stopped.is_set()

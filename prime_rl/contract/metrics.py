@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -96,6 +97,12 @@ class EarlyStop:
         return (
             f"stopped early: {self.metric} did not improve in {self.num_without} values ({best}, now step {self.step})"
         )
+
+
+def bounded_mean(values: Sequence[float]) -> float:
+    """The mean of a tenant's numbers. Not fmean, which raises where their sum is no float."""
+    mean = sum(value / len(values) for value in values)
+    return max(-sys.float_info.max, min(mean, sys.float_info.max))
 
 
 def metric_value(values: Mapping[str, float], metric: str) -> float | None:

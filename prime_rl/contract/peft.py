@@ -95,7 +95,7 @@ def check_weights(path: Path) -> None:
                     begin += len(data)
                     if width and data[width - 1 :: width].translate(None, _SOUND):
                         raise ValueError(f"the weights are not finite, or far too large ({str(name)[:200]})")
-        except (AttributeError, KeyError, TypeError, RecursionError) as error:
+        except (AttributeError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise ValueError(f"{path}: not a safetensors file: {error}") from error
 
 
@@ -118,7 +118,7 @@ def _parsed(path: Path, data: Any) -> AdapterConfig:
             target_modules=tuple(str(name) for name in data["target_modules"]),
             base_model=str(data["base_model_name_or_path"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     if data.get("peft_type") != "LORA" or any(data.get(name) for name in NOT_PLAIN):
         raise ValueError(f"{path}: only plain LoRA adapters can be loaded")

@@ -296,7 +296,9 @@ def _by_id(choice: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-MAX_MESSAGES = 1024
+MAX_MESSAGES = MAX_PROMPTS = 1024
+# Of the values in messages, tools and what else a template takes.
+MAX_PARTS = 65_536
 # Parts of a message that are not text.
 _MEDIA = frozenset({"image_url", "input_audio", "audio_url", "video_url", "file"})
 
@@ -325,7 +327,10 @@ class Room(NamedTuple):
 
     def check(self, asked: Wanted) -> None:
         """Raise ApiError (400) when a text of the request cannot fit."""
-        for prompt in asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]:
+        prompts = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]
+        if len(prompts) > (most := max(self.max_model_len, MAX_PROMPTS)):  # ids or whole prompts
+            raise ApiError(400, f"prompt: found {len(prompts)} items: must be at most {most}", param="prompt")
+        for prompt in prompts:
             self._check("prompt", len(prompt) if isinstance(prompt, str) else 0)
         if isinstance(asked.messages, list) and len(asked.messages) > MAX_MESSAGES:
             message = f"messages: found {len(asked.messages)}: must be at most {MAX_MESSAGES}"
@@ -343,8 +348,11 @@ class Room(NamedTuple):
 
 
 def num_chars(value: Any, without: Collection[str] = ()) -> int:
-    """Return the characters of all texts in decoded JSON, those of the fields `without` apart."""
-    total, rest = 0, [value]
+    """Return the characters of all texts in decoded JSON, those of the fields `without` apart.
+
+    Raises ApiError (400) for more than MAX_PARTS values: to look at the millions that a body may hold takes too long.
+    """
+    total, num_parts, rest = 0, 0, [value]
     while rest:
         each = rest.pop()
         if isinstance(each, str):
@@ -353,6 +361,9 @@ def num_chars(value: Any, without: Collection[str] = ()) -> int:
             rest += each
         elif isinstance(each, dict):
             rest += [inner for name, inner in each.items() if name not in without]
+        num_parts += 1
+        if num_parts + len(rest) > MAX_PARTS:
+            raise ApiError(400, f"messages: found more than {MAX_PARTS} values in one another", param="messages")
     return total
 
 

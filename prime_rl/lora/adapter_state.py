@@ -144,7 +144,8 @@ DIVERGED = "the training of this version has diverged"
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raises ValueError for a tensor with a value that is not a finite number."""
     for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
+        # Types of 8 bits have no `isfinite`.
+        if not (tensor.float() if tensor.element_size() == 1 else tensor).isfinite().all():
             raise ValueError(f"{name} is not finite: {DIVERGED}")
 
 

@@ -11,9 +11,10 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from prime_rl.contract.files import append_line, read_end
+from prime_rl.contract.metrics import parse_metrics
 from prime_rl.orchestrator.envs.base import MAX_REWARDS
 from prime_rl.orchestrator.envs.checked import RolloutMeter
 from prime_rl.orchestrator.rollout import Group, Rollout
@@ -193,9 +194,9 @@ def last_eval_step(path: Path, *, at_most: int) -> int | None:
     A run that was rolled back to an earlier step has evaluations of later ones; those are void.
     """
     for line in reversed(read_end(path, TAIL_BYTES).splitlines()):
-        record = _record(line)
-        if any(name.startswith("eval/") for name in record) and record["step"] <= at_most:
-            return int(record["step"])
+        step, values = parse_metrics(line) or (0, {})
+        if step <= at_most and any(name.startswith("eval/") for name in values):
+            return step
     return None
 
 
@@ -220,11 +221,3 @@ def _by_env(groups: Sequence[Group]) -> dict[str, float]:
         figures[f"reward_std/{env_name}"] = std(rewards)
         figures |= outcome_metrics(f"env/{env_name}", rollouts)
     return figures
-
-
-def _record(line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:  # the first line of the tail may be cut
-        return {}
-    return record if isinstance(record, dict) else {}

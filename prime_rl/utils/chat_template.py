@@ -84,10 +84,13 @@ class ChatTemplate:
         if continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1].get('content')}{self._mark}"}]
         try:
-            text = self._template.render(
-                **{**self._arguments, **(arguments or {})},
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
+            text = self._template.render(  # one mapping: an argument may have any name
+                {
+                    **self._arguments,
+                    **(arguments or {}),
+                    "messages": list(messages),
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except TEMPLATE_ERRORS as error:
             raise TokenizerError(f"the chat template refuses the conversation: {error}") from error

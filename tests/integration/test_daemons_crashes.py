@@ -44,7 +44,8 @@ class Fault:
         work = read_work(self._path)
         if work is None or work.writer.pid in self._pids or not work.writer.is_running():
             return 0, set()
-        return work.writer.pid, {item.run_id for item in work.items}
+        # Beside a suspect the note has what ended a moment ago of those that were cleared.
+        return work.writer.pid, {item.run_id for item in work.suspected or work.items}
 
     def _work(self) -> None:
         while len(self.ended) < 2 and not self._stop.wait(0.005):

@@ -21,6 +21,7 @@ from tests.tui_support import (
     until,
 )
 from tui.memory import Memory
+from tui.messages import ReadFailed
 from tui.readers.charts import MAX_COMPARED
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
@@ -177,6 +178,9 @@ async def test_the_command_line(workspace: OutputDir) -> None:
             await pilot.press("escape")
         await command(pilot, "sort colour")
         await until(pilot, lambda: any("columns:" in note.message for note in app._notifications), "what is wrong")
+        app.screen.post_message(ReadFailed("KeyError: [b]\nx"))
+        said = "This view cannot be read: KeyError: [b] x"
+        await until(pilot, lambda: any(note.message == said for note in app._notifications), "what is not read")
         await pilot.press("colon", *"so")
         line = app.screen.query_one(Input)
         await until(pilot, lambda: line._suggestion == "sort", "a suggestion")

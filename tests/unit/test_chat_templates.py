@@ -192,6 +192,14 @@ def test_what_a_template_refuses_is_told_in_its_own_words(model: Path, template:
         Text(str(model)).render_chat(MESSAGES, {})
 
 
+def test_an_argument_of_any_name_is_one_for_the_template(model: Path) -> None:
+    write_config(model, "{{ name }} {{ messages[0].content }}")
+    names = ("self", "loop", "args", "template", "cls", "environment", "0", "a b", "é", "__class__")
+    text = Text(str(model))
+    expected = text.render_chat(MESSAGES, {"name": "x"})
+    assert text.render_chat(MESSAGES, {**{key: {} for key in names}, "name": "x"}) == expected
+
+
 def test_a_run_is_checked_against_the_template_of_its_model(model: Path, tmp_path: Path) -> None:
     def problems(**over: Any) -> list[str]:
         import tomli_w

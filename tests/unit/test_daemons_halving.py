@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,19 @@ import msgspec
 import pytest
 
 from daemons import halving
-from daemons.halving import Halving, RunFact, Rung, decide_rung, is_due, read_decisions, rungs_of, to_pause
+from daemons.halving import (
+    MARK,
+    Decisions,
+    Halving,
+    RunFact,
+    Rung,
+    decide_rung,
+    is_due,
+    read_decisions,
+    rungs_of,
+    to_pause,
+    write_decisions,
+)
 from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.notes import SweepPlan, SweepRun
@@ -247,6 +260,29 @@ def test_a_run_whose_metrics_are_no_file_of_its_own_keeps_no_other_waiting(tmp_p
     sweep.run("run_0").orchestrator_metrics.symlink_to(tmp_path / "elsewhere")
     sweep.go()
     assert sweep.ends["run_2"] == MAX_STEPS and sweep.run("run_0").finished.exists()
+
+
+def test_a_run_that_cannot_be_told_keeps_no_other_paused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The folder of one that lost takes no file any more, between the decision and the deed."""
+    sweep = Sweep(tmp_path, [0.9, 0.1, 0.2], slots=3)
+    while not (decisions := read_decisions(sweep.output, "s")).rungs:
+        sweep.turn()
+        sweep.halving.look()
+    (decision,) = decisions.rungs
+    (lost, *_), (kept, *_) = decision.lost, decision.kept
+    write_decisions(sweep.output, "s", Decisions(rungs=[msgspec.structs.replace(decision, carried_out=False)]))
+    sweep.run(kept).paused.write_text(f"{MARK}waits")
+    shutil.rmtree(sweep.run(lost).control)
+    sweep.run(lost).control.symlink_to("/proc/self")
+
+    sweep.halving = Halving(sweep.output)  # the supervisor has started again
+    for _ in range(2):
+        sweep.halving.look()
+    assert not sweep.run(kept).paused.exists()
+    assert [r.getMessage().split(": ")[0] for r in caplog.records] == [f"sweep s, {lost}"], "said once"
+    sweep.run(lost).control.unlink()
+    sweep.go()
+    assert sweep.ends[kept] == MAX_STEPS
 
 
 def test_a_bad_sweep_costs_the_others_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

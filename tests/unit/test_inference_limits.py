@@ -18,7 +18,7 @@ from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.inference import guard
 from prime_rl.inference import serve as serving_module
 from prime_rl.inference.gateway import build_app
-from prime_rl.inference.guard import MAX_MESSAGES, Room
+from prime_rl.inference.guard import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS, Room
 from prime_rl.inference.serve import MAX_HEAD_BYTES, Connection, ServerContext, Snapshot, serve
 from prime_rl.inference.server import bind
 from tests.patience import PATIENCE_S
@@ -216,6 +216,11 @@ async def test_a_head_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"messages": [], "chat_template_kwargs": {"a": {"b": ["x" * 13]}}}, "messages: found 13 characters"),
         ({"messages": [{}] * MAX_MESSAGES}, None),
         ({"messages": [{}] * (MAX_MESSAGES + 1)}, f"messages: found {MAX_MESSAGES + 1}: must be at most"),
+        ({"prompt": [1] * (MAX_PROMPTS + 1)}, f"prompt: found {MAX_PROMPTS + 1} items: must be at most"),
+        ({"prompt": [[]] * (MAX_PROMPTS + 1)}, f"prompt: found {MAX_PROMPTS + 1} items: must be at most"),
+        ({"messages": [{"a": [1] * (MAX_PARTS - 3)}]}, None),
+        ({"messages": [{"a": [1] * MAX_PARTS}]}, f"messages: found more than {MAX_PARTS} values"),
+        ({"messages": [], "tools": [{"a": [{}, []] * MAX_PARTS}]}, f"messages: found more than {MAX_PARTS} values"),
         ([], "The body is refused: Expected `object`"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from itertools import accumulate
 from pathlib import Path
@@ -13,8 +15,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prime_rl.contract.peft import check_weights
 from prime_rl.lora.adapter_state import (
     ADAPTER_FILE,
+    check_finite,
     export_adapter,
     load_adapter,
     load_peft,
@@ -219,6 +223,26 @@ def test_a_damaged_adapter_is_a_value_error(tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text('{"r": 4}')
     with pytest.raises(ValueError, match=r"target_modules must be a list"):
         load_peft(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bool])
+def test_numbers_of_eight_bits_are_looked_at_too(dtype: torch.dtype) -> None:
+    check_finite({"a": torch.ones(3).to(dtype)})
+    if dtype.is_floating_point:
+        with pytest.raises(ValueError, match="a is not finite"):
+            check_finite({"a": torch.tensor([1.0, math.nan]).to(dtype)})
+
+
+@pytest.mark.parametrize("offsets", [[0, 10**30], [10**30, 10**31], [-(10**30), 4], [0.5, 4], [0], {}, None])
+def test_places_that_no_file_has_are_refused(tmp_path: Path, offsets: object) -> None:
+    head = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
+    path = tmp_path / ADAPTER_FILE
+    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes([0, 0, 128, 63]))
+    if offsets == [0, 10**30]:
+        check_weights(path)  # what is there is sound; that it ends too early is for who reads it
+    else:
+        with pytest.raises((ValueError, OSError)):
+            check_weights(path)
 
 
 def test_a_file_that_is_cut_between_two_parts_is_a_value_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

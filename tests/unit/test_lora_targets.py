@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,8 @@ def change(folder: Path, **fields: Any) -> Path:
         ({"use_rslora": True}, "only plain LoRA"),
         ({"peft_type": "LOHA"}, "only plain LoRA"),
         ({"r": 0}, "must be at least 1"),
+        ({"r": math.inf}, "OverflowError"),
+        ({"lora_alpha": 10**400}, "OverflowError"),
     ],
     ids=str,
 )

@@ -383,9 +383,11 @@ def test_metrics_lines_are_json_and_the_newest_evaluation_is_found(tmp_path: Pat
     assert last_eval_step(path, at_most=9) is None
     write_metrics(path, 5, {"eval/talk/reward": 0.5}, now=1.0)
     write_metrics(path, 6, {"reward/mean": float("nan")}, now=2.0)
+    assert json.loads(path.read_text().splitlines()[1]) == {"step": 6, "time": 2.0, "reward/mean": None}
+    with path.open("ab") as file:  # no line of ours
+        file.write(b'{"eval/talk/reward": 1}\n' + b"[" * 100_000 + b'\n{"step": "\xff", "eval/talk/reward": 1}\n7\n')
     assert last_eval_step(path, at_most=9) == 5
     assert last_eval_step(path, at_most=4) is None
-    assert json.loads(path.read_text().splitlines()[1]) == {"step": 6, "time": 2.0, "reward/mean": None}
 
 
 def test_evaluations_are_due_at_zero_at_the_interval_and_at_the_end() -> None:

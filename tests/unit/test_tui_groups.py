@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 
@@ -53,6 +54,14 @@ def test_groups_of_several_environments_are_apart_and_named_with_theirs() -> Non
         ("1  add", ["run_add2", "run_add1"]),
         ("1  sort", ["run_sort2", "run_sort1"]),
     ]
+
+
+def test_figures_of_a_tenant_beyond_all_bounds_end_no_view() -> None:
+    runs = [contender(f"run_{number}", [1.7e308, -1.7e308, 1.7e308], tags=("a",)) for number in range(3)]
+    (group,) = groups_of(runs, TAG)
+    assert group.spread is not None and math.isfinite(group.spread)
+    data = compare_chart((group,), ChartView())
+    assert all(math.isfinite(value) for curve in data.curves for value in (*curve.lows, *curve.highs))
 
 
 def test_only_keys_that_differ_are_named_and_a_missing_key_differs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from prime_rl.contract.files import append_line, wait_for
 from prime_rl.contract.status import RunStatus, read_status
 from tests.patience import PATIENCE_S
 from tests.tui_support import NOW, build_workspace, frozen_clock, roomy_disk, write_status
-from tui.messages import WorkspaceChanged
+from tui.messages import ReadFailed, RunChanged, WorkspaceChanged
 from tui.model.snapshot import RunRow, Snapshot
-from tui.watcher import Rest, WorkspaceReader, WorkspaceWatcher
+from tui.readers.workspace_metrics import CurvesData, CurvesRequest
+from tui.watcher import Rest, RunWatcher, WorkspaceReader, WorkspaceWatcher
 from tui.widgets.header import workspace_lines
 
 
@@ -137,3 +139,25 @@ def test_a_hint_of_one_run_is_a_look_at_that_run_and_another_is_seen_without_a_h
     finally:
         watcher.stop()
         thread.join(PATIENCE_S)
+
+
+def test_what_the_files_of_a_run_raise_is_told_once_and_the_view_lives_on(tmp_path: Path) -> None:
+    """The reader of a tab raises twice, then reads again."""
+    looks, posted = itertools.count(), list[Message]()
+
+    class Reader:
+        def read(self, request: CurvesRequest, is_wanted: Callable[[], bool]) -> tuple[CurvesData | None, bool]:
+            if next(looks) < 2:
+                raise OverflowError("integer division result too large for a float")
+            return CurvesData(request.run_id), False
+
+    watcher = RunWatcher[CurvesRequest](Reader(), CurvesRequest("run_a"), posted.append, interval_s=0.01)
+    thread = threading.Thread(target=watcher.run)
+    thread.start()
+    try:
+        wait_for(lambda: any(isinstance(each, RunChanged) for each in posted), "a look", timeout_s=PATIENCE_S)
+    finally:
+        watcher.stop()
+        thread.join()
+    told = [each.why for each in posted if isinstance(each, ReadFailed)]
+    assert told == ["OverflowError: integer division result too large for a float"]

@@ -13,7 +13,6 @@ off the thread that draws.
 from __future__ import annotations
 
 import functools
-import math
 import operator
 import time
 from array import array
@@ -38,6 +37,8 @@ CAPACITY = 1 << 17
 # Of a curve in a small picture: more than it has dots beside each other.
 SMALL_POINTS = 240
 MAX_STEP = 2.0**53
+# No larger value is shown: a float32 does not hold it.
+MAX_FIGURE = 3.4e38
 # So many of the newest values are never thinned, but for a quarter of the capacity at most.
 NUM_KEPT = 128
 # Metrics whose names are known only when they come: one for each environment that is evaluated.
@@ -175,13 +176,13 @@ class HistoryReader:
                 self._extend(key, steps, values, ascends)
 
     def _extend(self, key: str, steps: Sequence[float], values: list[float | None], ascends: bool) -> None:
-        if None not in values and math.isfinite(sum(values)):  # type: ignore[arg-type]
+        if None not in values and sum(map(abs, values)) <= MAX_FIGURE:  # type: ignore[arg-type]
             known: Sequence[float] = values  # type: ignore[assignment]
         else:
             pairs = [
                 (step, value)
                 for step, value in zip(steps, values, strict=True)
-                if value is not None and math.isfinite(value)
+                if value is not None and abs(value) <= MAX_FIGURE
             ]
             steps, known = [step for step, _ in pairs], [value for _, value in pairs]
         if steps:

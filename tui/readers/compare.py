@@ -7,7 +7,7 @@ Runs are grouped by a tag or a config key, with mean and spread of each group. R
 from __future__ import annotations
 
 import itertools
-import statistics
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +17,7 @@ from daemons.ranking import RUN, TAG, Standing, notes, rank, winners
 from prime_rl.configs.admitted import told_with_changes
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.metrics import bounded_mean
 from prime_rl.contract.notes import SweepPlan, list_sweeps, read_plan
 from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
@@ -112,9 +113,7 @@ def make_groups(standings: Sequence[Standing[Contender]]) -> tuple[Group, ...]:
             each.runs,
             each.results,
             each.value,
-            statistics.pstdev(known)
-            if len(known := [value for value in each.results if value is not None]) > 1
-            else None,
+            _deviation(known) if len(known := [value for value in each.results if value is not None]) > 1 else None,
         )
         for each in standings
     )
@@ -161,9 +160,15 @@ def _mean_curve(group: Group, view: ChartView, shown: tuple[float, float]) -> Cu
             if places[number] and curve.xs[-1] >= x:  # a run that has ended does not count beyond its end
                 values.append(curve.values[places[number] - 1])
                 steps.append(curve.steps[places[number] - 1])
-        mean, spread = statistics.fmean(values), statistics.pstdev(values)
+        mean, spread = bounded_mean(values), _deviation(values)
         rows.append((x, max(steps), mean, mean - spread, mean + spread))
     return Curve(group.name, 0, *map(tuple, zip(*rows, strict=True)), last=group.result)  # type: ignore[arg-type, misc]
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """The standard deviation, of the population."""
+    mean = bounded_mean(values)
+    return math.sqrt(bounded_mean([(value - mean) * (value - mean) for value in values]))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ in colours; the rewards of its batch as a histogram. The cursor of the list is t
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,6 +21,7 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.events import Resize
 from textual.widgets import Input, Static
 
+from prime_rl.contract.metrics import bounded_mean
 from prime_rl.contract.samples import Sample
 from tui import fmt
 from tui.messages import TabAsked
@@ -501,7 +501,7 @@ def rewards_head(step: int, rewards: Sequence[float]) -> Text:
     """The line above the histogram of a step: how many rewards there are, their mean and their range."""
     text = Text.assemble((f"step {step}", "bold"), (f" · {fmt.counted(len(rewards), 'rollout')}", "muted"))
     if rewards:
-        mean, low, high = map(fmt.reward, (statistics.fmean(rewards), min(rewards), max(rewards)))
+        mean, low, high = map(fmt.reward, (bounded_mean(rewards), min(rewards), max(rewards)))
         text.append(f" · mean {mean}, lowest {low}, highest {high}", "muted")
     return text
 
@@ -532,7 +532,7 @@ def draw_rewards(by_step: Mapping[int, Sequence[float]], chosen: int, width: int
         text.append("\n▌" if is_chosen else "\n ", "accent")
         text.append(f"{step:>{_BEFORE - 3}}  ", "bold" if is_chosen else "muted")
         text.append(bars(counts[step], 1, cell)[0], "primary")
-        mean = fmt.reward(statistics.fmean(rewards)) if rewards else fmt.DASH
+        mean = fmt.reward(bounded_mean(rewards)) if rewards else fmt.DASH
         text.append(f"{mean:>7}").append(f" {len(rewards):>8}", "muted")
     return text
 

@@ -35,6 +35,7 @@ from prime_rl.inference.embedded.engine import Engine
 from prime_rl.inference.embedded.model import Served, load_model
 from prime_rl.inference.gateway import serve_engine
 from prime_rl.inference.guard import (
+    MAX_PROMPTS,
     ApiError,
     Room,
     check_ranges,
@@ -49,7 +50,6 @@ from prime_rl.inference.sharing import Lanes
 from prime_rl.utils.chat_template import RESERVED, ChatTemplate, TokenizerError
 from prime_rl.utils.runtime import StartError
 
-MAX_PROMPTS = 1024
 # JSON has no minus infinity; vLLM writes this too.
 MIN_LOGPROB = -9999.0
 # The reader of a streamed answer does not see a difference below this.
@@ -119,7 +119,7 @@ class Text:
         try:
             return self.encode(self._template.render(messages, arguments, **flags), False)
         except TokenizerError as error:
-            raise ApiError(400, str(error), param="messages") from error
+            raise ApiError(400, f"messages: {error}", param="messages") from error
 
 
 class Generation(SamplingParams, kw_only=True):

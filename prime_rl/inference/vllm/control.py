@@ -284,7 +284,8 @@ def num_places(body: Mapping[str, Any]) -> int:
     prompt, n = body.get("prompt"), body.get("n")
     many = prompt if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt) else [prompt]
     num_tokens = sum(len(each) for each in many if isinstance(each, list))
-    chars = num_chars([prompt, body.get("messages")])
+    texts = [each for each in many if isinstance(each, str)]
+    chars = num_chars([texts, body.get("messages")])
     return len(many) * (n if isinstance(n, int) else 1) + num_tokens // PROMPT_TOKENS + chars // PROMPT_CHARS
 
 
