@@ -6,11 +6,9 @@ So a run trains with what they were then. Also, for `prl runs validate`: environ
 from __future__ import annotations
 
 import ast
-import contextlib
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -19,13 +17,9 @@ from prime_rl.configs.base import ConfigProblem
 from prime_rl.configs.envs import PLUGIN, PLUGIN_GROUP, EnvConfig
 from prime_rl.configs.jsonl import MAX_CODE_BYTES, MAX_DATA_BYTES, JsonlArgs, Place, read_rows
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.files import read_file, read_json, write_atomic
+from prime_rl.contract.files import read_file, write_atomic
 from prime_rl.contract.layout import RunDir
-from prime_rl.contract.notes import MAX_FILE_BYTES, digest_of
-from prime_rl.utils.text import CleanText, one_line
-
-# Of a run that names more only the first are looked at again.
-MAX_FILES = 32
+from prime_rl.contract.notes import digest_of
 
 
 def data_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProblem]:
@@ -78,19 +72,6 @@ def copy_data(config: OrchestratorConfig, place: Place, run: RunDir, mode: int) 
         digests[named] = digest_of(text)
     if digests:
         write_atomic(run.data_digests, msgspec.json.encode(digests), mode=mode)
-
-
-def changed_data(run: RunDir) -> list[CleanText]:
-    """A sentence for each file of `data/` that is not what it was when the run was added; [] where that is unknown."""
-    added = read_json(run.data_digests, dict[str, str], limit=MAX_FILE_BYTES) or {}
-    told = []
-    # By path: the names are the run's own.
-    for path, digest in islice({run.data_file(named): digest for named, digest in added.items()}.items(), MAX_FILES):
-        with contextlib.suppress(OSError):
-            if digest_of(read_file(path, limit=MAX_DATA_BYTES)) == digest:
-                continue
-        told.append(one_line(f"data/{path.name} is not the file that it was when the run was added"))
-    return told
 
 
 def has_data(config: OrchestratorConfig, place: Place, run: RunDir) -> bool:

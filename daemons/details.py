@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from daemons.data_files import changed_data
 from daemons.errors import ActionError, one_line_errors
 from daemons.machine import Use, disk_use
 from daemons.trash import existing_run
 from daemons.workspace import DaemonView, RunView
-from prime_rl.configs.admitted import differing, flatten, read_effect
+from prime_rl.configs.admitted import added_data, changed_data, changed_data_text, differing, flatten, read_effect
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.jsonl import MAX_CODE_BYTES
 from prime_rl.contract.files import read_file
@@ -95,7 +94,7 @@ def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunD
         disk={one_line(name, 40): use.num_bytes for name, use in uses.items()},
         disk_complete=all(use.complete for use in uses.values()),
         log_tail=daemon.log_tail if daemon else (),
-        data_changed=tuple(changed_data(paths)),
+        data_changed=tuple(changed_data_text(paths)),
     )
 
 
@@ -260,9 +259,10 @@ def diff_runs(output_dir: Path, one: str, other: str) -> RunDifference:
         codes = [codes_of(run, config) for run, config in zip(runs, configs, strict=True)]
     names = dict.fromkeys(name for result in results for name in result)
     figures = tuple(Difference(name, (results[0].get(name), results[1].get(name))) for name in names)
-    told = [changed_data(run) for run in runs]
-    either = dict.fromkeys(told[0] + told[1])
-    since = tuple(Difference(words, (words in told[0], words in told[1])) for words in either)
+    files = [changed_data(run) for run in runs]
+    since = tuple(
+        Difference(one_line(f"data/{name}"), (files[0].get(name), files[1].get(name))) for name in files[0] | files[1]
+    )
     keys = [key for key in codes[0] if codes[1].get(key, codes[0][key]) != codes[0][key]]
     changed = tuple(Difference(one_line(f"{key} (code)"), (codes[0][key], codes[1][key])) for key in keys)
     return RunDifference((one, other), config_differences(*configs) + changed + since, figures)
@@ -271,14 +271,16 @@ def diff_runs(output_dir: Path, one: str, other: str) -> RunDifference:
 def codes_of(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     """What the code of each reward in a file is, by key: files of one name may differ. What cannot be read is left out.
 
-    Such as {"env.0.args.reward": "3f2a91c0"}: the beginning of its SHA-256.
+    Such as {"env.0.args.reward": "3f2a91c0"}: the beginning of its SHA-256 when the run was added; a file that has
+    changed since has both: "3f2a91c0->77ab0e12".
     """
-    found = {}
+    found, added = {}, added_data(run)
     for key, value in flatten(config):
         if _OF_REWARD.fullmatch(key) and isinstance(value, str):
             with contextlib.suppress(OSError):
-                code = read_file(run.data_file(value.rpartition(":")[0]), limit=MAX_CODE_BYTES)
-                found[key] = digest_of(code)[:8]
+                path = run.data_file(value.rpartition(":")[0])
+                now = digest_of(read_file(path, limit=MAX_CODE_BYTES))[:8]
+                found[key] = now if (first := added.get(path.name, now)[:8]) == now else f"{first}->{now}"
     return found
 
 

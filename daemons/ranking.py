@@ -16,6 +16,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -33,6 +34,8 @@ RUN, TAG = "run", "tag"
 NO_TAG, NO_VALUE, NO_ENVIRONMENT = "no tag", "-", "unknown environment"
 # One batch is noise; an evaluation is the mean over many examples already.
 NUM_LAST, NUM_LAST_EVAL = 10, 1
+# So many of the keys in which the runs of one group differ are named.
+MAX_MIXED = 5
 LESS_IS_BETTER = ("loss", "mismatch_kl", "grad_norm", "truncated/mean")
 # A run that will not go on holds no other back.
 FAILED_STATES = (RunState.FAILED, RunState.EVICTED, RunState.INVALID)
@@ -152,7 +155,19 @@ def notes(standings: Sequence[Standing[RunT]], metric: str) -> tuple[CleanText, 
             found.append(f"compared at step {at}, the newest of {slowest}; {further}{where}")
         if late:
             found.append(f"not ranked: {', '.join(late)}, no {metric} at step {at} yet{where}")
+        for group in own:
+            if mixed := [key for key in differing(group.runs) if not key.endswith("seed")]:
+                more = f" and {len(mixed) - MAX_MIXED} more" if len(mixed) > MAX_MIXED else ""
+                keys = ", ".join(mixed[:MAX_MIXED])
+                found.append(f"the runs of {group.name!r} differ not only in their seed: {keys}{more}")
     return tuple(one_line(each, 1000) for each in found)
+
+
+def differing(runs: Sequence[Contestant]) -> dict[str, set[str | None]]:
+    """The config keys that are not the same in all runs with a valid config, with their values; not the tags."""
+    configs = [run.config for run in runs if run.config]
+    found = {key: {config.get(key) for config in configs} for key in dict.fromkeys(chain(*configs))}
+    return {key: values for key, values in found.items() if len(values) > 1 and key != "tags"}
 
 
 def winners(standings: Sequence[Standing[RunT]]) -> tuple[Standing[RunT], ...]:

@@ -15,20 +15,24 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
 import tomli_w
 
 from prime_rl.configs.base import ConfigError, ConfigProblem, build, dump_toml, parse_toml, read_text
+from prime_rl.configs.jsonl import MAX_DATA_BYTES
 from prime_rl.configs.orchestrator import LIVE_KEYS, OrchestratorConfig
-from prime_rl.contract.files import remove_file, write_atomic
+from prime_rl.contract.files import read_file, read_json, remove_file, write_atomic
 from prime_rl.contract.layout import RunDir
-from prime_rl.contract.notes import Admission, Change, digest_of, read_admitted
-from prime_rl.utils.text import one_line
+from prime_rl.contract.notes import MAX_FILE_BYTES, Admission, Change, digest_of, read_admitted
+from prime_rl.utils.text import CleanText, one_line
 
 MAX_CHANGES = 50
 MAX_CHANGE_CHARS = 2_000
+# Of a run that names more data files only the first are looked at again.
+MAX_FILES = 32
 
 # Of a change in words.
 _CHANGED = re.compile(r"(?:^|, )([A-Za-z0-9_.-]+) (.*?) -> ")
@@ -160,6 +164,37 @@ def _mode(run: RunDir) -> int:
         with contextlib.suppress(OSError):
             return stat.S_IMODE(os.lstat(path).st_mode) & 0o777
     return 0o600
+
+
+def added_data(run: RunDir) -> dict[str, str]:
+    """The SHA-256 of each data and reward file when the run was added, by its name in `data/`; {} where unknown."""
+    added = read_json(run.data_digests, dict[str, str], limit=MAX_FILE_BYTES) or {}
+    # By path: the names are the run's own.
+    return dict(islice({run.data_file(named).name: digest for named, digest in added.items()}.items(), MAX_FILES))
+
+
+def changed_data(run: RunDir) -> dict[CleanText, CleanText]:
+    """The files of `data/` that are not what they were when the run was added: {"reward.py": "3f2a91c0->77ab0e12"}.
+
+    The values are the beginnings of their SHA-256, then and now.
+    """
+    found = {}
+    for name, digest in added_data(run).items():
+        now = "gone"
+        with contextlib.suppress(OSError):
+            now = digest_of(read_file(run.data_file(name), limit=MAX_DATA_BYTES))
+        if now != digest:
+            found[one_line(name)] = one_line(f"{digest[:8]}->{now[:8]}")
+    return found
+
+
+def changed_data_text(run: RunDir) -> list[CleanText]:
+    """A sentence for each of `changed_data`, with what to do."""
+    cure = f"put the first back, then prl runs pause and resume {run.run_id}; or add a new run"
+    return [
+        one_line(f"data/{name} is not the file that it was when the run was added ({which}): {cure}", 500)
+        for name, which in changed_data(run).items()
+    ]
 
 
 def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

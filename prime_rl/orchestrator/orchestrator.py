@@ -17,9 +17,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
-from prime_rl.configs.admitted import read_effect
+from prime_rl.configs.admitted import changed_data_text, read_effect
 from prime_rl.configs.base import ConfigError, ConfigProblem, build, merge, read_argv
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import make_folder
@@ -37,7 +38,7 @@ from prime_rl.orchestrator.batch import (
 )
 from prime_rl.orchestrator.client import AccessDenied, AdapterRefused
 from prime_rl.orchestrator.envs import Environments, load_environments
-from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentBroken
+from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import (
     MAX_LOOK_S,
@@ -122,6 +123,7 @@ async def set_up(
     seq_len = config.seq_len or (await trainer_status(run, reporter.wait_for, "the trainer's seq_len")).max_seq_len
     tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
     phases = PhaseClock(on_change=wake.set)
+    changed = changed_data_text(run)  # what is loaded now stays
     envs, eval_envs = await load_environments(config, phases, cleanup, reporter.wait_for, run.data_file)
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_batch_bytes(config.batch_size, seq_len))
     reporter.update(step=progress.step)
@@ -154,8 +156,9 @@ async def set_up(
         else None
     )
     checked = [*envs.values(), *eval_envs.values()]
-    cleanup.callback(lambda: writer.update(**environment_figures(checked)))
-    status = make_reporter(writer, scheduler, policy, client, checked)
+    told = partial(environment_figures, checked, changed)
+    cleanup.callback(lambda: writer.update(**told()))
+    status = make_reporter(writer, scheduler, policy, client, told)
     batches = BatchReporter(run, scheduler, client, status, envs, sampler, LearningWatch(run))
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     cleanup.callback(lambda: ending.note(scheduler.ledger.step - 1))
@@ -220,16 +223,16 @@ def make_reporter(
     scheduler: Scheduler,
     policy: PolicyVersions,
     client: InferenceClient,
-    envs: Sequence[CheckedEnvironment],
+    told: Callable[[], dict[str, object]],
 ) -> RunReporter:
-    """The status file while batches are made: what the scheduler waits for, how far it is, and how its `envs` are."""
+    """The status file while batches are made: what the scheduler waits for, how far it is, and what is `told`."""
 
     def figures() -> dict[str, object]:
         return {
             "policy_version": max(0, policy.version),
             "num_in_flight": scheduler.ledger.num_in_flight,
             "progress": client.num_sampled_tokens + policy.version + scheduler.ledger.step,
-            **environment_figures(envs),
+            **told(),
         }
 
     return RunReporter(writer, scheduler.waiting_on, figures)

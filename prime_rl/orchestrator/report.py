@@ -152,11 +152,14 @@ MAX_UNUSABLE_SHOWN = 20
 RATE_WINDOW_S = 10.0
 
 
-def environment_figures(envs: Sequence[CheckedEnvironment]) -> dict[str, object]:
-    """The figures of the environments in the status file: what goes wrong in them, and the unusable examples."""
+def environment_figures(envs: Sequence[CheckedEnvironment], told: Sequence[str] = ()) -> dict[str, object]:
+    """The figures of the environments in the status file: what goes wrong in them, and the unusable examples.
+
+    `told` is what is wrong with all of them.
+    """
     unusable = {f"{env.name}/{one_line(each, 80)}": one_line(why) for env in envs for each, why in env.unusable.items()}
     return {
-        "problem": "; ".join(problem for env in envs if (problem := env.problem())) or None,
+        "problem": "; ".join([*told, *(problem for env in envs if (problem := env.problem()))]) or None,
         "examples_unusable": len(unusable),
         "unusable": dict(list(unusable.items())[-MAX_UNUSABLE_SHOWN:]),
     }

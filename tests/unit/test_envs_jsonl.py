@@ -19,20 +19,21 @@ import tomli_w
 from daemons import actions
 from daemons.actions import ActionError
 from daemons.cli import run as prl
-from daemons.data_files import changed_data
-from daemons.details import diff_runs
+from daemons.details import codes_of, diff_runs
 from daemons.sweeps import sweep_runs
+from prime_rl.configs.admitted import changed_data, changed_data_text, read_effect
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.jsonl import MAX_DATA_BYTES, JsonlArgs, read_rows
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.notes import digest_of
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.envs import ProcessEnvironment
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFault
 from prime_rl.orchestrator.envs.jsonl_env import SCORERS, JsonlEnvironment
 from prime_rl.orchestrator.orchestrator import run_to_the_end
-from prime_rl.utils.text import one_line
+from prime_rl.orchestrator.report import environment_figures
 from tests.orchestrator_support import FakeInference, config_data, make_model, serving, stand_in_trainer
 from tui.actions import add_draft, check_draft
 
@@ -312,26 +313,32 @@ def test_a_file_of_a_run_that_was_changed_after_it_was_added_is_told(
 ) -> None:
     workspace = tmp_path / "workspace"
     runs = [OutputDir(workspace).run(actions.add_run(workspace, source, run_id=each)) for each in ("run_a", "run_b")]
-    assert [changed_data(run) for run in runs] == [[], []]
+    assert [changed_data(run) for run in runs] == [{}, {}]
+    assert list(codes_of(runs[0], read_effect(runs[0]).data).values()) == [digest_of(REWARD.encode())[:8]]
     runs[0].data_file("reward.py").write_text(REWARD.replace("100", "50"), encoding="utf-8")
-    words = "data/reward.py is not the file that it was when the run was added"
-    assert [changed_data(run) for run in runs] == [[words], []]
+    which = "->".join(digest_of(text.encode())[:8] for text in (REWARD, REWARD.replace("100", "50")))
+    assert [changed_data(run) for run in runs] == [{"reward.py": which}, {}]
+    assert list(codes_of(runs[0], read_effect(runs[0]).data).values()) == [which]
+    cure = "put the first back, then prl runs pause and resume run_a; or add a new run"
+    words = f"data/reward.py is not the file that it was when the run was added ({which}): {cure}"
+    assert changed_data_text(runs[0]) == [words]
+    assert environment_figures([], changed_data_text(runs[0]))["problem"] == words
     place = ["--output-dir", str(workspace)]
     assert prl(["runs", "show", "run_a", *place]) == 0
-    assert f"problems\n  {words}" in capsys.readouterr().out
+    assert f"problems {words}" in " ".join(capsys.readouterr().out.split())
     assert prl(["runs", "show", "run_a", "--json", *place]) == 0
     assert json.loads(capsys.readouterr().out)["data_changed"] == [words]
     found = {each.name: each.values for each in diff_runs(workspace, "run_b", "run_a").config}
-    assert found[one_line(words)] == (False, True)
+    assert found["data/reward.py"] == (None, which)
     runs[1].data_file("data/train.jsonl").unlink()
-    assert changed_data(runs[1]) == [words.replace("reward.py", "data-train.jsonl")], "it is gone"
+    assert [each.endswith("->gone") for each in changed_data(runs[1]).values()] == [True]
     for damaged in ("{", '{"reward.py": 1}', "[" * 5000):
         runs[0].data_digests.write_text(damaged, encoding="utf-8")
-        assert changed_data(runs[0]) == []
+        assert changed_data(runs[0]) == {}
     runs[0].data_digests.write_text(json.dumps({f"/{'/' * number}reward.py": "" for number in range(50)}))
-    assert changed_data(runs[0]) == [words], "one file, however often it is named"
+    assert changed_data(runs[0]) == {"reward.py": f"->{which[-8:]}"}, "one file, however often it is named"
     runs[0].data_digests.unlink()
-    assert changed_data(runs[0]) == [], "a run of an earlier version"
+    assert changed_data(runs[0]) == {}, "a run of an earlier version"
 
 
 def test_a_folder_named_like_a_run_has_its_files_beside_the_config(tmp_path: Path, source: Path) -> None:

@@ -107,6 +107,21 @@ def test_an_environment_is_what_decides_its_rewards_and_hides_keys() -> None:
     assert environment_of(config) == "a api_key=(hidden) + b reward_range=[-1.0, 1.0]"
 
 
+def test_a_group_whose_runs_differ_in_more_than_their_seed_is_told() -> None:
+    def run(name: str, **config: str) -> RunValues:
+        return RunValues(name, ("t",), {"env.0.id": "e", "optim.lr": "1e-3", **config}, (1.0,), (0.5,))
+
+    seeds = [run("run_a", seed="1"), run("run_b", seed="2")]
+    assert notes(rank(seeds, REWARD, by="optim.lr"), REWARD) == ()
+    other = run("run_c", seed="3", batch_size="64", tags='["x"]')
+    for by, name in (("optim.lr", "1e-3"), (TAG, "t")):
+        words = f"the runs of '{name}' differ not only in their seed: batch_size"
+        assert notes(rank([*seeds, other], REWARD, by=by), REWARD) == (words,)
+    assert notes(rank([*seeds, other], REWARD), REWARD) == ()
+    many = run("run_d", **{f"k{number}": "1" for number in range(9)})
+    assert notes(rank([*seeds, many], REWARD, by=TAG), REWARD)[0].endswith("k0, k1, k2, k3, k4 and 4 more")
+
+
 @pytest.mark.parametrize(("metric", "first"), [("loss", "run_low"), (REWARD, "run_high")])
 def test_of_some_metrics_less_is_better(metric: str, first: str) -> None:
     assert rank([values("run_low", [0.1]), values("run_high", [0.9])], metric)[0].name == first

@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from daemons.ranking import RUN, TAG, Standing, notes, rank, winners
+from daemons.ranking import RUN, TAG, Standing, differing, notes, rank, winners
 from prime_rl.configs.admitted import told_with_changes
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.metrics import bounded_mean
 from prime_rl.contract.notes import SweepPlan, list_sweeps, read_plan
 from prime_rl.utils.text import CleanText, one_line
-from tui import fmt
 from tui.readers.charts import EVAL_PREFIX, ChartData, ChartView, Curve, History, RunMetrics, read_slice, thin, window
 from tui.readers.run_config import all_values, config_stamp, read_config
 from tui.readers.tabs import TabData
@@ -65,7 +64,7 @@ class Contender:
 class Group:
     """Runs with one value of what they are grouped by, the best first. `spread` is the deviation of their results.
 
-    `results` has the result of each run.
+    `results` has the result of each run, at `step` at most.
     """
 
     name: str
@@ -73,6 +72,7 @@ class Group:
     results: tuple[float | None, ...]
     result: float | None
     spread: float | None
+    step: int
 
 
 def differing_keys(runs: Sequence[Contender], swept: Sequence[str] = ()) -> tuple[str, ...]:
@@ -81,16 +81,13 @@ def differing_keys(runs: Sequence[Contender], swept: Sequence[str] = ()) -> tupl
     Those that a sweep has set (`swept`, also tables) come first, then those with the most values, last the seed, which
     a person repeats and does not choose.
     """
-    configs = [run.config for run in runs if run.config]
-    keys = dict.fromkeys(itertools.chain(*configs))
-    found = {key: {config.get(key, fmt.DASH) for config in configs} for key in keys}
-    different = [key for key, values in found.items() if len(values) > 1 and key != "tags"]
+    found = differing(runs)
 
     def place(key: str) -> tuple[int, bool, int, str]:
         places = (at for at, each in enumerate(swept) if f"{key}.".startswith(f"{each}."))
         return next(places, len(swept)), key == "seed", -len(found[key]), key
 
-    return tuple(sorted(different, key=place))
+    return tuple(sorted(found, key=place))
 
 
 def short_keys(keys: Sequence[str]) -> dict[str, str]:
@@ -107,16 +104,13 @@ def short_keys(keys: Sequence[str]) -> dict[str, str]:
 def make_groups(standings: Sequence[Standing[Contender]]) -> tuple[Group, ...]:
     """A group for each standing; one that is in several environments has the name of its own with it."""
     names = Counter(each.name for each in standings)
-    return tuple(
-        Group(
-            f"{each.name}  {each.environment}" if names[each.name] > 1 else each.name,
-            each.runs,
-            each.results,
-            each.value,
-            _deviation(known) if len(known := [value for value in each.results if value is not None]) > 1 else None,
-        )
-        for each in standings
-    )
+    found = []
+    for each in standings:
+        name = f"{each.name}  {each.environment}" if names[each.name] > 1 else each.name
+        known = [value for value in each.results if value is not None]
+        spread = _deviation(known) if len(known) > 1 else None
+        found.append(Group(name, each.runs, each.results, each.value, spread, each.step))
+    return tuple(found)
 
 
 def drawn_groups(groups: Sequence[Group]) -> list[Group]:
@@ -270,7 +264,8 @@ class CompareReader:
         keys = differing_keys(contenders, self._swept())
         by = request.by if request.by in (RUN, TAG, *keys) else RUN
         runs = rank(contenders, request.metric, step=request.step)
-        groups = make_groups(rank(contenders, request.metric, by=by, step=request.step))
+        grouped = rank(contenders, request.metric, by=by, step=request.step)
+        groups = make_groups(grouped)
         return CompareData(
             run_id="",
             request=request,
@@ -278,7 +273,7 @@ class CompareReader:
             chart=compare_chart(groups, request.view),
             keys=keys,
             best=tuple((each.runs[0], each.value) for each in winners(runs) if each.value is not None),
-            notes=notes(runs, request.metric),
+            notes=notes(grouped, request.metric),
             groupings=(RUN, TAG, *keys),
             metrics=(*METRICS, *sorted(one_line(key, 60) for key in evals)),
             num_left_out=max(len(request.runs) - MAX_RUNS, 0),

@@ -339,7 +339,7 @@ class Table:
             (" ★ " if is_best else "   ", "success"),
             self._mark(group) if _is_alone(group) else "  ",
             (f"{name:<{self._name}} ", "bold" if is_best else "text"),
-            (f"{run.step or fmt.DASH:>6} ", "muted"),
+            (f"{min(run.step, group.step) or fmt.DASH:>6} ", "muted"),
             (f"{fmt.reward(result):>7}", "success" if is_best else "text"),
             " " * 8 * self._has_groups,
         )
