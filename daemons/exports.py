@@ -326,7 +326,7 @@ def _reward(result: RunResult) -> list[str]:
     rows = [[str(steps[at]), f"{result.rewards[steps[at]]:.4g}"] for at in spread(steps, MAX_ROWS)]
     line = _fenced("", sparkline([result.rewards[step] for step in steps]))
     return [
-        f"Mean of each batch, from step {steps[0]} to {steps[-1]}:",
+        f"Mean of each batch, from step {steps[0]} to {steps[-1]}{_shown(len(steps))}:",
         line,
         _table(["step", "reward"], rows),
     ]
@@ -339,7 +339,13 @@ def _evaluation(result: RunResult) -> list[str]:
         [str(step), *(f"{figures[name]:.4g}" if (name in figures) else "" for name in names)]
         for step, figures in (evaluations[at] for at in spread([step for step, _ in evaluations], MAX_ROWS))
     ]
-    return [_table(["version", *names], rows)]
+    told = _shown(len(evaluations))
+    return [*([f"Evaluations{told}:"] if told else []), _table(["version", *names], rows)]
+
+
+def _shown(num: int) -> str:
+    """What a table leaves out, in words; "" for one that has all."""
+    return f", {MAX_ROWS} of {num} in the table" if num > MAX_ROWS else ""
 
 
 def sparkline(values: Sequence[float]) -> str:

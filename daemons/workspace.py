@@ -42,12 +42,12 @@ _FINAL = ("failed", "stopped", "done")
 class RunView:
     """One run as people see it. `step` counts updates done; `run_idx` is its slot, `queue_position` counts from 1.
 
-    `updated_at`, `added_at` and `stalled_since` (of its orchestrator) are Unix seconds. `policy_version` is the one
-    that generates its rollouts, `async_level` the lag of its last batch; of a run that makes none it is the newest one,
-    and null. `max_tokens` and `max_hours` are its budget. `problem` is what goes wrong in its environments while it
-    goes on, `signs` are those that it does not learn (docs/learning.md), `sound_step` is its newest version on disk
-    from before them, and `crash_loop` tells of an orchestrator that ends again and again. `edited`: how its config file
-    differs from the config in effect, and what to do.
+    `updated_at`, `added_at`, `started_at` and `stalled_since` (of its orchestrator) are Unix seconds.
+    `policy_version` is the one that generates its rollouts, `async_level` the lag of its last batch; of a run that
+    makes none it is the newest one, and null. `max_tokens` and `max_hours` are its budget. `problem` is what goes
+    wrong in its environments while it goes on, `signs` are those that it does not learn (docs/learning.md),
+    `sound_step` is its newest version on disk from before them, and `crash_loop` tells of an orchestrator that ends
+    again and again. `edited`: how its config file differs from the config in effect, and what to do.
     """
 
     run_id: str
@@ -81,6 +81,7 @@ class RunView:
     crash_loop: CleanText | None = None
     edited: CleanText | None = None
     sound_step: int | None = None
+    started_at: float | None = None
 
     @property
     def sign_texts(self) -> tuple[CleanText, ...]:

@@ -305,13 +305,13 @@ def edit_text(run: RunDir, edit: Edit | None) -> str | None:
     """How a run's `orch.toml` differs from what is in effect, and what to do; None when it does not."""
     if edit is None:
         return None
-    restore = f"prl runs restore {run.run_id}"
+    apply, restore = f"prl runs apply {run.run_id} (pause it first)", f"prl runs restore {run.run_id}"
     if edit.problem is not None:
         return f"edited, not in effect: orch.toml is invalid ({edit.problem}): correct it, or {restore}"
     from daemons.details import hidden
     from prime_rl.configs.admitted import in_words
 
-    return f"edited, not in effect: {in_words(hidden(edit.keys))}: prl runs apply {run.run_id} (paused), or {restore}"
+    return f"edited, not in effect: {in_words(hidden(edit.keys))}: {apply}, or {restore}"
 
 
 def _note(path: str, stamp: Stamp, empty: str | None = None) -> str | None:
@@ -528,6 +528,8 @@ def _make_view(facts: _Facts) -> RunView:
     is_held = state is RunState.ACTIVE and facts.disk is not None
     since, why = _stall(facts) if state is RunState.ACTIVE and not is_held else (None, None)
     living = status if facts.lives else None
+    # Of one that starts the file is still that of the process before it.
+    starts = daemon if daemon is not None and daemon.state == "starting" and living is None else None
     return RunView(
         run_id=record.run.run_id,
         state=state,
@@ -538,7 +540,7 @@ def _make_view(facts: _Facts) -> RunView:
         waiting_on=shown(
             f"the disk ({facts.disk})" if is_held else waits_for(state, living, slot, position, daemon, facts.broken)
         ),
-        updated_at=status.updated_at if status else None,
+        updated_at=starts.updated_at if starts else status.updated_at if status else None,
         run_idx=slot.run_idx if slot else None,
         queue_position=position,
         tokens_per_s=living.tokens_per_s if living else None,
@@ -562,6 +564,7 @@ def _make_view(facts: _Facts) -> RunView:
         crash_loop=daemon.crash_loop if daemon else None,
         edited=shown(record.parsed.edited),
         sound_step=_sound_step(record.run, status) if status and status.signs else None,
+        started_at=living.pid_create_time or None if living else None,
     )
 
 

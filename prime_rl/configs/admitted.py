@@ -156,7 +156,13 @@ def told_with_changes(run: RunDir, values: Mapping[str, str]) -> dict[str, str]:
 
 
 def _value(value: Any) -> str:
-    return "unset" if value is None else str(value)
+    return "unset" if value is None else plain_text(value)
+
+
+def plain_text(value: Any) -> str:
+    """A value of a config; a float of many digits that has a short form as that: `1e+15`, `1e-05`."""
+    short = f"{value:g}" if isinstance(value, float) else ""
+    return short if "e" in short and float(short) == value else str(value)
 
 
 def _mode(run: RunDir) -> int:

@@ -21,7 +21,9 @@ from tui.readers.run_config import ConfigReader, ConfigRequest
 
 pytestmark = pytest.mark.release
 RUN = "run_ed"
-EDITED = f"edited, not in effect: optim.lr 0.0015 -> 0.01: prl runs apply {RUN} (paused), or prl runs restore {RUN}"
+EDITED = (
+    f"edited, not in effect: optim.lr 0.0015 -> 0.01: prl runs apply {RUN} (pause it first), or prl runs restore {RUN}"
+)
 opened = partial(opened_app, clock=time.time, size=(160, 40))
 
 

@@ -79,9 +79,8 @@ def test_an_edit_is_not_in_effect_before_and_after_a_restart_and_every_reader_sh
     add(workspace, "run_b", optim={"lr": 0.0015}, max_steps=25)
     put_version(run, 1)
     edit(run, optim={"lr": 0.01})
-    sentence = (
-        "edited, not in effect: optim.lr 0.0015 -> 0.01: prl runs apply run_a (paused), or prl runs restore run_a"
-    )
+    cure = "prl runs apply run_a (pause it first), or prl runs restore run_a"
+    sentence = f"edited, not in effect: optim.lr 0.0015 -> 0.01: {cure}"
     for _ in range(2):
         manager = restarted(run)
         assert manager.run(0).config.optim.lr == 0.0015

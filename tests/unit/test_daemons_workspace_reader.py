@@ -269,6 +269,18 @@ def test_what_did_not_change_is_the_same_view(tmp_path: Path) -> None:
     assert reader.read(now=NOW).runs[0].reason == "three"
 
 
+def test_a_run_that_starts_again_lives_by_the_process_that_starts_and_not_by_the_last_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "run_a")
+    put_trainer(tmp_path, {"run_a": 0}, [])
+    put(run.status, RunStatus(run_id="run_a", state="stopped"), alive=False, age_s=3 * 3600)
+    put(OutputDir(tmp_path).daemon_status("run_a"), DaemonStatus(name="run_a", state="starting"))
+    view = read_workspace(tmp_path, now=NOW).runs[0]
+    assert (view.state, view.updated_at, view.started_at) == ("active", NOW, None)
+    put(run.status, RunStatus(run_id="run_a", state="running"))
+    view = read_workspace(tmp_path, now=NOW).runs[0]
+    assert view.started_at == pytest.approx(ProcessId.of(os.getpid()).create_time)
+
+
 def test_a_run_that_the_supervisor_gave_up_has_failed_with_its_reason(tmp_path: Path) -> None:
     make_run(tmp_path, "run_a")
     put_trainer(tmp_path, {"run_a": 0}, [])

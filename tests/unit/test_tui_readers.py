@@ -273,6 +273,22 @@ def test_events_found_early_in_a_long_log_are_given_when_all_of_it_is_read(tmp_p
     assert data is not None and len(data.events) == 2
 
 
+def test_the_end_of_what_all_runs_share_is_an_event_of_a_run_from_its_beginning_on(tmp_path: Path) -> None:
+    line = "2026-09-21T12:{}:00Z INFO    supervisor: {}\n"
+    log = OutputDir(tmp_path).log("supervisor")
+    log.parent.mkdir(parents=True)
+    said = ["trainer: backoff (killed by SIGKILL, exit code -9)", "run_a: pid 7", "trainer: pid 8", "trainer: running"]
+    said += ["trainer: backoff (killed by SIGKILL, exit code -9)", "inference: failed (3 early crashes)", "run_b: done"]
+    log.write_text("".join(line.format(10 + number, words) for number, words in enumerate(said)))
+    data, _ = EventsReader(tmp_path, "run_a").read()
+    assert data is not None
+    assert [(event.kind, event.text) for event in data.events] == [
+        ("started", "pid 7"),
+        ("restart", "trainer: killed by SIGKILL, exit code -9"),
+        ("failed", "inference: 3 early crashes"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(1e15, "1e+15"), (1e-5, "1e-05"), (3e-4, "0.0003"), (1e5, "100000.0"), (2e6, "2e+06"), (1234567.0, "1234567.0"),

@@ -31,7 +31,7 @@ from tests.budgets import examples
 from tests.tui_support import HOSTILE, NOW, build_workspace, write_status
 from tui.model import snapshot as snapshot_module
 from tui.model.levels import STATES, Level
-from tui.model.snapshot import STALL_MIN_S, Disk, RunRow, Snapshot, make_snapshot
+from tui.model.snapshot import STALL_MIN_S, Disk, RunRow, Snapshot, display_state, make_snapshot
 from tui.readers.run_config import find_error_lines, parse_audit
 from tui.readers.workspace_metrics import WorkspaceMetrics
 from tui.screens.runs import describe
@@ -254,6 +254,10 @@ def test_a_run_whose_steps_stop_is_stalled_and_says_since_when(workspace: Output
     assert row(STALL_MIN_S - 1).state == "active"
     stalled = row(STALL_MIN_S + 61)
     assert (stalled.state, stalled.note) == ("stalled", "no step for 6m")
+    (view,) = (run for run in found.runs if run.run_id == "run_sort-rank16")
+    resumed = replace(view, started_at=NOW - STALL_MIN_S + 9)  # that it stood still before is no trouble
+    assert display_state(resumed, NOW, stalled.tail, NOW) == "active"
+    assert display_state(replace(view, started_at=NOW - STALL_MIN_S - 9), NOW, stalled.tail, NOW) == "stalled"
     slow = replace(usual["run_sort-rank16"], step_s=200.0, last_step_at=NOW - 1 - 1000)
     assert make_snapshot(found, {"run_sort-rank16": slow}, NOW).row("run_sort-rank16").state == "active"  # type: ignore[union-attr]
     problems = make_snapshot(found, usual | {"run_sort-rank16": stalled.tail}, NOW).problems

@@ -205,10 +205,13 @@ def display_state(run: RunView, now: float, tail: RunTail, alive_at: float | Non
 
 
 def stalled_s(run: RunView, tail: RunTail) -> float | None:
-    """For how long no step has ended, when that is too long. Both times are of the run's own clock: no skew counts."""
+    """For how long no step has ended since its last start, when that is too long.
+
+    All times are of the run's own clock: no skew counts.
+    """
     if run.updated_at is None or tail.last_step_at is None:
         return None
-    silent_s = run.updated_at - tail.last_step_at
+    silent_s = run.updated_at - max(tail.last_step_at, run.started_at or 0.0)
     return silent_s if silent_s > max(STALL_MIN_S, STALL_STEPS * (tail.step_s or 0.0)) else None
 
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from daemons.machine import disk_use
-from daemons.workspace import shown
+from daemons.workspace import SUPERVISOR, shown
 from daemons.workspace_reader import edit_text, stamp_of
 from prime_rl.configs import admitted
-from prime_rl.configs.admitted import differing, read_effect
+from prime_rl.configs.admitted import differing, plain_text, read_effect
 from prime_rl.configs.base import ConfigError, build, parse_toml
 from prime_rl.configs.explain import key_lines
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -170,9 +170,7 @@ def toml_text(value: Any) -> CleanText:
     """As TOML, on one line, `1e+15` and `1e-05` for floats of many digits; null for what TOML cannot express."""
     if value is None or isinstance(value, bool):
         return one_line(str(value).lower())
-    if isinstance(value, float) and "e" in (short := f"{value:g}") and float(short) == value:
-        return one_line(short)
-    return one_line(f'"{value}"' if isinstance(value, str) else str(value), MAX_VALUE_CHARS)
+    return one_line(f'"{value}"' if isinstance(value, str) else plain_text(value), MAX_VALUE_CHARS)
 
 
 def find_error_lines(config: str, error: str) -> tuple[int, ...]:
@@ -269,6 +267,8 @@ _STATES = {
 _SENTENCES = {"checkpoint of step": "", "takes slot": "admitted", "leaves slot": "left", "resumes from": "resumed"}
 # Checkpoints have their own tab, and "starting" follows each "pid".
 _LEFT_OUT = ("",)
+# Of what all runs share only these: they explain why a run was set back.
+_OF_SERVICES = ("restart", "failed", "stalled")
 
 
 @dataclass(frozen=True)
@@ -279,11 +279,13 @@ class Event:
     kind: CleanText
     text: CleanText
     who: CleanText
+    is_of_service: bool = False
 
     @classmethod
-    def of(cls, time: float | None, kind: str, text: str, who: str = "") -> Event:
+    def of(cls, time: float | None, kind: str, text: str, who: str = "", *, is_of_service: bool = False) -> Event:
         """An event with its text made fit for the screen and cut to MAX_TEXT_CHARS."""
-        return cls(time, one_line(kind, 20), clean_text(text.strip(), MAX_TEXT_CHARS), one_line(who, 60))
+        text = clean_text(text.strip(), MAX_TEXT_CHARS)
+        return cls(time, one_line(kind, 20), text, one_line(who, 60), is_of_service)
 
 
 @dataclass(frozen=True)
@@ -302,9 +304,7 @@ class EventsReader:
         self._tails = [
             _EventTail(self._output.audit, lambda line: parse_audit(line, run_id)),
             _EventTail(self._output.log("trainer"), lambda line: parse_log(line, run_id, "trainer"), LOG_TAIL_BYTES),
-            _EventTail(
-                self._output.log("supervisor"), lambda line: parse_log(line, run_id, "supervisor"), LOG_TAIL_BYTES
-            ),
+            _EventTail(self._output.log(SUPERVISOR), lambda line: parse_log(line, run_id, SUPERVISOR), LOG_TAIL_BYTES),
         ]
         self._states: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._stamps: object = None
@@ -328,6 +328,8 @@ class EventsReader:
 
     def _data(self) -> EventsData:
         events = [*(event for tail in self._tails for event in tail.events), *self._states, *self._own()]
+        began = min((each.time for each in events if each.time and not each.is_of_service), default=0.0)
+        events = [each for each in events if not each.is_of_service or (each.time or 0.0) >= began]
         events.sort(key=lambda event: event.time or 0.0)
         return EventsData(self._run.run_id, tuple(events[-MAX_EVENTS:]))
 
@@ -385,16 +387,21 @@ def parse_audit(line: bytes, run_id: str) -> Event | None:
 
 
 def parse_log(line: bytes, run_id: str, who: str) -> Event | None:
-    """A line of a daemon's log that begins with the run's id, as an event of the run; else None."""
+    """A line of a daemon's log that begins with the run's id, as an event of the run; else None.
+
+    Also of the supervisor's log those about the end of the trainer or of inference.
+    """
     match = _STAMPED.match(line)
     if match is None:
         return None
     name, _, rest = match[4].removeprefix(b"evicting ").partition(b" ")
-    if name.rstrip(b":") != run_id.encode():
+    subject = name.rstrip(b":").decode(errors="replace")
+    is_of_service = who == SUPERVISOR and subject.startswith(("trainer", "inference"))
+    if subject != run_id and not is_of_service:
         return None
     text = rest.decode(errors="replace").strip()
     kind = "evicted" if match[4].startswith(b"evicting ") else kind_of(text, match[2].decode())
-    if kind in _LEFT_OUT:
+    if kind in _LEFT_OUT or (is_of_service and kind not in _OF_SERVICES):
         return None
     try:
         when = float(calendar.timegm(time.strptime(match[1].decode(), "%Y-%m-%dT%H:%M:%S")))
@@ -402,7 +409,9 @@ def parse_log(line: bytes, run_id: str, who: str) -> Event | None:
         return None
     if text.partition(" ")[0] == kind or kind == "restart":  # the kind is in the text already
         text = text.partition(" ")[2].removeprefix("(").removesuffix(")")
-    return Event.of(when, kind, text, who)
+    if is_of_service:
+        text = f"{subject}: {text}"
+    return Event.of(when, kind, text, who, is_of_service=is_of_service)
 
 
 def kind_of(text: str, level: str) -> str:
