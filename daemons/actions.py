@@ -71,7 +71,7 @@ def evict_run(output_dir: Path, run_id: str, reason: str, *, actor: str | None =
     `actor`: a person by default.
     """
     with acting_on(output_dir, run_id, "evicting") as (output, run):
-        if run.evicted.exists():
+        if os.path.lexists(run.evicted):
             return False
         view = WorkspaceReader(output.path).read().run(run_id)  # None: its config is gone, which protects nothing
         # Neither does what only its own files tell, while it is in use.
@@ -234,7 +234,7 @@ def rollback_run(
         text = _checked_text(output, run, step)
         if users(output, run):
             with _kept(run, step):
-                if not run.evicted.exists():
+                if not os.path.lexists(run.evicted):
                     write_atomic(run.evicted, f"rolls back to step {step}")
                 wait_until_released(output, run, "was not rolled back", wait_s, on_progress)
         request(run, text)

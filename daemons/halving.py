@@ -11,11 +11,12 @@ Of a run's `orch.toml` only `max_steps` is read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,7 +24,7 @@ import msgspec
 from daemons.actions import end_run
 from daemons.errors import record_act
 from daemons.workspace_reader import RunFiles, Stamp, stamp_of
-from prime_rl.contract.files import FileRefused, read_end, read_file, remove_file, write_atomic
+from prime_rl.contract.files import read_end, read_file, remove_file, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.metrics import series
 from prime_rl.contract.notes import MAX_PLAN_BYTES, SweepPlan, list_sweeps, read_plan
@@ -187,7 +188,11 @@ class Halving:
         if plan is None or plan.halving is None:
             return True  # a plan is written once
         decisions = read_decisions(self._output, name)
-        facts = {run.run_id: fact for run in plan.runs if (fact := self._fact(run.run_id)) is not None}
+        facts = {}
+        for each in plan.runs:
+            with self._boundary(plan, each.run_id):
+                if (fact := self._fact(each.run_id)) is not None:
+                    facts[each.run_id] = fact
         max_steps = [most for _, most in facts.values()]
         if not max_steps:
             return not any((self._output.path / run.run_id).is_dir() for run in plan.runs)
@@ -201,7 +206,8 @@ class Halving:
         runs = contenders(plan, decisions.rungs, {run_id: fact for run_id, (fact, _) in facts.items()})
         if not is_due(rung, runs):
             for run in to_pause(rung, runs):
-                self._pause(plan, rung, run)
+                with self._boundary(plan, run.run_id):
+                    self._pause(plan, rung, run)
             return False
         decision = decide_rung(plan, rung, {run.run_id: self._value(plan, rung, run.run_id) for run in runs})
         decisions.rungs.append(decision)
@@ -211,22 +217,28 @@ class Halving:
 
     def _carry_out(self, plan: SweepPlan, decisions: Decisions, decision: Decision) -> None:
         """End who lost, let the others go on; then note that it is done. A run that cannot be told is tried again."""
-        are_told = True
+        told = []
         for run_id in [*decision.lost, *decision.kept]:
-            try:
+            with self._boundary(plan, run_id):
                 self._tell(plan, decision, run_id)
-            except (OSError, LayoutError) as error:  # its own doing, and no reason to keep the others waiting
-                self._complain(f"{plan.name}, {run_id}", error)
-                are_told = False
-        if are_told:
+                told.append(run_id)
+        if len(told) == len(decision.values):
             at = decisions.rungs.index(decision)
             decisions.rungs[at] = msgspec.structs.replace(decision, carried_out=True)
             write_decisions(self._output, plan.name, decisions)
 
+    @contextlib.contextmanager
+    def _boundary(self, plan: SweepPlan, run_id: str) -> Iterator[None]:
+        """What goes wrong with the files of one run is its own doing, and no reason to keep the others waiting."""
+        try:
+            yield
+        except (OSError, LayoutError) as error:
+            self._complain(f"{plan.name}, {run_id}", error)
+
     def _tell(self, plan: SweepPlan, decision: Decision, run_id: str) -> None:
         run, why = self._output.run(run_id), numbers(plan, decision, run_id)
         if run_id in decision.lost:
-            if run.control.is_dir():
+            if os.path.isdir(run.control):
                 end_run(self._output, run, AUDIT, f"ended by halving at {why}", detail=_detail(decision))
                 _unpause(run)
         elif _unpause(run):
@@ -242,26 +254,18 @@ class Halving:
 
     def _value(self, plan: SweepPlan, rung: Rung, run_id: str) -> float | None:
         """The last value of the sweep's metric up to the rung."""
-        try:
+        found: list[tuple[int, float]] = []
+        with self._boundary(plan, run_id):
             lines = read_end(self._output.run(run_id).orchestrator_metrics, MAX_HISTORY_BYTES).splitlines()
-        except FileRefused:  # the run's own doing, and no reason to keep the others waiting
-            return None
-        found = series(lines, plan.metric, at_most=rung.step)
+            found = series(lines, plan.metric, at_most=rung.step)
         return found[-1][1] if found else None
 
     def _fact(self, run_id: str) -> tuple[RunFact, int] | None:
         """A run that takes part, and its `max_steps`; None for one that does not, or whose config was not read yet."""
-        try:
-            run = self._output.run(run_id)
-        except LayoutError:
+        run = self._output.run(run_id)
+        if not os.path.isdir(run.control):
             return None
-        if not run.control.is_dir():
-            return None
-        files = self._files.setdefault(run_id, RunFiles(run))
-        try:
-            record = files.read(is_busy=True)
-        except (NotADirectoryError, PermissionError):  # as in `_value`
-            return None
+        record = self._files.setdefault(run_id, RunFiles(run)).read(is_busy=True)
         config = record.parsed.config
         if record.evicted is not None or record.config_error is not None or config is None:
             return None

@@ -165,7 +165,7 @@ class Observer:
         if work is None or not (work.writer.is_same(daemon.process) or work.writer.is_started_after(daemon.process)):
             return None
         runs = {run_id: RunDir(self.output.path / run_id) for run_id in work.suspects}
-        can_go = {each for each, run in runs.items() if run.control.is_dir() and not os.path.lexists(run.evicted)}
+        can_go = {each for each, run in runs.items() if os.path.isdir(run.control) and not os.path.lexists(run.evicted)}
         work.suspects = {run_id: deaths for run_id, deaths in work.suspects.items() if run_id in can_go}
         return work
 

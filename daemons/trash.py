@@ -48,7 +48,7 @@ def users(output: OutputDir, run: RunDir, *, claimed: bool = True) -> list[str]:
     if trainer is not None and is_there(trainer):
         if run.run_id in trainer.runs:
             found.append(f"the trainer (slot {trainer.runs[run.run_id].run_idx})")
-        elif run.run_id in trainer.waiting and run.evicted.exists():
+        elif run.run_id in trainer.waiting and os.path.lexists(run.evicted):
             found.append("the trainer (its queue)")
     status = read_status(run.status, RunStatus) if claimed else None
     daemon = read_status(output.daemon_status(run.run_id), DaemonStatus)
@@ -116,7 +116,7 @@ def delete_run(
             output.trash.mkdir()
         with _workspace_and_trash(output):  # refused here, the run is not evicted for nothing
             pass
-        if not run.evicted.exists() and run.control.exists():
+        if not os.path.lexists(run.evicted) and os.path.exists(run.control):
             write_atomic(run.evicted, DELETED_NOTE)
         try:
             wait_until_released(output, run, "was not deleted", wait_s, on_progress, claimed=claimed)

@@ -268,7 +268,7 @@ class RunFiles:
             return self._whole[1]
         began_ns = time.time_ns()
         steps = list_steps(self.run.broadcast)
-        complete = (step for step in reversed(steps) if stable_marker(self.run.broadcast_dir(step)).exists())
+        complete = (step for step in reversed(steps) if os.path.exists(stable_marker(self.run.broadcast_dir(step))))
         published = next(complete, 0)
         if steps and published == steps[-1] and began_ns - stamp.mtime_ns > SETTLED_NS:
             self._whole = (stamp, published)

@@ -38,6 +38,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 # Replica 0 is found without a folder.
@@ -161,6 +162,8 @@ RUN_FOLDERS = (
     *("control", "configs", "data", "init", "checkpoints", "rollouts", "broadcast", "metrics", "monitors", "logs"),
 )
 STABLE = "STABLE"
+# Of a folder of steps; a run that keeps every one of so many is better thinned out.
+MAX_ENTRIES = 50_000
 # How `config_validation_error.txt` begins.
 CONFIG_ERROR_PREFIX = "Error parsing orchestrator config"
 # 1 to 64 characters after the prefix: short enough for any file system, and free of separators and shell characters.
@@ -384,18 +387,26 @@ def stable_marker(step_dir: Path) -> Path:
 
 
 def list_steps(parent: Path, *, stable_only: bool = False) -> list[int]:
-    """Step numbers of the real `step_N` folders in `parent`, ascending; [] when `parent` is not a real folder."""
+    """Step numbers of the real `step_N` folders in `parent`, ascending; [] when `parent` is not a real folder.
+
+    Raises LayoutError for more than MAX_ENTRIES: each takes time and memory of who looks, and links cost a run nothing.
+    """
+    if os.path.islink(parent):
+        return []
     try:
-        entries = [] if os.path.islink(parent) else list(os.scandir(parent))
+        with os.scandir(parent) as found:
+            entries = list(islice(found, MAX_ENTRIES + 1))
     except (FileNotFoundError, NotADirectoryError):
         return []
+    if len(entries) > MAX_ENTRIES:
+        raise LayoutError(f"{parent} has more than {MAX_ENTRIES} entries: remove the oldest")
     steps = sorted(step for e in entries if not e.is_symlink() and (step := parse_step(e.name)) is not None)
-    return [s for s in steps if stable_marker(parent / step_name(s)).exists()] if stable_only else steps
+    return [s for s in steps if os.path.exists(stable_marker(parent / step_name(s)))] if stable_only else steps
 
 
 def list_rollout_steps(run: RunDir) -> list[int]:
     """Steps whose rollout file is complete, ascending."""
-    return [step for step in list_steps(run.rollouts) if run.rollout_file(step).exists()]
+    return [step for step in list_steps(run.rollouts) if os.path.exists(run.rollout_file(step))]
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,8 @@ def utc(at: float) -> str:
 STATUS_FORMAT_VERSION = 1
 # Ten times the largest that a daemon writes with 1,024 runs; what is larger was not written by a daemon.
 MAX_STATUS_BYTES = 4_000_000
+# A run's own is read at each look at it, by all daemons.
+MAX_RUN_STATUS_BYTES = 256_000
 # A write costs one fsync; five seconds keep 200 runs cheap and still show a death within fifteen.
 HEARTBEAT_S = 5.0
 LOST_AFTER_S = 3 * HEARTBEAT_S
@@ -357,7 +359,7 @@ StatusT = TypeVar("StatusT", bound=Status)
 
 def read_status(path: Path, kind: type[StatusT]) -> StatusT | None:
     """The status in `path`, or None when it is missing, damaged or of another version."""
-    return read_json(path, kind, limit=MAX_STATUS_BYTES)
+    return read_json(path, kind, limit=MAX_RUN_STATUS_BYTES if kind is RunStatus else MAX_STATUS_BYTES)
 
 
 def is_alive(status: Status | None, now: float) -> bool:

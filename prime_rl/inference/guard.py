@@ -392,7 +392,7 @@ def check_weight_file(folder: Path, shapes: Shapes) -> None:
     """Raises ApiError (400) unless the weight file of `folder` holds exactly these names and shapes. Reads its head."""
     path = folder / WEIGHTS_FILE
     with readable(path):
-        found = read_shapes(path)
+        found = read_shapes(path, len(shapes))
     check_fit(str(path), found, shapes)
 
 

@@ -31,6 +31,8 @@ from prime_rl.lora.linear import MultiLoRALinear
 
 # A rank of 256 in every linear layer of a model with 70 billion parameters takes about as much.
 MAX_ADAPTER_BYTES = 8 << 30
+# What is known of no file; the bytes that the head of a file has for each tensor, and besides.
+MAX_TENSORS, HEAD_BYTES_A_TENSOR, LEAST_HEAD_BYTES = 65_536, 256, 65_536
 # Of `served_parts`, in numbers: 64 MiB of float32.
 PART_SIZE = 16 << 20
 PEFT_PREFIX = "base_model.model."
@@ -127,7 +129,7 @@ def served_parts(
     and `check_served_adapter` do.
     """
     config = read_adapter_config(folder)
-    with open_tensors(folder / ADAPTER_FILE, limit=MAX_ADAPTER_BYTES) as file:
+    with open_tensors(folder / ADAPTER_FILE, limit=MAX_ADAPTER_BYTES, num=2 * len(layers)) as file:
         check_served_adapter(layers, file.shapes, config, base)
         num_parts = math.ceil(sum(map(math.prod, file.shapes.values())) / PART_SIZE)
         for start in range(num_parts):
@@ -228,25 +230,29 @@ def save_peft(
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def load_peft(folder: Path, *, limit: int = MAX_ADAPTER_BYTES) -> tuple[dict[str, Tensor], AdapterConfig]:
-    """Read what `save_peft` wrote, at most `limit` bytes of weights.
+def load_peft(
+    folder: Path, *, limit: int = MAX_ADAPTER_BYTES, num: int = MAX_TENSORS
+) -> tuple[dict[str, Tensor], AdapterConfig]:
+    """Read what `save_peft` wrote, at most `limit` bytes of weights in about `num` tensors.
 
     Raises ValueError when the files are not an adapter that this project can use, OSError when they cannot be read.
     """
     config = read_adapter_config(folder)
     try:
-        tensors = load_tensors(folder / ADAPTER_FILE, limit=limit)
+        tensors = load_tensors(folder / ADAPTER_FILE, limit=limit, num=num)
     except ValueError as error:
         raise ValueError(f"{folder}: not an adapter: {error}") from error
     return tensors, config
 
 
-def load_tensors(path: Path, *, limit: int | None = None, mapped: bool = False) -> dict[str, Tensor]:
-    """The tensors of a file of at most `limit` bytes. Raises OSError, or ValueError when the file is damaged.
+def load_tensors(
+    path: Path, *, limit: int | None = None, num: int = MAX_TENSORS, mapped: bool = False
+) -> dict[str, Tensor]:
+    """The about `num` tensors of a file of at most `limit` bytes. Raises OSError, or ValueError for a damaged file.
 
     `mapped` shares the memory between processes, for whole models, whose only run can hurt no other.
     """
-    with _opened(path, limit) as name:
+    with _opened(path, limit, num) as name:
         tensors: dict[str, Tensor] = load_file(name, backend="mmap" if mapped else "pread")
     return tensors
 
@@ -269,26 +275,32 @@ class TensorFile:
 
 
 @contextlib.contextmanager
-def open_tensors(path: Path, *, limit: int | None = None) -> Iterator[TensorFile]:
-    """Reads the head of a file of at most `limit` bytes. Raises as `load_tensors` does, and so does the block."""
-    with _opened(path, limit) as name, safe_open(name, framework="pt", backend="pread") as file:
+def open_tensors(path: Path, *, limit: int | None = None, num: int = MAX_TENSORS) -> Iterator[TensorFile]:
+    """Reads the head of a file as `load_tensors` takes it. Raises as that does, and so does the block."""
+    with _opened(path, limit, num) as name, safe_open(name, framework="pt", backend="pread") as file:
         yield TensorFile(file)
 
 
-def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def read_shapes(path: Path, num: int = MAX_TENSORS) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of a file, by name; reads its head alone. Raises as `load_tensors` does."""
-    with open_tensors(path) as file:
+    with open_tensors(path, num=num) as file:
         return file.shapes
 
 
 @contextlib.contextmanager
-def _opened(path: Path, limit: int | None) -> Iterator[str]:
-    """A name of the file that stays its name, whatever is put at `path` meanwhile."""
+def _opened(path: Path, limit: int | None, num: int) -> Iterator[str]:
+    """A name of the file that stays its name, whatever is put at `path` meanwhile.
+
+    A head that is too large for `num` tensors is refused: reading one takes Python's lock, seconds for a million.
+    """
     fd = open_file(path)
     try:
         size = os.fstat(fd).st_size
         if limit is not None and size > limit:
             raise FileRefused(path, f"has {size} bytes, expected at most {limit}")
+        head, most = int.from_bytes(os.pread(fd, 8, 0), "little"), LEAST_HEAD_BYTES + num * HEAD_BYTES_A_TENSOR
+        if most < head < size:
+            raise FileRefused(path, f"has a head of {head} bytes, expected at most {most} for {num} tensors")
         yield f"/dev/fd/{fd}"
     except SafetensorError as error:
         raise ValueError(f"{path}: {error}") from error

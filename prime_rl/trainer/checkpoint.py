@@ -62,8 +62,8 @@ ADAPTER_HEAD_BYTES = 16 << 20
 MOST_MOMENTS = 4
 CHECKPOINT_VERSION = 2
 STATE_FILE = "state.safetensors"
-# Hundreds of times what a run's progress takes; its tensors are in another file.
-MAX_PROGRESS_BYTES = 16 << 20
+# Many times what a run's progress takes without its tensors: besides, and for each tensor that the run trains.
+PROGRESS_BYTES, PROGRESS_BYTES_A_TENSOR = 256 << 10, 1 << 10
 # The one key of a reference, and the mark of a key that was a number: optimizers count their parameters.
 _TENSOR = "$tensor"
 _NUMBER = "#"
@@ -210,10 +210,9 @@ class AdapterSnapshots(Snapshots):
 
     def read(self, run: TrainerRun, folder: Path) -> dict[str, Tensor]:
         """The adapter in `folder`. ValueError when it has another rank than the config, or is damaged; OSError."""
-        own_bytes = sum(
-            t.numel() * t.element_size() for t in self._manager.get_state_dict_for_run(run.run_idx).values()
-        )
-        tensors, config = load_peft(folder, limit=own_bytes + ADAPTER_HEAD_BYTES)
+        own = self._manager.get_state_dict_for_run(run.run_idx).values()
+        own_bytes = sum(tensor.numel() * tensor.element_size() for tensor in own)
+        tensors, config = load_peft(folder, limit=own_bytes + ADAPTER_HEAD_BYTES, num=len(own))
         if config.rank != run.rank:
             raise ValueError(
                 f"{folder} has rank {config.rank}, the config asks for model.lora.rank = {run.rank}; "
@@ -228,7 +227,7 @@ class AdapterSnapshots(Snapshots):
         """
         fresh, idx = self._manager.get_state_dict_for_run(run.run_idx), run.run_idx
         limit = 4 * sum(tensor.numel() for tensor in fresh.values()) + ADAPTER_HEAD_BYTES
-        tensors, config = load_peft(run.dir.init, limit=limit)
+        tensors, config = load_peft(run.dir.init, limit=limit, num=len(fresh))
         scale = self._manager.scaling_factors[idx]
         self._put(run, begun_from(fresh, tensors, config, rank=run.rank, scale=scale))
 
@@ -327,7 +326,8 @@ class CheckpointManager:
     def _read_state(self, run: TrainerRun, folder: Path) -> tuple[SavedProgress, dict[str, Any]]:
         limit = MOST_MOMENTS * 4 * run.training.weights.num_weights + ADAPTER_HEAD_BYTES
         try:
-            progress = read_file(folder / PROGRESS_FILE, limit=MAX_PROGRESS_BYTES)
+            num = len(run.training.weights.names)
+            progress = read_file(folder / PROGRESS_FILE, limit=PROGRESS_BYTES + num * PROGRESS_BYTES_A_TENSOR)
             version = msgspec.json.decode(progress, type=_Version).version
             if version != CHECKPOINT_VERSION:
                 raise ValueError(
@@ -464,7 +464,7 @@ def remove_step(folder: Path) -> None:
 def trainer_steps(run: RunDir) -> list[int]:
     """Steps of the complete checkpoints from which the trainer can resume, ascending."""
     steps = list_steps(run.checkpoints, stable_only=True)
-    return [step for step in steps if (run.trainer_checkpoint(step) / PROGRESS_FILE).exists()]
+    return [step for step in steps if os.path.exists(run.trainer_checkpoint(step) / PROGRESS_FILE)]
 
 
 def steps_to_remove(config: CkptConfig, complete: Sequence[int], with_orchestrator: Sequence[int]) -> list[int]:

@@ -102,6 +102,21 @@ def test_orch_toml_falls_back_to_the_older_place(tmp_path: Path) -> None:
     assert run.orch_toml == run.control / "orch.toml"
 
 
+def test_steps_beyond_number_and_a_marker_of_no_name_end_no_listing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_rl.contract.layout.MAX_ENTRIES", 20)
+    run = RunDir(tmp_path / "run_a")
+    for step in range(20):
+        run.broadcast_dir(step).mkdir(parents=True)
+    stable_marker(run.broadcast_dir(9)).symlink_to("a" * 300)  # no file system has such a name
+    assert list_steps(run.broadcast, stable_only=True) == []
+    assert list_steps(run.broadcast) == list(range(20))
+    (run.broadcast / "step_20").touch()
+    with pytest.raises(LayoutError, match="broadcast has more than 20 entries: remove the oldest"):
+        list_steps(run.broadcast)
+
+
 def test_steps_are_listed_by_number_and_by_marker(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run_a")
     for step in (10, 9, 2):

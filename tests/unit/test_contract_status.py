@@ -13,6 +13,7 @@ import pytest
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.status import (
     LOST_AFTER_S,
+    MAX_RUN_STATUS_BYTES,
     RunFacts,
     RunState,
     RunStatus,
@@ -186,3 +187,14 @@ def test_a_newer_writers_extra_fields_are_ignored(tmp_path: Path) -> None:
     path.write_bytes(b'{"state": "waiting", "brand_new": 1}')
     status = read_status(path, TrainerStatus)
     assert status is not None and status.state == "waiting"
+
+
+def test_a_status_of_a_run_is_read_up_to_what_a_run_needs_and_one_of_a_daemon_further(tmp_path: Path) -> None:
+    """Each daemon reads that of a run at each look at it, and the run may write what it likes."""
+    path, text = tmp_path / "status.json", "x" * (MAX_RUN_STATUS_BYTES - 1_000)
+    path.write_bytes(msgspec.json.encode(RunStatus(run_id="run_a", reason=text)))
+    assert read_status(path, RunStatus) is not None
+    path.write_bytes(msgspec.json.encode(RunStatus(run_id="run_a", reason=text + "x" * 1_000)))
+    assert read_status(path, RunStatus) is None
+    path.write_bytes(msgspec.json.encode(TrainerStatus(waiting_on=text * 3)))
+    assert read_status(path, TrainerStatus) is not None

@@ -27,7 +27,7 @@ from daemons.halving import (
     write_decisions,
 )
 from prime_rl.contract.files import mark_stable
-from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.layout import OutputDir, RunDir, stable_marker
 from prime_rl.contract.notes import SweepPlan, SweepRun
 
 MAX_STEPS = 27
@@ -260,6 +260,27 @@ def test_a_run_whose_metrics_are_no_file_of_its_own_keeps_no_other_waiting(tmp_p
     sweep.run("run_0").orchestrator_metrics.symlink_to(tmp_path / "elsewhere")
     sweep.go()
     assert sweep.ends["run_2"] == MAX_STEPS and sweep.run("run_0").finished.exists()
+
+
+def test_a_run_whose_version_has_a_mark_of_no_name_is_one_like_the_others(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path, [0.1, 0.9, 0.2], slots=3)
+    for _ in range(2):
+        sweep.turn()
+    mark = stable_marker(sweep.run("run_0").broadcast_dir(2))
+    mark.unlink()
+    mark.symlink_to("a" * 300)  # no file system has such a name
+    sweep.go()
+    assert sweep.ends == {"run_0": 9, "run_1": MAX_STEPS, "run_2": 9}
+
+
+def test_a_run_that_cannot_be_looked_at_takes_no_part(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sweep = Sweep(tmp_path, [0.9, 0.1, 0.2], slots=3)
+    shutil.rmtree(sweep.run("run_0").control)
+    sweep.run("run_0").control.symlink_to("a" * 300)
+    del sweep.qualities["run_0"]
+    sweep.go()
+    assert sweep.ends == {"run_1": 9, "run_2": MAX_STEPS}
+    assert len([record for record in caplog.records if "sweep s, run_0" in record.getMessage()]) <= 1
 
 
 def test_a_run_that_cannot_be_told_keeps_no_other_paused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

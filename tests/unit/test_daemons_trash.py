@@ -87,6 +87,15 @@ def test_a_deleted_run_is_not_started_by_what_was_asked_for_before(output: Outpu
     assert not output.start_request(run.run_id).exists()
 
 
+def test_a_mark_that_is_a_link_to_no_name_keeps_no_run_from_being_evicted_or_deleted(
+    output: OutputDir, run: RunDir
+) -> None:
+    run.evicted.symlink_to("a" * 300)  # no file system has such a name
+    actions.evict_run(output.path, run.run_id, "too slow")
+    actions.delete_run(output.path, run.run_id)
+    assert not run.path.exists()
+
+
 def test_a_run_that_becomes_a_file_while_it_is_deleted_is_put_back(
     output: OutputDir, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

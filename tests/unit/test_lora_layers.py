@@ -22,6 +22,7 @@ from prime_rl.lora.adapter_state import (
     export_adapter,
     load_adapter,
     load_peft,
+    read_shapes,
     reset_adapter,
     save_peft,
     served_parts,
@@ -223,6 +224,27 @@ def test_a_damaged_adapter_is_a_value_error(tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text('{"r": 4}')
     with pytest.raises(ValueError, match=r"target_modules must be a list"):
         load_peft(folder)
+
+
+def test_a_file_of_more_tensors_than_it_may_have_is_refused_before_its_head_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, layers, _ = adapted()
+    folder = export_to(tmp_path, layers)
+    path, opened = folder / ADAPTER_FILE, []
+    for name in ("safe_open", "load_file"):
+        monkeypatch.setattr(f"prime_rl.lora.adapter_state.{name}", lambda *given, **more: opened.append(given))
+    facts = {f"{number:05}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(20_000)}
+    head = json.dumps(facts).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head)
+    for read in (
+        lambda: next(served_parts(layers, folder, base="models/base")),
+        lambda: load_peft(folder, num=2 * len(layers)),
+        lambda: read_shapes(path, 2 * len(layers)),
+    ):
+        with pytest.raises((ValueError, OSError), match=f"has a head of {len(head)} bytes, expected at most"):
+            read()
+    assert not opened
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bool])

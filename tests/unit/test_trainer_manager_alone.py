@@ -14,6 +14,8 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import RunDir
 from prime_rl.lora.linear import MultiLoRALinear
 from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.runs.manager import RunLife
+from prime_rl.trainer.runs.run import TrainerRun
 from tests.runs_support import add, look
 from tests.trainer_support import write_config
 
@@ -213,3 +215,39 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pyte
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, "docs/runs.md", "exec"), names)
+
+
+@pytest.mark.parametrize("fails", ["admitted", "created"])
+def test_a_run_that_puts_itself_forward_again_pays_for_what_its_failed_start_took(
+    tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its environment may remove `evicted.txt`: the run is not admitted at each look, and the others train."""
+    run = add(tmp_path, "run_a", 1)
+    add(tmp_path, "run_b", 2)
+    manager, _ = with_layer(tmp_path)
+    took_s, now, tries = [0.0], [100.0], []
+    monkeypatch.setattr(manager._discovery, "spent", lambda: took_s[0])
+    monkeypatch.setattr(manager._discovery, "_clock", lambda: now[0])
+
+    class Life(RunLife):
+        def start(self, state: str, started: TrainerRun) -> None:
+            if state == fails and started.run_id == "run_a":
+                tries.append(now[0])
+                took_s[0] += 2.0
+                raise ValueError("a state that takes long to read")
+
+        def admitted(self, run: TrainerRun) -> None:
+            self.start("admitted", run)
+
+        def created(self, run: TrainerRun) -> None:
+            self.start("created", run)
+
+    manager.life = Life()
+    for _ in range(5):
+        look(manager)
+        run.evicted.unlink(missing_ok=True)
+        now[0] += 1.0
+    assert len(tries) == 1 and [each.run_id for each in manager.used] == ["run_b"]
+    now[0] += 100.0
+    look(manager)
+    assert len(tries) == 2, "its owner, who mended it, does not wait for ever"

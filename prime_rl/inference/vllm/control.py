@@ -397,7 +397,7 @@ class AdapterGate:
     def __call__(self, name: str, folder: Path) -> str:
         """Check the adapter's names, shapes and numbers, and keep its size for `check_sizes`."""
         try:
-            tensors, config = load_peft(folder)
+            tensors, config = load_peft(folder, num=2 * len(self._layers))
             check_served_adapter(self._layers, shapes_of(tensors), config, self._base)
             check_finite(tensors)
         except (ValueError, OSError) as error:

@@ -452,7 +452,7 @@ class Discovery:
         self._settle_s = settle_s
         self._clock = clock
         self._wall_ns = wall_ns
-        self._spent = spent
+        self.spent = spent
         self._num_looks = 0
         self._entries: dict[str, _Entry] = {}
 
@@ -482,14 +482,14 @@ class Discovery:
     def judge(self, found: Findings) -> None:
         """Find for each run without a slot whether it may have one, or why not."""
         for run_id, entry in self._entries.items():
-            now, began_s = self._clock(), self._spent()
+            now, began_s = self._clock(), self.spent()
             if entry.verdict is None or entry.due <= now:
                 with self._boundary(run_id):
                     if entry.verdict != _STAYS:
                         entry.verdict = entry.judge(self._validate, self._settle_s, now)
                     elif (config := entry.read_again(self._validate, self._settle_s, now)) is not None:
                         found.changed[run_id] = config
-                entry.allowance.charge(self._spent() - began_s, now)
+                entry.allowance.charge(self.spent() - began_s, now)
             with self._boundary(run_id):
                 entry.tell(found)
         found.candidates.sort(key=lambda candidate: candidate.claim.order)
@@ -524,6 +524,11 @@ class Discovery:
             except OSError as error:
                 logger.debug("cannot write the config error of %s: %s", run_id, error)
                 self.suspect(run_id)
+
+    def charge(self, run_id: str, began_s: float) -> None:
+        """A run was not admitted, or not started: what that has taken since `began_s` (`spent`) is its own to pay."""
+        if (entry := self._entries.get(run_id)) is not None:
+            entry.allowance.charge(self.spent() - began_s, self._clock())
 
     def suspect(self, run_id: str, *, with_config: bool = False) -> None:
         """Look at the run again, `with_config` at its config too: what was found about it may be outdated."""

@@ -379,6 +379,7 @@ class MultiRunManager(Slots):
         self._free(run.run_idx)
 
     def _admit(self, candidate: Candidate) -> None:
+        began_s = self._discovery.spent()
         try:
             effect = read_effect(candidate.run)
             # As JSON, where nan equals itself.
@@ -403,6 +404,7 @@ class MultiRunManager(Slots):
             trouble = disk_trouble(error, self.output_dir, run.dir.path)  # then it is tried again at the next look
             if trouble is None:
                 self._evictions.add(run.run_id, f"it cannot be admitted: {error_text(error)}")
+                self._discovery.charge(run.run_id, began_s)
             self._forget(run, trouble or "it was refused")
             return
         logger.info("%s takes slot %d at step %d", run.run_id, run.run_idx, run.progress.step)
@@ -428,10 +430,11 @@ class MultiRunManager(Slots):
             call_leaving(calls_of(self._hooks.deletion, slot.run_idx, slot.run_id), slot.run_id)
         for slot in came:
             hooks = calls_of(self._hooks.creation, slot.run_idx, slot.run_id)
-            own = partial(self._create, slot.run_idx)
+            own, began_s = partial(self._create, slot.run_idx), self._discovery.spent()
             fault = call_coming(self.channel, [own, *hooks], slot.run_id, faults.get(slot.run_idx))
             if fault is not None:
                 self._drop(slot, fault)
+                self._discovery.charge(slot.run_id, began_s)
 
     def _exchange_state(self) -> StateMessage:
         if self.is_master:
