@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from prime_rl.contract.files import closing, open_file
-from prime_rl.utils.tail import FileTail
+from prime_rl.utils.tail import MAX_OLD_LOGS, FileTail
 from prime_rl.utils.text import clean_text
 
 MAX_LINE_BYTES = 1 << 18
@@ -51,7 +51,7 @@ def last_lines(path: Path, num_lines: int, wanted: Wanted = lambda line: True, *
 
 def _newest_first(path: Path) -> Iterator[Path]:
     yield path
-    for number in itertools.count(1):
+    for number in range(1, MAX_OLD_LOGS + 1):
         older = old_log(path, number)
         if not older.is_file():
             return

@@ -10,7 +10,6 @@ bounded, whatever the file holds.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 18
 # No metrics come near it, and a file of holes is read at no more than some hundred MiB a second.
 MAX_WHOLE_BYTES = 1 << 28
+# Rotation leaves no more; of whoever makes more none are looked at.
+MAX_OLD_LOGS = 100
 # So many bytes before the offset are compared at each look: a file that was cut and grew again past the offset is
 # then noticed, though its size and inode are unchanged.
 _MARK_BYTES = 64
@@ -121,7 +122,7 @@ class FileTail:
     def _rest_put_aside(self) -> bytes | None:
         """The unread rest of the files rotated since the last look; None when it is unknown."""
         rest, newest = b"", self._old(1, 0)[0]
-        for number in itertools.count(1):
+        for number in range(1, MAX_OLD_LOGS + 1):
             identity, data, is_ours = self._old(number, self._chunk_bytes + 1)
             if not self._mark and identity == self._newest_old:
                 if number == 1:
@@ -132,6 +133,8 @@ class FileTail:
                 return None
             if is_ours:
                 break
+        else:
+            return None
         self._newest_old = newest
         return rest
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from daemons.logs import LogRelay, node_log, old_log, rotate
+from daemons import logs
+from daemons.logs import LogRelay, last_lines, node_log, old_log, rotate
+from prime_rl.contract import files
 from prime_rl.contract.files import wait_for
 from prime_rl.utils.tail import CHUNK_BYTES, FileTail, TailRead
 from tests.patience import PATIENCE_S
@@ -130,6 +132,27 @@ def test_more_than_a_look_takes_is_given_up_and_said(tmp_path: Path, first: byte
     log.write_bytes(b"goes on\n")
     read = tail.read()
     assert (read.lines, read.reset, read.more) == ([b"goes on"], True, False)
+
+
+def test_no_more_old_logs_are_looked_at_than_are_ever_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, opened, num_opened = tmp_path / "daemon.log", files.open_file, 0
+    log.write_bytes(b"one\n")
+    tail = FileTail(log)
+    lines_of(tail)
+    for number in range(1, 1001):
+        old_log(log, number).touch()
+
+    def counted(path: Path) -> int:
+        nonlocal num_opened
+        num_opened += 1
+        return opened(path)
+
+    monkeypatch.setattr("prime_rl.utils.tail.open_file", counted)
+    monkeypatch.setattr(logs, "open_file", counted)
+    log.unlink()
+    log.write_bytes(b"two\n")
+    assert tail.read() == TailRead([b"two"], reset=True) and last_lines(log, 5) == ["two"]
+    assert num_opened < 300
 
 
 def test_only_so_many_old_logs_are_kept_and_small_ones_are_left(tmp_path: Path) -> None:
