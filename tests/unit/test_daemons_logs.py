@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,27 @@ def test_a_rotation_that_was_killed_before_its_cut_repeats_lines_and_loses_none(
     old_log(log, 1).write_bytes(log.read_bytes())  # where it was killed
     assert rotate(log, 10, 3)
     assert old_log(log, 1).read_bytes() == old_log(log, 2).read_bytes() == b"a" * 20
+
+
+def test_a_log_that_grows_faster_than_it_is_copied_is_cut_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hole costs its writer nothing, and its copy takes up the disk."""
+    log, limit, read, num_reads = tmp_path / "daemon.log", 1 << 20, os.read, 0
+    monkeypatch.setattr(logs, "_MIN_KEPT_BYTES", limit)
+    log.touch()
+    os.truncate(log, 1 << 40)
+
+    def grows(fd: int, num: int) -> bytes:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads < 50:  # then it rests, or the copy would never end
+            os.truncate(log, log.stat().st_size + 2 * num)
+        return read(fd, num)
+
+    monkeypatch.setattr(os, "read", grows)
+    assert rotate(log, 10, 3)
+    assert limit <= old_log(log, 1).stat().st_size <= 2 * limit and log.stat().st_size == 0
 
 
 def test_a_link_in_the_place_of_a_log_is_not_followed(tmp_path: Path) -> None:
