@@ -85,14 +85,16 @@ class FileTail:
             return TailRead([], reset=had_content)
 
     def lines(self) -> Iterator[bytes]:
-        """The whole lines up to the present end of the file, read in chunks."""
-        end, more = 0, True
+        """The whole lines up to the present end of the file, in chunks: no more bytes, whatever takes its place."""
+        end = 0
         with contextlib.suppress(OSError):
             end = self.path.stat().st_size
-        while more:
+        most = end if self._start_bytes is None else min(end, self._start_bytes)
+        for _ in range(2 + most // self._chunk_bytes):  # one may be of what was put aside
             found = self.read()
             yield from found.lines
-            more = found.more and self._offset < end
+            if not found.more or self._offset >= end:
+                return
 
     def _read(self, fd: int) -> TailRead:
         identity, size = _look(fd)
