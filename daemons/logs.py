@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from prime_rl.contract.files import closing, open_file
-from prime_rl.utils.tail import FileTail
+from prime_rl.utils.tail import MAX_OLD_LOGS, FileTail
 from prime_rl.utils.text import clean_text
 
 MAX_LINE_BYTES = 1 << 18
@@ -21,7 +21,8 @@ _BLOCK_BYTES = 1 << 16
 # Reading stops at a longer stretch without a line's end: a file with a hole is not a log.
 _MAX_UNBROKEN_BYTES = 1 << 24
 _COPY_BYTES = 1 << 20
-# Of a log that is far larger than allowed (a flood, a file with a hole) only the newest is kept, at least so much.
+# Of a log that is far larger than allowed (a flood, a file with a hole) only the newest is kept, at least so much; of
+# what is written while it is copied, at most so much.
 _MIN_KEPT_BYTES = 64 << 20
 _UNKNOWN = -1
 
@@ -51,7 +52,7 @@ def last_lines(path: Path, num_lines: int, wanted: Wanted = lambda line: True, *
 
 def _newest_first(path: Path) -> Iterator[Path]:
     yield path
-    for number in itertools.count(1):
+    for number in range(1, MAX_OLD_LOGS + 1):
         older = old_log(path, number)
         if not older.is_file():
             return
@@ -117,17 +118,19 @@ def rotate(log: Path, max_bytes: int, num_old: int) -> bool:
     staged = log.with_name(f".{log.name}.tmp")
     new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     with closing(open_file(log, os.O_RDWR)) as source, closing(open_file(staged, new)) as copy:
-        os.lseek(source, max(0, os.fstat(source).st_size - max(_MIN_KEPT_BYTES, 2 * max_bytes)), os.SEEK_SET)
-        _copy_rest(source, copy)
+        limit = max(_MIN_KEPT_BYTES, 2 * max_bytes)
+        os.lseek(source, max(0, os.fstat(source).st_size - limit), os.SEEK_SET)
+        _copy(source, copy, limit)
         os.rename(staged, newest)  # before the cut: a kill in between leaves the lines twice, never not at all
-        _copy_rest(source, copy)
+        _copy(source, copy, _MIN_KEPT_BYTES)
         os.ftruncate(source, 0)
     return True
 
 
-def _copy_rest(source: int, copy: int) -> None:
-    """From where `source` stands to its end."""
-    while data := os.read(source, _COPY_BYTES):
+def _copy(source: int, copy: int, limit: int) -> None:
+    """From where `source` stands to its end, at most `limit` bytes."""
+    while data := os.read(source, min(limit, _COPY_BYTES)):
+        limit -= len(data)
         while data:
             data = data[os.write(copy, data) :]
 

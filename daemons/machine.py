@@ -27,6 +27,8 @@ from prime_rl.utils.watch import file_system_type
 # One walk may take so long, and is repeated after so long.
 WALK_LIMIT_S = 2.0
 WALK_EVERY_S = 30.0
+# The time is looked at in each folder, and after so many names of one.
+_LOOK_EVERY = 1000
 # A forecast needs a while to mean something.
 MIN_FORECAST_S = 60.0
 
@@ -228,23 +230,22 @@ def disk_use(
         is_own = not is_workspace or path == str(folder) or path.startswith(runs)
         if not is_own and os.path.isdir(OutputDir(Path(path)).daemons):
             continue
-        try:
-            entries = list(os.scandir(path))
-        except OSError:
-            continue
-        for entry in entries:
-            try:
-                info = entry.stat(follow_symlinks=False)
-            except OSError:
-                continue
-            is_dir = entry.is_dir(follow_symlinks=False)
-            if is_dir:
-                todo.append(entry.path)
-            elif info.st_nlink > 1:  # a hard link is stored once
-                if (info.st_dev, info.st_ino) in seen:
+        with contextlib.suppress(OSError), os.scandir(path) as entries:
+            for number, entry in enumerate(entries, start=1):
+                if number % _LOOK_EVERY == 0 and (clock() > deadline or stop()):
+                    return Use(total, complete=False)
+                try:
+                    info = entry.stat(follow_symlinks=False)
+                except OSError:
                     continue
-                seen.add((info.st_dev, info.st_ino))
-            total += info.st_blocks * 512 if as_stored else info.st_size * (not is_dir)
+                is_dir = entry.is_dir(follow_symlinks=False)
+                if is_dir:
+                    todo.append(entry.path)
+                elif info.st_nlink > 1:  # a hard link is stored once
+                    if (info.st_dev, info.st_ino) in seen:
+                        continue
+                    seen.add((info.st_dev, info.st_ino))
+                total += info.st_blocks * 512 if as_stored else info.st_size * (not is_dir)
     return Use(total)
 
 

@@ -28,6 +28,7 @@ from prime_rl.configs.base import (
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.reports import AlertsConfig, MonitorsConfig
 from prime_rl.configs.trainer import MOST_SLOTS, SlotsSetting, TrainerConfig, TrainerModelConfig
+from prime_rl.utils.tail import MAX_OLD_LOGS
 
 Engine = Literal["local", "slurm", "ray"]
 Gpu = Annotated[int, Field(ge=0)]
@@ -258,7 +259,7 @@ class SupervisorConfig(BaseConfig):
     max_log_bytes: int = Field(50_000_000, ge=10_000)
     """Size, in bytes, above which a log is rotated."""
 
-    num_old_logs: int = Field(3, ge=1)
+    num_old_logs: int = Field(3, ge=1, le=MAX_OLD_LOGS)
     """Rotated logs kept of each daemon."""
 
     stall: StallConfigs = StallConfigs()

@@ -10,7 +10,6 @@ bounded, whatever the file holds.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 18
 # No metrics come near it, and a file of holes is read at no more than some hundred MiB a second.
 MAX_WHOLE_BYTES = 1 << 28
+# Rotation leaves no more; of whoever makes more none are looked at.
+MAX_OLD_LOGS = 100
 # So many bytes before the offset are compared at each look: a file that was cut and grew again past the offset is
 # then noticed, though its size and inode are unchanged.
 _MARK_BYTES = 64
@@ -84,14 +85,16 @@ class FileTail:
             return TailRead([], reset=had_content)
 
     def lines(self) -> Iterator[bytes]:
-        """The whole lines up to the present end of the file, read in chunks."""
-        end, more = 0, True
+        """The whole lines up to the present end of the file, in chunks: no more bytes, whatever takes its place."""
+        end = 0
         with contextlib.suppress(OSError):
             end = self.path.stat().st_size
-        while more:
+        most = end if self._start_bytes is None else min(end, self._start_bytes)
+        for _ in range(2 + most // self._chunk_bytes):  # one may be of what was put aside
             found = self.read()
             yield from found.lines
-            more = found.more and self._offset < end
+            if not found.more or self._offset >= end:
+                return
 
     def _read(self, fd: int) -> TailRead:
         identity, size = _look(fd)
@@ -121,7 +124,7 @@ class FileTail:
     def _rest_put_aside(self) -> bytes | None:
         """The unread rest of the files rotated since the last look; None when it is unknown."""
         rest, newest = b"", self._old(1, 0)[0]
-        for number in itertools.count(1):
+        for number in range(1, MAX_OLD_LOGS + 1):
             identity, data, is_ours = self._old(number, self._chunk_bytes + 1)
             if not self._mark and identity == self._newest_old:
                 if number == 1:
@@ -132,6 +135,8 @@ class FileTail:
                 return None
             if is_ours:
                 break
+        else:
+            return None
         self._newest_old = newest
         return rest
 

@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from prime_rl.contract.layout import RUN_FOLDERS, RUN_PREFIX
+
 MOUNT_TABLE = Path("/proc/self/mountinfo")
 # Shared or served by a process: inotify reports only writes of this machine.
 _NO_EVENTS = (
@@ -130,6 +132,8 @@ _CURES = {
     errno.ENOSPC: "sudo sysctl fs.inotify.max_user_watches=1048576",
     errno.EMFILE: "sudo sysctl fs.inotify.max_user_instances=1024, or a higher ulimit -n",
 }
+# Of the system; any other error is one folder's.
+_LIMITS = frozenset({*_CURES, errno.ENFILE, errno.ENOMEM})
 
 # watchdog may log this for each of many short-lived folders; there is nothing to act on.
 warnings.filterwarnings("ignore", message="Callback with id", category=RuntimeWarning)
@@ -189,19 +193,25 @@ class NativeEvents:
             return set(self._watches)
 
     def add(self, folder: Path) -> bool:
-        """Watch what is at `folder` now; False when it is watched already, missing, not readable, or has a storm.
+        """Watch what is at `folder` now; False when it is watched already, not a readable folder, or has a storm.
 
         Raises OSError when the system has no more watches.
         """
-        from watchdog.observers.inotify_c import CallbackId
+        from watchdog.observers.inotify_c import CallbackId, Mask
+        from watchdog.observers.inotify_c import InotifyConstants as Event
 
         if time.monotonic() < self._rests.get(folder, 0.0):
             return False
         self._rests.pop(folder, None)
         new_id = CallbackId(next(self._ids))
+        # A link to the folder of another run would take its events, as a system's watch has one path.
+        is_of_run = folder.name in RUN_FOLDERS and folder.parent.name.startswith(RUN_PREFIX)
+        mask = Mask(self._mask | Event.IN_DONT_FOLLOW) if is_of_run else self._mask
         try:
-            wd = self._reader.add_callback(os.fsencode(folder), self._mask, self, new_id)
-        except (FileNotFoundError, NotADirectoryError):
+            wd = self._reader.add_callback(os.fsencode(folder), mask, self, new_id)
+        except OSError as error:
+            if error.errno in _LIMITS:
+                raise
             self.remove(folder)
             return False
         with self._lock:
@@ -421,7 +431,7 @@ class Watcher:
             for folder in sorted((wanted - watched) | unsure):
                 if backend.add(folder):
                     self._hint(folder)  # what landed before the watch was set is found by a look
-        except OSError as error:  # ENOSPC, EMFILE: no more watches
+        except OSError as error:
             self._fall_back(error)
 
     def wait(self, timeout_s: float | None = None) -> bool:

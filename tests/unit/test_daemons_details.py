@@ -90,6 +90,10 @@ def test_disk_use_counts_what_is_there_once_and_follows_no_link(tmp_path: Path) 
     ticks = iter(range(100))
     cut = disk_use(workspace, limit_s=1.5, clock=lambda: float(next(ticks)))
     assert not cut.complete
+    for number in range(1100):
+        (outside / str(number)).touch()
+    looks = iter([False])
+    assert not disk_use(outside, stop=lambda: next(looks, True)).complete, "it ends within a folder too"
     assert disk_use(tmp_path / "none").num_bytes == 0
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from daemons.logs import LogRelay, node_log, old_log, rotate
+from daemons import logs
+from daemons.logs import LogRelay, last_lines, node_log, old_log, rotate
+from prime_rl.contract import files
 from prime_rl.contract.files import wait_for
 from prime_rl.utils.tail import CHUNK_BYTES, FileTail, TailRead
 from tests.patience import PATIENCE_S
@@ -132,6 +135,27 @@ def test_more_than_a_look_takes_is_given_up_and_said(tmp_path: Path, first: byte
     assert (read.lines, read.reset, read.more) == ([b"goes on"], True, False)
 
 
+def test_no_more_old_logs_are_looked_at_than_are_ever_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, opened, num_opened = tmp_path / "daemon.log", files.open_file, 0
+    log.write_bytes(b"one\n")
+    tail = FileTail(log)
+    lines_of(tail)
+    for number in range(1, 1001):
+        old_log(log, number).touch()
+
+    def counted(path: Path) -> int:
+        nonlocal num_opened
+        num_opened += 1
+        return opened(path)
+
+    monkeypatch.setattr("prime_rl.utils.tail.open_file", counted)
+    monkeypatch.setattr(logs, "open_file", counted)
+    log.unlink()
+    log.write_bytes(b"two\n")
+    assert tail.read() == TailRead([b"two"], reset=True) and last_lines(log, 5) == ["two"]
+    assert num_opened < 300
+
+
 def test_only_so_many_old_logs_are_kept_and_small_ones_are_left(tmp_path: Path) -> None:
     log = tmp_path / "daemon.log"
     assert not rotate(log, 10, 2)
@@ -151,6 +175,27 @@ def test_a_rotation_that_was_killed_before_its_cut_repeats_lines_and_loses_none(
     old_log(log, 1).write_bytes(log.read_bytes())  # where it was killed
     assert rotate(log, 10, 3)
     assert old_log(log, 1).read_bytes() == old_log(log, 2).read_bytes() == b"a" * 20
+
+
+def test_a_log_that_grows_faster_than_it_is_copied_is_cut_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hole costs its writer nothing, and its copy takes up the disk."""
+    log, limit, read, num_reads = tmp_path / "daemon.log", 1 << 20, os.read, 0
+    monkeypatch.setattr(logs, "_MIN_KEPT_BYTES", limit)
+    log.touch()
+    os.truncate(log, 1 << 40)
+
+    def grows(fd: int, num: int) -> bytes:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads < 50:  # then it rests, or the copy would never end
+            os.truncate(log, log.stat().st_size + 2 * num)
+        return read(fd, num)
+
+    monkeypatch.setattr(os, "read", grows)
+    assert rotate(log, 10, 3)
+    assert limit <= old_log(log, 1).stat().st_size <= 2 * limit and log.stat().st_size == 0
 
 
 def test_a_link_in_the_place_of_a_log_is_not_followed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.metrics import parse_metrics
-from prime_rl.utils.tail import CHUNK_BYTES, MAX_LINE_BYTES, FileTail, whole_lines
+from prime_rl.utils.tail import CHUNK_BYTES, MAX_LINE_BYTES, FileTail, TailRead, whole_lines
 from tests.budgets import examples
 from tui.readers.charts import NUM_RECENT, History, HistoryReader, RunMetrics
 from tui.readers.run_config import EventsReader, toml_text
@@ -73,6 +74,32 @@ def test_the_lines_of_a_file_end_where_it_ended_and_of_a_huge_one_the_last_are_r
         file.write(b"\nlast\n")
     monkeypatch.setattr("prime_rl.utils.tail.MAX_WHOLE_BYTES", 1 << 20)
     assert list(whole_lines(path)) == [b"last"]
+
+
+@pytest.mark.parametrize("from_old", [False, True])
+def test_files_that_change_places_while_they_are_read_are_read_no_further_than_the_first(
+    tmp_path: Path, from_old: bool
+) -> None:
+    """Also when each is put aside as a log is that is rotated."""
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    path.write_bytes(b"a" * 99 + b"\n" + b"a" * 999 + b"\n")
+    other.write_bytes(b"b" * 99 + b"\n" + b"b" * 999 + b"\n")
+    num_reads = 0
+
+    class Swapped(FileTail):
+        def read(self) -> TailRead:
+            nonlocal num_reads
+            num_reads += 1
+            found = super().read()
+            if num_reads < 100:  # then they rest, or reading would never end
+                put_aside = tmp_path / ("metrics.jsonl.1" if from_old else "aside")
+                path.rename(put_aside)
+                other.rename(path)
+                shutil.copyfile(put_aside, other)
+            return found
+
+    first, *_ = Swapped(path, chunk_bytes=1000).lines()
+    assert first == b"a" * 99 and num_reads <= 3
 
 
 @settings(max_examples=examples(80))

@@ -192,6 +192,32 @@ def test_a_replacement_that_no_event_tells_is_found_at_the_rescan(tmp_path: Path
         wait_for(found, "the folder to be watched again", timeout_s=PATIENCE_S)
 
 
+def test_a_folder_that_cannot_be_watched_is_as_if_it_were_not_there(tmp_path: Path) -> None:
+    folder, loop = tmp_path / "a", tmp_path / "b"
+    folder.mkdir(), loop.mkdir()
+    with watcher_of(folder, loop) as watcher:
+        loop.rmdir()
+        loop.symlink_to(loop.name)
+        quiet(watcher)
+        watcher.watch([folder, loop])
+        assert not watcher.is_polling and watcher.folders == {folder}
+        loop.unlink(), loop.mkdir()
+        watcher.watch([folder, loop])
+        assert hinted(watcher, loop)
+
+
+def test_a_link_in_a_run_takes_no_events_from_the_folder_of_another(tmp_path: Path) -> None:
+    control, link = tmp_path / "run_a" / "control", tmp_path / "run_b" / "control"
+    control.mkdir(parents=True), link.parent.mkdir()
+    link.symlink_to(control)
+    (tmp_path / "workspace").symlink_to(tmp_path)  # whose owner may put it anywhere
+    with watcher_of(control, link, tmp_path / "workspace") as watcher:
+        quiet(watcher)
+        assert watcher.folders == {control, tmp_path / "workspace"}
+        write_atomic(control / "x", "1")
+        assert watcher.wait() and hinted(watcher, control)
+
+
 class Limited(NativeEvents):
     """Real events, until the system's limit is reached."""
 
