@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from daemons.monitors.services import Monitor, PrometheusMonitor, PrometheusPage
+from daemons.monitors.services import KeptIds, Monitor, PrometheusMonitor, PrometheusPage
 from daemons.specs import MONITORS
 from prime_rl.configs.admitted import config_in_effect
 from prime_rl.configs.base import BaseConfig, ConfigError, load_config
@@ -260,6 +260,7 @@ class FollowedRun:
 
     Args:
         page: the workspace's page, if there is one.
+        ids: of all runs of the workspace.
         quiet_s: how long a run without a slot is followed after its last line.
     """
 
@@ -268,12 +269,13 @@ class FollowedRun:
         run: RunDir,
         workspace: MonitorsConfig,
         page: PrometheusPage | None,
+        ids: KeptIds,
         *,
         now: float,
         quiet_s: float = QUIET_S,
     ) -> None:
         self.run = run
-        self._workspace, self._page, self._quiet_s = workspace, page, quiet_s
+        self._workspace, self._page, self._ids, self._quiet_s = workspace, page, ids, quiet_s
         self._feeds: dict[str, _Fed] = {}
         self._failed: dict[str, BaseConfig] = {}
         self._positions = Positions(run)
@@ -367,7 +369,7 @@ class FollowedRun:
         if isinstance(table, WandbConfig):
             from daemons.monitors.services import WandbMonitor
 
-            return WandbMonitor(table, self.run.monitors)
+            return WandbMonitor(table, self.run, self._ids)
         if isinstance(table, TensorBoardConfig):
             from daemons.monitors.services import TensorBoardMonitor
 
@@ -375,7 +377,7 @@ class FollowedRun:
         if isinstance(table, TrackioConfig):
             from daemons.monitors.services import TrackioMonitor
 
-            return TrackioMonitor(table, self.run.monitors, OutputDir(self.run.path.parent).trackio)
+            return TrackioMonitor(table, self.run, self._ids, OutputDir(self.run.path.parent).trackio)
         assert isinstance(table, PrometheusConfig)
         return PrometheusMonitor(self._page or PrometheusPage(table), is_own=self._page is None)
 
@@ -423,6 +425,7 @@ class Monitors:
     ) -> None:
         self.page = PrometheusPage(config.prometheus) if config.prometheus is not None else None
         self._output, self._config, self._clock, self._quiet_s = output, config, clock, quiet_s
+        self._ids = KeptIds(output)
         self._runs: dict[str, FollowedRun] = {}
         self._troubles: dict[str, str] = {}
 
@@ -444,7 +447,7 @@ class Monitors:
     def _follow(self, run: RunDir, now: float, in_slot: bool) -> None:
         followed = self._runs.get(run.run_id)
         if followed is None:
-            followed = FollowedRun(run, self._config, self.page, now=now, quiet_s=self._quiet_s)
+            followed = FollowedRun(run, self._config, self.page, self._ids, now=now, quiet_s=self._quiet_s)
             self._runs[run.run_id] = followed
         if followed.is_there:  # else the one before it is still being closed
             followed.look(now, in_slot=in_slot)
@@ -490,9 +493,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     setup_logger(MONITORS, config.log.level)
     monitors = Monitors(output, config)
-    own = output.own_status(MONITORS)
-    own.parent.mkdir(parents=True, exist_ok=True)
-    status = StatusWriter(own, Status(state="running"))
+    status = StatusWriter(output.own_status(MONITORS), Status(state="running"))
     while not stop():
         status.turn()
         try:

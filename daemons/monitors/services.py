@@ -18,18 +18,25 @@ import re
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from daemons.specs import MONITORS
+from daemons.trash import list_trash
 from prime_rl.configs.reports import PrometheusConfig, TensorBoardConfig, TrackioConfig, WandbConfig
-from prime_rl.contract.files import make_folder, read_text, write_atomic
+from prime_rl.contract.files import UNDECODABLE, make_folder, read_file, read_text, write_atomic
+from prime_rl.contract.layout import OutputDir, RunDir, scan_runs
+from prime_rl.contract.usage import life_of
 from prime_rl.utils.runtime import http_refusal, install_command
 from prime_rl.utils.secrets import WANDB_VARIABLE, read_secret
 
@@ -77,9 +84,9 @@ class WandbMonitor:
     name = "wandb"
     wants_all = True
 
-    def __init__(self, config: WandbConfig, folder: Path) -> None:
-        self._config = config
-        self._folder = folder
+    def __init__(self, config: WandbConfig, run: RunDir, ids: KeptIds) -> None:
+        self._config, self._id = config, partial(ids.of, self.name, run)
+        self._folder = run.monitors
         self._run: Any = None
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
@@ -92,7 +99,7 @@ class WandbMonitor:
             entity=self._config.entity,
             mode=self._config.mode,
             dir=str(self._folder),
-            id=kept_id(self._folder / "wandb_id.txt"),
+            id=self._id(),
             name=run_id,
             config=dict(config),
             reinit="create_new",  # beside those of other runs
@@ -128,18 +135,17 @@ class TrackioMonitor:
     """Figures over `step`. One trackio run for the life of a run, however often it is started.
 
     Args:
-        folder: of the run; keeps the id of its trackio run.
         data: of the workspace; trackio has one such folder in a process.
     """
 
     name = "trackio"
     wants_all = True
 
-    def __init__(self, config: TrackioConfig, folder: Path, data: Path) -> None:
-        self._project, self._folder, self._data = config.project, folder, data
+    def __init__(self, config: TrackioConfig, run: RunDir, ids: KeptIds, data: Path) -> None:
+        self._project, self._id, self._data = config.project, partial(ids.of, self.name, run), data
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Prepare what every record of the run has in common, with the id that is kept in its folder.
+        """Prepare what every record of the run has in common, with the id that is kept for it.
 
         Raises MonitorError without the package, ValueError for a project name that trackio reserves.
         """
@@ -153,7 +159,7 @@ class TrackioMonitor:
         self._run: dict[str, Any] = {
             "project": self._project,
             "run": run_id,
-            "run_id": kept_id(self._folder / "trackio_id.txt"),
+            "run_id": self._id(),
             "config": dict(config),
         }
 
@@ -177,6 +183,8 @@ class TrackioMonitor:
 
 _IMPORTS = threading.Lock()
 _ID = re.compile(r"[0-9a-f]{16}")
+_MAX_IDS_BYTES = 2**26  # half a million ids
+MAX_LIVES = 100  # of one run id, whose folder has the name of its life: the oldest are forgotten
 
 
 class MonitorError(RuntimeError):
@@ -216,14 +224,56 @@ def importing(package: str) -> Iterator[None]:
             raise MonitorError(f"the package {package} is not installed: {install_command('monitors')}") from error
 
 
-def kept_id(path: Path) -> str:
-    """The random id in the file `path`, made when there is none: under it a service finds the run again."""
-    known = read_text(path)
-    if known and _ID.fullmatch(known.strip()):
-        return known.strip()
-    new = secrets.token_hex(8)
-    write_atomic(path, new)
-    return new
+class KeptIds:
+    """The random ids under which services find runs again, in a file of the workspace: {"service/run id/life": id}.
+
+    A run's folder has no say in it, else it could name the record of another run. Once, where an earlier version of the
+    daemon has worked, the ids that it kept in the folders of runs are taken over, each that only one run has.
+    Raises OSError.
+    """
+
+    def __init__(self, output: OutputDir) -> None:
+        self._path, self._lock = output.monitor_ids, threading.Lock()
+        self._ids: dict[str, str] = {}
+        try:
+            self._ids = msgspec.json.decode(read_file(self._path, limit=_MAX_IDS_BYTES), type=dict[str, str])
+        except FileNotFoundError:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._keep(_earlier_ids(output) if output.own_status(MONITORS).exists() else {})
+        except UNDECODABLE as error:
+            logger.warning("%s is damaged, runs get new records: %s", self._path, error)
+
+    def of(self, service: str, run: RunDir) -> str:
+        """The run's id at the service, made at the first call. Raises OSError."""
+        lives = f"{service}/{run.run_id}/"
+        key = lives + life_of(run)
+        with self._lock:
+            if key not in self._ids:
+                oldest = [each for each in self._ids if each.startswith(lives)][: 1 - MAX_LIVES]
+                kept = {each: known for each, known in self._ids.items() if each not in oldest}
+                self._keep(kept | {key: secrets.token_hex(8)})
+            return self._ids[key]
+
+    def _keep(self, ids: dict[str, str]) -> None:
+        write_atomic(self._path, json.dumps(ids))
+        self._ids = ids
+
+
+def _earlier_ids(output: OutputDir) -> dict[str, str]:
+    """Those in the folders of runs, deleted ones too."""
+    runs = [(run.run_id, run) for run in scan_runs(output.path)[0]]
+    runs += [(run_id, RunDir(output.trashed(run_id, stamp))) for run_id, stamp in list_trash(output.path)]
+    ids: dict[str, str] = {}
+    for service in (WandbMonitor.name, TrackioMonitor.name):
+        found = {}
+        for run_id, run in runs:
+            with suppress(OSError):
+                known = (read_text(run.monitors / f"{service}_id.txt") or "").strip()
+                if _ID.fullmatch(known):
+                    found[f"{service}/{run_id}/{life_of(run)}"] = known
+        holders = Counter(found.values())
+        ids |= {key: known for key, known in found.items() if holders[known] == 1}
+    return ids
 
 
 logger = logging.getLogger("monitors")

@@ -16,7 +16,7 @@ below `output_dir`. It only computes and validates paths; reading and writing is
                              (full fine-tune: model.safetensors  config.json  tokenizer files  STABLE)
         metrics/     trainer.jsonl  orchestrator.jsonl  samples.jsonl (the newest rollouts, for people)
                      ratios.jsonl (the trainer's log-ratio of each kept token)
-        monitors/    tensorboard/  wandb/  trackio_id.txt  state.json (only with a monitor)
+        monitors/    tensorboard/  wandb/  state.json (only with a monitor)
         logs/        orchestrator.log
       trainer/status.json   inference/status.json   daemons/<name>.json   logs/<name>.log
       inference/<n>/        status.json (one an inference server; 0 writes inference/status.json too)
@@ -109,6 +109,11 @@ class DaemonPaths:
     def own_status(self, name: str) -> Path:
         """Written by a daemon that has no other place for its status: alerts, monitors."""
         return self.daemons / name / "status.json"
+
+    @property
+    def monitor_ids(self) -> Path:
+        """The ids of runs at W&B and trackio, deleted ones too; written by the daemon `monitors` alone."""
+        return self.daemons / "monitors" / "ids.json"
 
     @property
     def alerts_open(self) -> Path:
@@ -278,7 +283,7 @@ class RunDir:
 
     @property
     def life(self) -> Path:
-        """A random name, by which usage distinguishes this run from an earlier one of the same id."""
+        """A random name, by which usage and monitors distinguish this run from an earlier one of the same id."""
         return self.control / "life.txt"
 
     @property

@@ -179,6 +179,7 @@ def test_every_line_of_two_runs_reaches_all_monitors_over_a_kill_and_nothing_out
     daemon.end(signal.SIGKILL)
     for run in runs:
         write(run, 2)
+        (run.monitors / "wandb_id.txt").write_text("0" * 16)
     daemon.hold()  # both are finished
     daemon.start(ALL)
     until_seen(all_passed_on, "the lines that came meanwhile")
@@ -187,6 +188,8 @@ def test_every_line_of_two_runs_reaches_all_monitors_over_a_kill_and_nothing_out
     # What W&B had not written when it was killed is lost; what it was given is given once.
     *_, last = wandb_steps(runs[0])
     assert last == [2, 3] and wandb_steps(runs[1])[-1] == [2]
+    ids = [{path.name[-16:] for path in run.monitors.glob("wandb/offline-run-*")} for run in runs]
+    assert [len(each) for each in ids] == [1, 1] and ids[0] != ids[1], "each stays itself, whatever its folder says"
     assert all(len(list(run.monitors.glob("tensorboard/events*"))) == 2 for run in runs)
     assert not (daemon.output.path / "wandb").exists()
 
@@ -221,6 +224,7 @@ def test_trackio_reads_every_line_of_two_runs_once_over_a_kill_and_nothing_is_se
         (runs[0].monitors / "state.json").unlink()  # as if it was killed before it could keep how far it was
         for run in runs:
             write(run, 2)
+            (run.monitors / "trackio_id.txt").write_text("0" * 16)  # is not read: it may be a neighbour's
         daemon.start('[trackio]\nproject = "tests"\n')
         until_seen(all_passed_on, "the lines that came meanwhile")
         assert daemon.end(signal.SIGTERM) == 0

@@ -15,8 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
+from daemons.actions import delete_run, undelete_run
 from daemons.monitors.__main__ import MAX_FIGURES, Feed, Positions
 from daemons.monitors.services import (
+    MAX_LIVES,
+    KeptIds,
     Monitor,
     PrometheusMonitor,
     PrometheusPage,
@@ -26,7 +29,7 @@ from daemons.monitors.services import (
 )
 from prime_rl.configs.reports import PrometheusConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 from prime_rl.contract.files import append_line, wait_for
-from prime_rl.contract.layout import RunDir
+from prime_rl.contract.layout import OutputDir, RunDir
 from tests.budgets import in_full
 from tests.orchestrator_support import make_run
 from tests.page_attacks import answered, ask
@@ -380,9 +383,9 @@ def test_names_that_attack_reach_no_monitor_as_they_are(tmp_path: Path, page: Pr
 @pytest.mark.parametrize(
     ("package", "monitor"),
     [
-        ("wandb", lambda folder: WandbMonitor(WandbConfig(mode="offline"), folder)),
-        ("tensorboard", lambda folder: TensorBoardMonitor(TensorBoardConfig(), folder)),
-        ("trackio", lambda folder: TrackioMonitor(TrackioConfig(), folder, folder / "trackio")),
+        ("wandb", lambda run, ids: WandbMonitor(WandbConfig(mode="offline"), run, ids)),
+        ("tensorboard", lambda run, ids: TensorBoardMonitor(TensorBoardConfig(), run.monitors)),
+        ("trackio", lambda run, ids: TrackioMonitor(TrackioConfig(), run, ids, run.monitors / "trackio")),
     ],
 )
 def test_a_missing_package_is_one_line_that_says_what_to_install(
@@ -397,9 +400,94 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
         monkeypatch.setenv(variable, "")  # set by the monitor of trackio, and here restored
     for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not there
-    feeds.start(monitor(run.monitors))
+    feeds.start(monitor(run, KeptIds(OutputDir(run.path.parent))))
     feeds.end()
     assert caplog.messages == [
         f"run_a: {package} is disabled: MonitorError: the package {package} is not installed: "
         'pip install "prl-multirun[monitors]"'
     ]
+
+
+SERVICES = ("wandb", "trackio")
+
+
+def plant(run: RunDir, known: str) -> None:
+    """Write an id for each service where earlier versions kept it."""
+    run.monitors.mkdir(exist_ok=True)
+    for service in SERVICES:
+        (run.monitors / f"{service}_id.txt").write_text(known)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_run_keeps_its_id_whatever_its_folder_says_and_wherever_the_workspace_moves(
+    tmp_path: Path, service: str
+) -> None:
+    output = OutputDir(tmp_path / "out")
+    output.path.mkdir()
+    run, other = make_run(output.path, "run_a"), make_run(output.path, "run_b")
+    plant(other, "0" * 16)  # of a record that this workspace does not know
+    ids = KeptIds(output)
+    of_run, of_other = ids.of(service, run), ids.of(service, other)
+    assert len({of_run, of_other, "0" * 16}) == 3
+    output.own_status("monitors").touch()  # the daemon has worked here
+    plant(other, of_run)
+    other.life.write_bytes(run.life.read_bytes())
+    assert KeptIds(output).of(service, other) not in (of_run, of_other), "another life, but never another run"
+    output.path.rename(tmp_path / "moved")
+    moved = OutputDir(tmp_path / "moved")
+    run = moved.run("run_a")
+    assert KeptIds(moved).of(service, run) == of_run
+    delete_run(moved.path, "run_a")
+    successor = make_run(moved.path, "run_a")
+    plant(successor, of_run)
+    assert KeptIds(moved).of(service, successor) != of_run
+    successor.path.rename(tmp_path / "gone")
+    undelete_run(moved.path, "run_a")
+    assert KeptIds(moved).of(service, run) == of_run
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_ids_of_earlier_versions_are_taken_over_once_from_those_that_alone_have_them(
+    tmp_path: Path, service: str
+) -> None:
+    output = OutputDir(tmp_path)
+    output.own_status("monitors").parent.mkdir(parents=True)
+    output.own_status("monitors").touch()
+    runs = {name: make_run(tmp_path, f"run_{name}") for name in "abcde"}
+    for name, known in {"a": "a" * 16, "b": "b" * 16, "c": "c" * 16, "d": "b" * 16, "e": "c" * 16}.items():
+        plant(runs[name], known)
+    delete_run(tmp_path, "run_a")
+    delete_run(tmp_path, "run_c")
+    KeptIds(output)
+    plant(runs["d"], "d" * 16)
+    undelete_run(tmp_path, "run_a")
+    undelete_run(tmp_path, "run_c")
+    ids = KeptIds(output)
+    assert ids.of(service, runs["a"]) == "a" * 16
+    found = {ids.of(service, runs[name]) for name in "bcde"}
+    assert len(found) == 4 and not found & {letter * 16 for letter in "abcd"}
+
+
+def test_ids_that_are_damaged_cost_new_records_and_are_not_sought_in_runs(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = OutputDir(run.path.parent)
+    before = KeptIds(output).of("wandb", run)
+    output.own_status("monitors").touch()
+    plant(run, "0" * 16)
+    output.monitor_ids.write_text('{"wandb/run_a')
+    after = KeptIds(output).of("wandb", run)
+    assert after not in (before, "0" * 16) and "is damaged" in caplog.text
+    assert KeptIds(output).of("wandb", run) == after
+
+
+def test_a_run_that_takes_ever_new_lives_crowds_out_its_own_alone(run: RunDir) -> None:
+    output = OutputDir(run.path.parent)
+    other, ids = make_run(output.path, "run_b"), KeptIds(output)
+    of_other = ids.of("wandb", other)
+    for number in range(MAX_LIVES + 5):
+        run.life.write_text(str(number))
+        newest = ids.of("wandb", run)
+    again = KeptIds(output)
+    assert (again.of("wandb", other), again.of("wandb", run)) == (of_other, newest)
+    assert len(json.loads(output.monitor_ids.read_text())) == MAX_LIVES + 1
