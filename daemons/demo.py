@@ -24,7 +24,7 @@ from rich.console import RenderableType
 
 from daemons import actions, supervisor_process
 from daemons.commands.common import console, make_table, number, say, say_or_stop
-from daemons.commands.lifecycle import Progress
+from daemons.commands.lifecycle import shown_wait
 from daemons.errors import need_daemons
 from daemons.supervisor_process import Look, Say, make_base_model
 from daemons.workspace import RunView, Workspace
@@ -370,7 +370,7 @@ def demo(
     need_daemons(system)
     with_tui = not (plain or no_terminal())
     tell, stays = say_or_stop(stop), at_end == "stay"
-    report = run_demo(system, folder, base_model, tell, stop, lambda: Progress(stop), with_tui=with_tui, stays=stays)
+    report = run_demo(system, folder, base_model, tell, stop, lambda: shown_wait(stop), with_tui=with_tui, stays=stays)
     if report is None:
         tell("stopped")
         raise typer.Exit(130)

@@ -15,16 +15,20 @@ if TYPE_CHECKING:
     from tui.readers.tabs import TabData
 
 
-class WorkspaceChanged(Message):
+class Look(Message):
+    """A new look at something; any later one makes it worthless."""
+
+    def can_replace(self, message: Message) -> bool:
+        """True when the next message in the queue replaces this one: any later look of the same kind does."""
+        return isinstance(message, type(self))
+
+
+class WorkspaceChanged(Look):
     """A new look at the workspace. A newer one makes an older one worthless."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
         self.snapshot = snapshot
-
-    def can_replace(self, message: Message) -> bool:
-        """True when the next message in the queue replaces this one: any later look at the workspace does."""
-        return isinstance(message, WorkspaceChanged)
 
 
 class RunChanged(Message):
@@ -57,16 +61,12 @@ class TabAsked(Message):
         self.tab, self.request = tab, request
 
 
-class SystemChanged(Message):
+class SystemChanged(Look):
     """A new look at the machine."""
 
     def __init__(self, look: SystemLook) -> None:
         super().__init__()
         self.look = look
-
-    def can_replace(self, message: Message) -> bool:
-        """True when the next message in the queue replaces this one: any later look at the machine does."""
-        return isinstance(message, SystemChanged)
 
 
 class LogFound(Message):
@@ -108,16 +108,12 @@ class ChatLook:
     question: str = ""
 
 
-class ChatChanged(Message):
+class ChatChanged(Look):
     """Progress of a conversation."""
 
     def __init__(self, look: ChatLook) -> None:
         super().__init__()
         self.look = look
-
-    def can_replace(self, message: Message) -> bool:
-        """True when the next message in the queue replaces this one: any later look at a conversation does."""
-        return isinstance(message, ChatChanged)
 
 
 ActionState = Literal["running", "done", "failed"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,14 +42,6 @@ from prime_rl.configs.reports import ALERT_KINDS, AlertsConfig
 from prime_rl.contract.layout import OutputDir
 
 ReasonOption = Annotated[str, typer.Option(metavar="TEXT", help="Why; shown by prl alerts, and in logs/audit.jsonl.")]
-
-
-@dataclass(frozen=True)
-class Sent:
-    """The outcome of a test message to a target; `error` is None when it was sent."""
-
-    target: str
-    error: str | None
 
 
 def open_names(context: typer.Context, incomplete: str) -> list[str]:
@@ -216,22 +207,22 @@ def _test(output: OutputDir, as_json: bool) -> None:
         raise WrongUseError(str(error)) from error
     now = time.time()
     note = message(output.path, [OpenIncident("test", "prl alerts --test", "no action is needed", now)], [], now)
-    found = [_try(name, send, note) for name, send in [*targets, *([heart] if heart else [])]]
+    found = [(name, _error(send, note)) for name, send in [*targets, *([heart] if heart else [])]]
     if as_json:
-        print_json({"sent": [{"target": each.target, "error": each.error} for each in found]})
-    for each in [] if as_json else found:
-        say(f"{each.target}: " + (f"failed: {each.error}" if each.error else "sent"))
+        print_json({"sent": [{"target": target, "error": why} for target, why in found]})
+    for target, why in [] if as_json else found:
+        say(f"{target}: " + (f"failed: {why}" if why else "sent"))
     if not found and not as_json:
         say("no targets: set webhooks, apprise or dead_man_url in [alerts]")
-    raise typer.Exit(1 if any(each.error for each in found) else 0)
+    raise typer.Exit(1 if any(why for _, why in found) else 0)
 
 
-def _try(name: str, send: Any, note: dict[str, Any]) -> Sent:
+def _error(send: Any, note: dict[str, Any]) -> str | None:
     try:
         send(note)
     except Exception as error:  # whatever a target's library raises
-        return Sent(name, type(error).__name__)
-    return Sent(name, None)
+        return type(error).__name__
+    return None
 
 
 def register(app: typer.Typer) -> None:

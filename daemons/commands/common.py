@@ -70,13 +70,10 @@ def no_workspace(path: Path) -> str | None:
     """The message about a folder that is not there, or has nothing of a workspace; None for one that has."""
     if not path.is_dir():
         return f"no workspace at {path}: start one with prl up, or name another"
-    return None if holds_workspace(OutputDir(path)) else f"no workspace in {path}: prl up --output-dir {path} makes one"
-
-
-def holds_workspace(output: OutputDir) -> bool:
-    """True when a daemon, a node of a group or a run, though deleted, has left something there."""
+    output = OutputDir(path)  # where a daemon, a node of a group or a run, though deleted, may have left something
     marks = (output.supervisor_lock, output.trainer_status, output.inference_status, output.multinode, output.trash)
-    return any(map(os.path.lexists, marks)) or any(scan_runs(output.path))
+    is_one = any(map(os.path.lexists, marks)) or any(scan_runs(path))
+    return None if is_one else f"no workspace in {path}: prl up --output-dir {path} makes one"
 
 
 def existing_output(option: Path | None, *, may_miss: bool = False, may_be_empty: bool = True) -> OutputDir:

@@ -241,11 +241,14 @@ def read_origins(
     text, flags = read_text(path) if text is None else text, flags or {}
     data = merge(parse_toml(text, str(path)), flags)
     kind = kind or kind_of(data)
-    config = build(KINDS[kind][0], data, str(path))
+    model = KINDS[kind][0]
+    config = build(model, data, str(path))
     lines = key_lines(text.splitlines())
     in_flags, in_data, alone = dict(flatten(flags)), dict(flatten(data)), dict(flatten(_dump(config)))
     resolved = resolve(config, limits) if limits and isinstance(config, OrchestratorConfig) else config
-    defaults = _defaults(kind)
+    # Not of a kind with required fields; values of a run are derived from nothing but its trainer.
+    is_complete = not any(field.is_required() for field in model.model_fields.values())
+    defaults = dict(flatten(_dump(model()))) if is_complete else {}
 
     def source(key: str, value: Any) -> Source:
         if key in in_flags:
@@ -265,9 +268,3 @@ def read_origins(
 
 def _dump(config: BaseConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", by_alias=True)
-
-
-def _defaults(kind: str) -> dict[str, Any]:
-    """Of the kinds whose fields all have one; values of a run are derived from nothing but its trainer."""
-    model = KINDS[kind][0]
-    return {} if any(field.is_required() for field in model.model_fields.values()) else dict(flatten(_dump(model())))

@@ -101,7 +101,8 @@ def _tried(output: OutputDir, file: Path, num: int, model: str) -> dict[str, Any
         if model != ECHO:
             limits = trainer_limits(output.path)
             seq_len = config.seq_len or (limits.max_seq_len if limits else DEFAULT_SEQ_LEN)
-            if model == BASE and not _has_inference(output):
+            found = (read_status(path, InferenceStatus) for path in output.inference_statuses().values())
+            if model == BASE and not any(is_alive(status, time.time()) for status in found):
                 output = stack.enter_context(_own_server(config, seq_len, folder))
             talk = stack.enter_context(Chat(output.path, model))
             argv += [*talk.served, str(seq_len)]
@@ -111,11 +112,6 @@ def _tried(output: OutputDir, file: Path, num: int, model: str) -> dict[str, Any
     if "error" in answer:
         raise ActionError(answer["error"])
     return dict(answer)
-
-
-def _has_inference(output: OutputDir) -> bool:
-    found = [read_status(path, InferenceStatus) for path in output.inference_statuses().values()]
-    return any(is_alive(status, time.time()) for status in found)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -132,7 +132,7 @@ def up(
         lock, place = up_and_down.take_workspace(ready, output, tell), OutputDir(output.path.resolve())
         os.chdir(wanted.folder)
         raise typer.Exit(supervisor.supervise(place, lock, stop))
-    with Progress(stop) as look:
+    with shown_wait(stop) as look:
         workspace = up_and_down.start_workspace(wanted, stop=stop, say=tell, on_look=look)
     if workspace is None:
         raise typer.Exit(130)
@@ -165,37 +165,30 @@ def _show_plan(wanted: up_and_down.Wanted, as_json: bool) -> None:
     return None
 
 
-class Progress:
-    """Shows the wait for readiness: one live line a daemon on a terminal, a line at each change elsewhere."""
+@contextlib.contextmanager
+def shown_wait(stop: StopFlag) -> Iterator[Callable[[Workspace], None]]:
+    """Show the wait for readiness: one live line a daemon on a terminal, a line at each change elsewhere."""
+    screen, said = console(), list[str]()
+    live = Live(console=screen, auto_refresh=False) if screen.is_terminal else None
 
-    def __init__(self, stop: StopFlag) -> None:
-        self._stop = stop
+    def look(workspace: Workspace) -> None:
+        with stop_without_output(stop):
+            lines = supervisor_process.waits(workspace)
+            if live is not None:
+                live.start()  # only now, so that earlier messages stand above it
+                live.update(Text("\n".join(lines)), refresh=True)
+            else:
+                for line in lines:
+                    if line not in said:
+                        say(line)
+                said[:] = lines
 
-    def __enter__(self) -> Callable[[Workspace], None]:
-        screen = console()
-        self._live = Live(console=screen, auto_refresh=False) if screen.is_terminal else None
-        self._said: list[str] = []
-        return self._look
-
-    def __exit__(self, *exc: object) -> None:
-        with stop_without_output(self._stop):
-            if self._live is not None:
-                self._live.stop()
-
-    def _look(self, workspace: Workspace) -> None:
-        with stop_without_output(self._stop):
-            self._show(workspace)
-
-    def _show(self, workspace: Workspace) -> None:
-        lines = supervisor_process.waits(workspace)
-        if self._live is not None:
-            self._live.start()  # only now, so that earlier messages stand above it
-            self._live.update(Text("\n".join(lines)), refresh=True)
-        else:
-            for line in lines:
-                if line not in self._said:
-                    say(line)
-            self._said = lines
+    try:
+        yield look
+    finally:
+        with stop_without_output(stop):
+            if live is not None:
+                live.stop()
 
 
 def down(

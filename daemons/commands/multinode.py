@@ -28,7 +28,7 @@ from daemons.commands.common import (
 from daemons.errors import need_cpu
 from prime_rl.configs.multinode import EXAMPLE, node_parser
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.nodes import NodeHealth, NodeReader, SeenNode, Stall, node_health, stall, waited_for
+from prime_rl.contract.nodes import NodeHealth, NodeReader, SeenNode, node_health, stall, waited_for
 from prime_rl.contract.status import GroupStatus, read_status
 
 NODE = "prime_rl.multinode.node"
@@ -129,7 +129,9 @@ class GroupLook:
         phase = f"{node.phase} {node.phase_name}" + (" (awaited)" if node.rank in awaited else "")
         words = [node.rank, node.host, node_health(seen), node.iteration or "", phase if node.phase >= 0 else ""]
         times = [short_time(seen.phase_s), short_time(seen.silent_s)]
-        return [*words, *times, node.epoch or "", stall_reason(stall(seen)) or node.reason or node.waiting_on or ""]
+        found = stall(seen)
+        stalled = f"is alive, but {found.what} has stood still for {short_time(found.for_s)}" if found else None
+        return [*words, *times, node.epoch or "", stalled or node.reason or node.waiting_on or ""]
 
     def _awaited(self) -> list[int]:
         return waited_for(seen.status for seen in self.nodes)
@@ -165,8 +167,3 @@ class GroupLook:
         ]
         words = {"state": group.state, "reason": group.reason, "exit_code": group.exit_code} if group else None
         return {"group": words, "waited_for": self._awaited(), "nodes": nodes}
-
-
-def stall_reason(found: Stall | None) -> str | None:
-    """The part that has stopped in a stalled node, and for how long."""
-    return f"is alive, but {found.what} has stood still for {short_time(found.for_s)}" if found else None

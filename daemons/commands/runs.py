@@ -154,6 +154,8 @@ def state_text(run: RunView) -> str:
 
 def workspace_json(workspace: Workspace, disk: DiskView | None) -> dict[str, Any]:
     """The payload of `prl status --json`."""
+    # The names of the previous version.
+    old = {"house_bytes": disk.workspace_bytes, "house_complete": disk.workspace_complete} if disk else {}
     return {
         "output_dir": str(workspace.output_dir),
         "supervisor_alive": workspace.supervisor_alive,
@@ -161,7 +163,7 @@ def workspace_json(workspace: Workspace, disk: DiskView | None) -> dict[str, Any
         "slots": slots(workspace),
         "runs": [run_json(run) for run in workspace.runs],
         "refused": [asdict(each) for each in workspace.refused],
-        "disk": disk_json(disk) if disk else None,
+        "disk": {**asdict(disk), **old} if disk else None,
         "bottleneck": workspace.bottleneck,
         "clocks": list(workspace.clocks),
         "inference": [replica_json(number, status) for number, status in workspace.replicas],
@@ -180,11 +182,6 @@ def replica_json(number: int, status: InferenceStatus) -> dict[str, Any]:
         "kv_use": status.kv_use,
         "adapters": [one_line(name) for name in status.adapters],
     }
-
-
-def disk_json(disk: DiskView) -> dict[str, Any]:
-    """`house_*` are the names of the previous version."""
-    return {**asdict(disk), "house_bytes": disk.workspace_bytes, "house_complete": disk.workspace_complete}
 
 
 def slots(workspace: Workspace) -> list[dict[str, Any]]:

@@ -360,7 +360,9 @@ class Agent:
                 self.end(f"{stop.signal_name} was sent to its agent", DEFAULT_GRACE_S)
             if (grace_s := self._requested()) is not None:
                 self.end(None, grace_s)
-            self._kill_in_time()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                for left in living(self._child):
+                    send_signal(left, signal.SIGKILL)
             orphans((self._child.pid,))  # reaped; without this each would stay as a zombie
             self.beat()
         self._kill_rest()
@@ -391,12 +393,6 @@ class Agent:
             text = read_text(self.output.stop_request(self.record.name, self.record.start_id), limit=100)
             return max(0.0, float(text)) if text else None
         return None
-
-    def _kill_in_time(self) -> None:
-        assert self._child is not None
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            for left in living(self._child):
-                send_signal(left, signal.SIGKILL)
 
     def _kill_rest(self) -> None:
         """End what the daemon left behind, which is a child of ours now."""

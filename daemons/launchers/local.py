@@ -28,7 +28,7 @@ from daemons.launchers.base import Alive, Ended, Handle, Left, new_start_id
 from daemons.pidfile import is_this_boot
 from daemons.process import DAEMON_MARK, KILL_WAIT_S, WORKSPACE_MARK, spawn
 from daemons.specs import DaemonSpec, daemon_of, keys_of
-from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, wait_for
+from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus
 from prime_rl.utils.process import ProcessId, boot_id, end_orphans, send_kill
@@ -113,13 +113,7 @@ def _marks(process: psutil.Process) -> tuple[str | None, str | None]:
 def kill_all(members: Iterable[ProcessId], *, reap: Callable[[], None] = lambda: None) -> set[ProcessId]:
     """SIGKILL all of them and wait until they are gone, up to KILL_WAIT_S; returns those that are not."""
     targets = send_kill(members)
-
-    def gone() -> bool:
-        reap()
-        return not any(identity.is_running() for identity in targets)
-
-    with contextlib.suppress(WaitTimeout):
-        wait_for(gone, "killed processes to be gone", timeout_s=KILL_WAIT_S)
+    _wait_until_gone(targets, KILL_WAIT_S, reap)
     return {identity for identity in targets if identity.is_running()}
 
 
@@ -163,7 +157,7 @@ def _wait_until_gone(processes: Iterable[ProcessId], timeout_s: float, tick: Cal
         return not any(process.is_running() for process in waiting)
 
     with contextlib.suppress(WaitTimeout):
-        wait_for(gone, "processes to end after SIGTERM", timeout_s=timeout_s, poll_s=DEFAULT_POLL_S)
+        wait_for(gone, "processes to end", timeout_s=timeout_s)
 
 
 def wait_for_gpus(members: Collection[ProcessId], tick: Callable[[], None] = lambda: None) -> set[ProcessId]:

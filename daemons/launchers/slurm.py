@@ -257,15 +257,7 @@ class Slurm(AgentLauncher):
                 run_slurm("scancel", step)
 
 
-def step_command(
-    output: OutputDir,
-    spec: DaemonSpec,
-    job: str,
-    start_id: str,
-    place: Place,
-    address: str,
-    python: str = sys.executable,
-) -> list[str]:
+def step_command(output: OutputDir, spec: DaemonSpec, job: str, start_id: str, place: Place, address: str) -> list[str]:
     """argv of srun: an agent on each node of `place`, in a step that is named after its start.
 
     Steps overlap, and each has all CPUs of its nodes: with `--exact` it would have one CPU a task.
@@ -277,7 +269,7 @@ def step_command(
         argv = on_nodes(argv, len(place.nodes), endpoint, start_id)
     num_nodes = str(len(place.nodes))
     devices = ["--devices", ",".join(map(str, place.devices))] if place.devices else []
-    agent = [python, "-m", "daemons.launchers.agent", str(output.path.resolve()), spec.name, start_id]
+    agent = [sys.executable, "-m", "daemons.launchers.agent", str(output.path.resolve()), spec.name, start_id]
     return [
         *("srun", "--jobid", job, "--job-name", start_id, "--overlap", "--mem=0", "--cpu-bind=none"),
         *("-N", num_nodes, "-n", num_nodes, "--ntasks-per-node=1", "-w", ",".join(place.nodes)),

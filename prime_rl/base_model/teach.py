@@ -252,11 +252,14 @@ def measure(
 ) -> dict[str, Skill]:
     """The skill in each task that was taught."""
     words = make_words(random.Random(recipe.seed), NUM_WORDS, recipe.min_len, recipe.max_len, "eval")
+    groups: defaultdict[int, list[str]] = defaultdict(list)
+    for word in words:
+        groups[len(word)].append(word)
     generator = torch.Generator().manual_seed(recipe.seed)
 
     def reward(task: TextTask, *, greedy: bool) -> float:
         total = 0.0
-        for same in _by_length(words):
+        for same in groups.values():
             answers = _answer(model, [encoder.prompt(task.prompt(word)) for word in same], generator, greedy, recipe)
             texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
             total += sum(similarity(normalise(text), task.solve(word)) for text, word in zip(texts, same, strict=True))
@@ -264,13 +267,6 @@ def measure(
 
     tasks = [TASKS[task_id] for task_id, _ in recipe.task_weights]
     return {task.id: Skill(reward(task, greedy=True), reward(task, greedy=False)) for task in tasks}
-
-
-def _by_length(words: list[str]) -> list[list[str]]:
-    groups: defaultdict[int, list[str]] = defaultdict(list)
-    for word in words:
-        groups[len(word)].append(word)
-    return list(groups.values())
 
 
 @torch.inference_mode()

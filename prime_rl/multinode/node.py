@@ -324,7 +324,10 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlag
         data = merge(data, {"log": {"level": "debug"}})
     if found.gpus_per_node is not None:
         data = merge(data, {"gpus_per_node": _at_least("--gpus-per-node", found.gpus_per_node, 1)})
-    config = _with_model_of(found.data_path.resolve(), build(MultinodeConfig, data, source))
+    config = build(MultinodeConfig, data, source)
+    folder = found.data_path.resolve() / config.model.name
+    if folder.is_dir():  # a model's name that is a folder below the data path means that folder
+        config = config.model_copy(update={"model": config.model.model_copy(update={"name": str(folder)})})
     if found.eval_interval is not None and not config.run.get("eval"):
         raise FlagError(f"--eval-interval: {source} has no [run.eval]: add what to evaluate")
     return NodeFlags(
@@ -342,14 +345,6 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlag
         dry_run=found.dry_run,
         config=config,
     )
-
-
-def _with_model_of(data_path: Path, config: MultinodeConfig) -> MultinodeConfig:
-    """A model's name that is a folder below the data path means that folder."""
-    folder = data_path / config.model.name
-    if not folder.is_dir():
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"name": str(folder)})})
 
 
 def _rank(found: argparse.Namespace, environment: Mapping[str, str], num_nodes: int) -> int:

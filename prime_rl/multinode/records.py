@@ -345,14 +345,13 @@ class DiskStore:
         *,
         weight: float,
         ranks: frozenset[int] | None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.output = output
         self.waiting_on: Callable[[], str | None] = lambda: None
         self._setting = setting
         self._weight = weight
         self._ranks = ranks
-        self._log = PhaseLog(clock)
+        self._log = PhaseLog(time.monotonic)
         self._started_at = time.time()
         self._writer = ProcessId.of(os.getpid())
         self._known: dict[Path, tuple[tuple[int, int, int], Status]] = {}
@@ -379,7 +378,9 @@ class DiskStore:
 
     def write_group(self, record: GroupRecord) -> None:
         """Replace `group/group.json`. Raises OSError."""
-        write_atomic(self.output.group_status, msgspec.json.encode(_group_status(record)))
+        said = {"updated_at": time.time(), "waiting_on": "; ".join(record.awaited) or None, "group": record.epoch}
+        status = msgspec.convert(_facts(record) | said, GroupStatus)
+        write_atomic(self.output.group_status, msgspec.json.encode(status))
 
     def _read(self, path: Path, kind: type[StatusT]) -> StatusT | None:
         known = self._known.get(path)
@@ -431,8 +432,3 @@ def _record(status: NodeStatus | GroupStatus, kind: type[RecordT]) -> RecordT:
     position = (status.iteration, status.phase, status.round) if is_placed else None
     counts = {"progress": status.progress or 0, "loop": status.loop or 0}
     return msgspec.convert({**msgspec.structs.asdict(status), **counts, "position": position}, kind)
-
-
-def _group_status(record: GroupRecord) -> GroupStatus:
-    said = {"updated_at": time.time(), "waiting_on": "; ".join(record.awaited) or None, "group": record.epoch}
-    return msgspec.convert(_facts(record) | said, GroupStatus)

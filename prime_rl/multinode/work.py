@@ -328,7 +328,12 @@ class Training:
             if master is None or not self._server.has_ended:
                 return None
             if self._place.is_master:
-                check_free(self._place.config.rendezvous_port)
+                port = self._place.config.rendezvous_port
+                try:
+                    bound_socket("", port).close()
+                except OSError as error:  # torchrun would report that in fifty lines
+                    words = f"rendezvous_port {port} is in use on this machine: set another one on all nodes"
+                    raise OSError(words) from error
             return self._place.child("trainer", self._torchrun(master), self._network())
 
         metrics = self._place.run.trainer_metrics
@@ -369,14 +374,6 @@ class Training:
         with staged_dir(place.iteration.path / "adapter") as folder:
             shutil.copytree(place.run.broadcast_dir(step), folder, dirs_exist_ok=True)
         return place.prove("checkpoint", {"step": step})
-
-
-def check_free(port: int) -> None:
-    """Raises OSError when the port is in use: torchrun would report that in fifty lines."""
-    try:
-        bound_socket("", port).close()
-    except OSError as error:
-        raise OSError(f"rendezvous_port {port} is in use on this machine: set another one on all nodes") from error
 
 
 ResultT = TypeVar("ResultT")

@@ -273,7 +273,9 @@ class ServerClient:
             raise ServerDown(f"inference at {url} (no answer in {self._timeout_s:g} s)", is_overload=True) from None
         except httpx.RequestError as error:  # no connection, a lost one, or a body that cannot be decoded
             self._endpoint.forget()
-            raise ServerDown(f"inference at {url} ({_reason(error)})") from error
+            words = " ".join(str(error).split()) or type(error).__name__
+            reason = "connection refused" if isinstance(error, httpx.ConnectError) else words
+            raise ServerDown(f"inference at {url} ({reason})") from error
         finally:
             self._under_way.discard(deadline)
         _raise_for(response, url)
@@ -331,18 +333,14 @@ def _raise_for(response: httpx.Response, url: str) -> None:
     if code in (401, 403):
         raise AccessDenied(f"{message} (set the API key in the variable that client.api_key_var names)")
     if code in (408, 429, 500) or "retry-after" in response.headers:
-        raise InferenceUnavailable(message, _retry_after_s(response), is_overload=code in (429, 503))
+        wanted = response.headers.get("retry-after", "")  # seconds; a date is left out
+        retry_after_s = min(float(wanted), MAX_RETRY_AFTER_S) if wanted.isascii() and wanted.isdigit() else None
+        raise InferenceUnavailable(message, retry_after_s, is_overload=code in (429, 503))
     if code > 500:
         raise ServerDown(message, is_overload=code == 503)
     if code == 422:
         raise AdapterRefused(_error_text(response))
     raise UnknownModel(message) if code == 404 else RequestRefused(message)
-
-
-def _retry_after_s(response: httpx.Response) -> float | None:
-    """Seconds that the server asks for; None when it names none, or a date."""
-    text = response.headers.get("retry-after", "")
-    return min(float(text), MAX_RETRY_AFTER_S) if text.isascii() and text.isdigit() else None
 
 
 def _error_text(response: httpx.Response) -> str:
@@ -354,9 +352,3 @@ def _error_text(response: httpx.Response) -> str:
     except (ValueError, AttributeError):
         text = response.text
     return " ".join(text.split())[:MAX_ERROR_TEXT]
-
-
-def _reason(error: httpx.RequestError) -> str:
-    if isinstance(error, httpx.ConnectError):
-        return "connection refused"
-    return " ".join(str(error).split()) or type(error).__name__

@@ -123,7 +123,10 @@ class PolicyVersions:
             except RequestRefused as error:
                 if asyncio.get_running_loop().time() > give_up_s:
                     raise
-                logger.log(self._level_of(str(error)), "%s is lost for now: %s", self.label(self.version), error)
+                # A warning once: many requests get the same refusal.
+                level = logging.DEBUG if self._refusal == str(error) else logging.WARNING
+                self._refusal = str(error)
+                logger.log(level, "%s is lost for now: %s", self.label(self.version), error)
             await asyncio.sleep(RESTORE_RETRY_S)
 
     async def close(self) -> None:
@@ -137,11 +140,6 @@ class PolicyVersions:
     def label(self, version: int) -> str:
         """The name of `version` for people and logs."""
         return self._publication.label(version)
-
-    def _level_of(self, refusal: str) -> int:
-        """Warn once: many requests get the same refusal."""
-        known, self._refusal = self._refusal == refusal, refusal
-        return logging.DEBUG if known else logging.WARNING
 
     def _sweep(self) -> None:
         """Let go of what is older than the current version and not in use."""

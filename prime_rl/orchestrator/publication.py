@@ -71,7 +71,11 @@ class AdapterPublication:
                 await server.unload_adapter(self._name(stale[0]))
             elif missing := sorted(self._wanted - has - tried):
                 tried.add(missing[0])
-                await self._equip_one(server, missing[0])
+                try:
+                    await self._load(server, missing[0])
+                except (RequestRefused, AdapterRefused) as error:
+                    # Raised to callers that ask for this one; the others must not wait for it.
+                    logger.warning("a restarted server refuses %s: %s", self.label(missing[0]), error)
                 has.add(missing[0])
             else:
                 break
@@ -150,13 +154,6 @@ class AdapterPublication:
                 await server.unload_adapter(self._name(each))
             await server.load_adapter(name, folder)
 
-    async def _equip_one(self, server: ServerClient, version: int) -> None:
-        try:
-            await self._load(server, version)
-        except (RequestRefused, AdapterRefused) as error:
-            # Raised to callers that ask for this one; the others must not wait for it.
-            logger.warning("a restarted server refuses %s: %s", self.label(version), error)
-
     async def _unload(self, client: InferenceClient, version: int) -> None:
         """Unload `version` everywhere, in one attempt: what stays behind is found and unloaded at the next start."""
         self._wanted.discard(version)
@@ -216,10 +213,8 @@ class WholeWeights:
         """Load the wanted version on a server that comes back, whatever it reports; a refusal is logged."""
         try:
             await self._give(server, anyway=True)  # whatever it had, it may have lost
-        except (
-            RequestRefused,
-            AdapterRefused,
-        ) as error:  # its answers will not be taken, and the next version is given to it again
+        except (RequestRefused, AdapterRefused) as error:
+            # Its answers will not be taken, and the next version is given to it again.
             logger.warning("a restarted server refuses %s: %s", self.label(self._wanted), error)
 
     async def begin(self, client: InferenceClient) -> None:

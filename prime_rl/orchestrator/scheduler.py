@@ -92,17 +92,12 @@ class GroupLedger:
         self._to_restart: set[int] = set()  # where those are
 
     @property
-    def next_group_step(self) -> int:
-        """The batch for which the group that is started next must be fresh enough."""
+    def version_needed(self) -> int | None:
+        """The policy version without which no further group may start; None when no further group is needed."""
         position = len(self._groups)
         if self._to_restart:
             position = list(self._groups).index(min(self._to_restart))
-        return self.step + max(0, position - self._num_spare) // self._groups_per_batch
-
-    @property
-    def version_needed(self) -> int | None:
-        """The policy version without which no further group may start; None when no further group is needed."""
-        step = self.next_group_step
+        step = self.step + max(0, position - self._num_spare) // self._groups_per_batch  # the batch of the next group
         return None if step > self.max_steps else oldest_allowed(step, self._max_async_level)
 
     def may_start(self, policy_version: int) -> bool:

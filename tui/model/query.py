@@ -271,8 +271,11 @@ def _word_test(field: str, op: str, value: str) -> Test:
     if op not in (":", "=", "!=", "~"):
         raise ValueError(f"{field} is a text: use : = != or ~ (contains)")
     if field == "is":
-        return _flag_test(op, value)
-    get = TEXTS.get(field, _state)
+        if value not in FLAGS:
+            raise ValueError(f"unknown flag {value!r} after is: expected one of {', '.join(FLAGS)}")
+        flag = FLAGS[value]
+        return (lambda subject: not flag(subject)) if op == "!=" else flag
+    get = TEXTS.get(field, operator.attrgetter("state"))
     if op == "~":
         return lambda subject: value in get(subject.row).lower()
     words = value.split(",")
@@ -283,22 +286,11 @@ def _word_test(field: str, op: str, value: str) -> Test:
     return lambda subject: (get(subject.row).lower() in words) is (op != "!=")
 
 
-def _state(row: RunRow) -> str:
-    return row.state
-
-
 def _states(word: str) -> list[str]:
     found = [str(state) for state in STATES if word and state.startswith(word)]
     if not found:
         raise ValueError(f"unknown state {word!r}: expected one of {', '.join(STATES)}")
     return found
-
-
-def _flag_test(op: str, value: str) -> Test:
-    if value not in FLAGS:
-        raise ValueError(f"unknown flag {value!r} after is: expected one of {', '.join(FLAGS)}")
-    flag = FLAGS[value]
-    return (lambda subject: not flag(subject)) if op == "!=" else flag
 
 
 _NUMBERS: dict[str, Callable[[Sample], float]] = {

@@ -338,10 +338,8 @@ class PlaceScreen(WorkspaceScreen):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(
-            Binding(str(number), f"go({number})", "Runs, the chosen run, system, nodes, problems, compare", show=False)
-            for number in range(1, 7)
-        ),
+        Binding(str(number), f"go({number})", "Runs, the chosen run, system, nodes, problems, compare", show=False)
+        for number in range(1, 7)
     ]
 
     def __init__(self, setting: Setting) -> None:

@@ -5,7 +5,7 @@ And everything that needs a person, newest first: Enter opens the run, the daemo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -162,11 +162,6 @@ def _title(name: str, facts: str) -> Text:
     return Text.assemble((f"{name}  ", "bold primary"), (facts, "muted"))
 
 
-def daemon_heading(name_width: int) -> Text:
-    """The heading above the `daemon_line` of each daemon; `name_width` in cells."""
-    return Text(f"  {'DAEMON':<{name_width}}  {'STATE':<11}{'CPU':>6}{'MEMORY':>11}{'PROC':>6}  NOTE")
-
-
 def daemon_line(daemon: DaemonRow, use: DaemonUse | None, name_width: int) -> Text:
     """A daemon: its state, what it uses, its restarts and details. `use`: None when it was not measured."""
     colour = daemon.level.style
@@ -183,11 +178,6 @@ def daemon_line(daemon: DaemonRow, use: DaemonUse | None, name_width: int) -> Te
         (f"  {restarts}", "warning"),
         (daemon.detail, "text" if daemon.level >= Level.WARN else "muted"),
     )
-
-
-def daemon_name_width(daemons: Iterable[DaemonRow], width: int) -> int:
-    """Cells for the names of `daemons`: as many as the longest takes, and not too many of `width`."""
-    return min(max((len(daemon.name) for daemon in daemons), default=0), 20 if width < 110 else 36)
 
 
 def daemon_detail(daemon: DaemonRow, num_lines: int) -> Lines:
@@ -267,9 +257,11 @@ class SystemScreen(PlaceScreen):
         self.trainer.update(joined(trainer_lines(snapshot, self.look, width)))
         self.inference.update(joined(inference_lines(snapshot, width)))
         uses = self.look.machine.daemons if self.look else {}
-        names = daemon_name_width(snapshot.daemons, width)
+        # As many cells as the longest name takes, and not too many of the width.
+        names = min(max((len(daemon.name) for daemon in snapshot.daemons), default=0), 20 if width < 110 else 36)
         lines = [daemon_line(daemon, uses.get(daemon.name), names) for daemon in snapshot.daemons]
-        self.daemons.show([daemon.name for daemon in snapshot.daemons], lines.__getitem__, [daemon_heading(names)])
+        heading = Text(f"  {'DAEMON':<{names}}  {'STATE':<11}{'CPU':>6}{'MEMORY':>11}{'PROC':>6}  NOTE")
+        self.daemons.show([daemon.name for daemon in snapshot.daemons], lines.__getitem__, [heading])
         self._show_detail()
 
     def on_system_changed(self, message: SystemChanged) -> None:

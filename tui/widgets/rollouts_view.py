@@ -61,11 +61,6 @@ def list_row(sample: Sample, *, wide: bool, is_hit: bool = False) -> Text:
     return text
 
 
-def list_head(*, wide: bool) -> str:
-    """The heading above the rows of `list_row`."""
-    return "  step  reward   advant." + ("  version      tokens environment" if wide else "")
-
-
 def describe(sample: Sample, words: Sequence[str] = ()) -> Text:
     """The rollout turn by turn, with `words` marked."""
     text = Text.assemble(
@@ -297,7 +292,8 @@ class RolloutsView(Vertical, can_focus=False):
         search, wide = self.search, self.has_class("-wide")
         hits = {index for index, each in enumerate(arranged) if search.matches(each)} if search.text else set()
         self._hits = sorted(hits)
-        heading = (Text(f"{len(arranged)}, {self.order} first" if arranged else ""), Text(list_head(wide=wide)))
+        head = "  step  reward   advant." + ("  version      tokens environment" if wide else "")
+        heading = (Text(f"{len(arranged)}, {self.order} first" if arranged else ""), Text(head))
         self.list.show(
             arranged,
             lambda index: list_row(arranged[index], wide=wide, is_hit=index in hits),

@@ -136,11 +136,6 @@ def make_cell(column: Column, row: RunRow, now: float) -> Cell:
     return _right(text, width, "faint" if text == fmt.DASH else "text")
 
 
-def make_gutter(is_marked: bool, is_pinned: bool) -> Cell:
-    """The text before the first column, GUTTER cells wide."""
-    return (MARK if is_marked else " ", "bold accent"), (PIN if is_pinned else " ", "warning")
-
-
 def line_segments(
     columns: Sequence[Column],
     row: RunRow,
@@ -424,7 +419,8 @@ class RunsTable(ScrollView, can_focus=True):
         return Style(bgcolor=style.bgcolor, reverse=(kind == "cursor" and self.app.no_color) or None)
 
     def _draw(self, row: RunRow, is_marked: bool, is_pinned: bool, width: int, background: Style) -> Strip:
-        base, gutter = self.rich_style + background, make_gutter(is_marked, is_pinned)
+        base = self.rich_style + background
+        gutter = (MARK if is_marked else " ", "bold accent"), (PIN if is_pinned else " ", "warning")
         segments = line_segments(self._layout, row, self._now, gutter, base, self.app.console.get_style)
         return Strip(segments).adjust_cell_length(width, base)
 

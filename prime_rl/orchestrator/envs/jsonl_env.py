@@ -106,18 +106,6 @@ def _own_code(path: Path) -> bytes:
     return data
 
 
-def _exact(text: str, target: str) -> bool:
-    return text.strip() == target
-
-
-def _contains(text: str, target: str) -> bool:
-    return target.casefold() in text.casefold()
-
-
-def _regex(text: str, target: re.Pattern[str]) -> bool:
-    return target.search(text) is not None
-
-
 def _number(text: str, target: float) -> bool:
     found = last_number(text)
     return found is not None and math.isclose(found, target, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
@@ -145,18 +133,14 @@ def _same(found: Any, target: Any) -> bool:
 def _math(text: str, target: str) -> bool:
     from math_verify import parse, verify  # sympy takes a second
 
-    return bool(verify(_parsed(parse, target), parse(text)))
-
-
-def _parsed(parse: Callable[[str], Any], target: str) -> Any:
-    """Parse a right answer, which may be LaTeX without the signs around it."""
-    return parse(target if "$" in target or "\\boxed" in target else f"${target}$")
+    is_marked = "$" in target or "\\boxed" in target  # else it is LaTeX without the signs around it
+    return bool(verify(parse(target if is_marked else f"${target}$"), parse(text)))
 
 
 SCORERS: dict[str, Callable[[str, Any], bool]] = {
-    "exact": _exact,
-    "contains": _contains,
-    "regex": _regex,
+    "exact": lambda text, target: text.strip() == target,
+    "contains": lambda text, target: target.casefold() in text.casefold(),
+    "regex": lambda text, target: target.search(text) is not None,
     "number": _number,
     "json": _json,
     "math": _math,
