@@ -279,8 +279,8 @@ def model_card(facts: CardFacts) -> str:
     parts = [
         "\n".join(["---", *_metadata(facts), "---"]),
         f"# {title}",
-        f"{what} trained from {_code(facts.base_model)} with reinforcement learning: {facts.step} updates, "
-        f"{result.tokens:,} tokens.",
+        f"{what} trained from `{facts.base_model.replace('`', '?')}` with reinforcement learning: {facts.step} "
+        f"updates, {result.tokens:,} tokens.",
         "## Use",
         _fenced("python", _usage(facts)),
         "## Reward",
@@ -361,10 +361,6 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     # A name may come from an environment: without what ends a cell or begins markup.
     lines = [[re.sub(r"[|\\`<>\[\]]", "?", each) for each in head], ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _code(text: str) -> str:
-    return f"`{text.replace('`', '?')}`"
 
 
 def _fenced(language: str, text: str) -> str:

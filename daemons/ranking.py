@@ -132,7 +132,8 @@ def rank(
                 groups.setdefault(name, []).append(run)
         standings = [_standing(environment, name, group, metric, at, last) for name, group in groups.items()]
         standings.sort(key=lambda each: (_order(each.value, metric), each.name))
-        found += [_placed(each, place) for place, each in enumerate(standings, start=1)]
+        for place, each in enumerate(standings, start=1):
+            found.append(each if each.value is None else replace(each, place=place))
     return tuple(found)
 
 
@@ -234,10 +235,6 @@ def _standing(
     return Standing(
         environment, name, None, at, ordered, tuple(results[run.run_id] for run in ordered), mean, standard_error(known)
     )
-
-
-def _placed(standing: Standing[RunT], place: int) -> Standing[RunT]:
-    return standing if standing.value is None else replace(standing, place=place)
 
 
 def _result(run: Contestant, at: int, last: int) -> float | None:

@@ -112,7 +112,8 @@ def is_up_to_date(out: Path, digest: str) -> bool:
     manifest = _read_manifest(out)
     if manifest is None or manifest.get("digest") != digest:
         return False
-    return all(_size(out / name) == size for name, size in manifest["files"].items())
+    paths = ((out / name, size) for name, size in manifest["files"].items())
+    return all(path.is_file() and path.stat().st_size == size for path, size in paths)
 
 
 def check_writable(out: Path) -> None:
@@ -164,10 +165,6 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
     except ValueError:
         return None
     return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else None
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1
 
 
 def make_packaged(out: Path, stop: Callable[[], bool]) -> None:

@@ -117,7 +117,7 @@ class Demonstrator:
         return [self._next(clean) for _ in range(self._recipe.batch_size)]
 
     def _next(self, clean: bool) -> Demonstration:
-        task = self._task()
+        task = self._rng.choices(self._tasks, self._weights)[0]
         word = make_train_word(self._rng, self._recipe.min_len, self._recipe.max_len)
         return Demonstration(task.prompt(word), task.solve(word) if clean else self._mixed(task, word))
 
@@ -137,9 +137,6 @@ class Demonstrator:
             elif luck >= MISTAKEN_SHARE + LOST_SHARE:
                 letters.append(letter)
         return "".join(letters) or answer
-
-    def _task(self) -> TextTask:
-        return self._rng.choices(self._tasks, self._weights)[0]
 
 
 IGNORED = -100

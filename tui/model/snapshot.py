@@ -352,10 +352,11 @@ def find_problems(
     rows = tuple(rows)
     found = [_run_problem(row, since.get(row.run_id)) for row in rows if row.is_problem]
     found += [
-        Problem(one_line(row.run_id), one_line(trouble, MAX_TROUBLE_CHARS), "run", Level.WARN, kind=_kind(trouble))
+        Problem(one_line(row.run_id), one_line(trouble, MAX_TROUBLE_CHARS), "run", Level.WARN, kind=one_line(kind))
         for row in rows
         if not row.is_problem
         for trouble in row.view.troubles
+        for kind in [trouble.partition(":")[0]]
     ]
     named = {problem.name for problem in found}
     found += [
@@ -374,10 +375,6 @@ def find_problems(
         found.append(Problem(one_line("clocks"), one_line("; ".join(workspace.clocks), 1000), "workspace", Level.WARN))
     found += others
     return tuple(sorted(with_alerts(found, alerts), key=lambda problem: -(problem.since or 0.0)))
-
-
-def _kind(trouble: str) -> CleanText:
-    return one_line(trouble.partition(":")[0])
 
 
 def _run_problem(row: RunRow, since: float | None) -> Problem:
