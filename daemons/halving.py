@@ -12,6 +12,7 @@ Of a run's `orch.toml` only `max_steps` is read.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import math
@@ -24,8 +25,8 @@ import msgspec
 from daemons.actions import end_run
 from daemons.errors import record_act
 from daemons.workspace_reader import RunFiles, Stamp, stamp_of
-from prime_rl.contract.files import read_end, read_file, remove_file, write_atomic
-from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
+from prime_rl.contract.files import FileRefused, read_end, read_file, remove_file, write_atomic
+from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, TooManySteps
 from prime_rl.contract.metrics import series
 from prime_rl.contract.notes import MAX_PLAN_BYTES, SweepPlan, list_sweeps, read_plan
 from prime_rl.contract.status import DaemonStatus, read_mark, read_status
@@ -190,7 +191,7 @@ class Halving:
         decisions = read_decisions(self._output, name)
         facts = {}
         for each in plan.runs:
-            with self._boundary(plan, each.run_id):
+            with self._boundary(plan, each.run_id, is_look=True):
                 if (fact := self._fact(each.run_id)) is not None:
                     facts[each.run_id] = fact
         max_steps = [most for _, most in facts.values()]
@@ -228,11 +229,16 @@ class Halving:
             write_decisions(self._output, plan.name, decisions)
 
     @contextlib.contextmanager
-    def _boundary(self, plan: SweepPlan, run_id: str) -> Iterator[None]:
-        """What goes wrong with the files of one run is its own doing, and no reason to keep the others waiting."""
+    def _boundary(self, plan: SweepPlan, run_id: str, *, is_look: bool = False) -> Iterator[None]:
+        """What goes wrong with the files of one run is no reason to keep the others waiting.
+
+        A look lets through what may be the disk's doing: nothing is decided by what could not be read for now.
+        """
         try:
             yield
         except (OSError, LayoutError) as error:
+            if is_look and not _is_own_doing(error):
+                raise
             self._complain(f"{plan.name}, {run_id}", error)
 
     def _tell(self, plan: SweepPlan, decision: Decision, run_id: str) -> None:
@@ -240,12 +246,12 @@ class Halving:
         if run_id in decision.lost:
             if os.path.isdir(run.control):
                 end_run(self._output, run, AUDIT, f"ended by halving at {why}", detail=_detail(decision))
-                _unpause(run)
-        elif _unpause(run):
+                _unpause(run, MARK)
+        elif _unpause(run, _waits(plan, decision)):
             record_act(self._output, AUDIT, run_id, reason=f"goes on: {MARK}{why}", detail=_detail(decision))
 
     def _pause(self, plan: SweepPlan, rung: Rung, run: RunFact) -> None:
-        reason = f"{MARK}waits for rung {rung.number} of sweep {plan.name} (step {rung.step})"
+        reason = _waits(plan, rung)
         try:
             write_atomic(self._output.run(run.run_id).paused, reason, exclusive=True)
         except FileExistsError:
@@ -255,7 +261,7 @@ class Halving:
     def _value(self, plan: SweepPlan, rung: Rung, run_id: str) -> float | None:
         """The last value of the sweep's metric up to the rung."""
         found: list[tuple[int, float]] = []
-        with self._boundary(plan, run_id):
+        with self._boundary(plan, run_id, is_look=True):
             lines = read_end(self._output.run(run_id).orchestrator_metrics, MAX_HISTORY_BYTES).splitlines()
             found = series(lines, plan.metric, at_most=rung.step)
         return found[-1][1] if found else None
@@ -277,9 +283,19 @@ class Halving:
         return RunFact(run_id, record.published, is_over, record.paused), config.max_steps
 
 
-def _unpause(run: RunDir) -> bool:
-    """Take our own pause back, not that of a person; false without one."""
-    is_ours = (read_mark(run.paused) or "").startswith(MARK)
+def _is_own_doing(error: Exception) -> bool:
+    kinds = (FileRefused, TooManySteps, NotADirectoryError, PermissionError, LayoutError)
+    return isinstance(error, kinds) or getattr(error, "errno", None) in (errno.ENAMETOOLONG, errno.ELOOP)
+
+
+def _waits(plan: SweepPlan, at: Rung | Decision) -> str:
+    number = at.number if isinstance(at, Rung) else at.rung
+    return f"{MARK}waits for rung {number} of sweep {plan.name} (step {at.step})"
+
+
+def _unpause(run: RunDir, mark: str) -> bool:
+    """Take back our own pause that begins with `mark`, not that of a person; false without one."""
+    is_ours = (read_mark(run.paused) or "").startswith(mark)
     if is_ours:
         remove_file(run.paused)
     return is_ours

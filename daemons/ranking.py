@@ -157,7 +157,8 @@ def notes(standings: Sequence[Standing[RunT]], metric: str) -> tuple[CleanText, 
         if late:
             found.append(f"not ranked: {', '.join(late)}, no {metric} at step {at} yet{where}")
         for group in own:
-            if mixed := [key for key in differing(group.runs) if not key.endswith("seed")]:
+            mixed = [key for key in differing(group.runs) if not key.endswith("seed")]
+            if mixed and group.name not in (NO_TAG, NO_VALUE):
                 more = f" and {len(mixed) - MAX_MIXED} more" if len(mixed) > MAX_MIXED else ""
                 keys = ", ".join(mixed[:MAX_MIXED])
                 found.append(f"the runs of {group.name!r} differ not only in their seed: {keys}{more}")

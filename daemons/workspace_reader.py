@@ -564,7 +564,7 @@ def _make_view(facts: _Facts) -> RunView:
         crash_loop=daemon.crash_loop if daemon else None,
         edited=shown(record.parsed.edited),
         sound_step=_sound_step(record.run, status) if status and status.signs else None,
-        started_at=living.pid_create_time or None if living else None,
+        started_at=living.pid_create_time or None if living else starts.pid_create_time if starts else None,
     )
 
 

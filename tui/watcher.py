@@ -333,6 +333,8 @@ class RunWatcher(Generic[RequestT]):
             except Exception as error:  # the boundary of what is in the files of one run
                 data, more = None, False
                 self._complain(f"{type(error).__name__}: {error}")
+            else:
+                self._complained = ""
             if data is not None:
                 self._post(RunChanged(data))
             if not more:

@@ -524,7 +524,7 @@ def _facts(details: RunDetails) -> RenderableType:
         shown: object = f"{value:.6g}" if isinstance(value, float) else value
         if isinstance(value, tuple):
             shown = ", ".join(map(str, value)) or None
-        if name in ("updated_at", "added_at", "stalled_since") and isinstance(value, float):
+        if name in ("updated_at", "added_at", "stalled_since", "started_at") and isinstance(value, float):
             shown = utc(value)
         if name == "state":
             shown = state_text(details.run)

@@ -493,7 +493,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     setup_logger(MONITORS, config.log.level)
     monitors = Monitors(output, config)
-    status = StatusWriter(output.own_status(MONITORS), Status(state="running"))
+    own = output.own_status(MONITORS)
+    own.parent.mkdir(parents=True, exist_ok=True)
+    status = StatusWriter(own, Status(state="running"))
     while not stop():
         status.turn()
         try:

@@ -229,34 +229,39 @@ class KeptIds:
 
     A run's folder has no say in it, else it could name the record of another run. Once, where an earlier version of the
     daemon has worked, the ids that it kept in the folders of runs are taken over, each that only one run has.
-    Raises OSError.
     """
 
     def __init__(self, output: OutputDir) -> None:
-        self._path, self._lock = output.monitor_ids, threading.Lock()
-        self._ids: dict[str, str] = {}
-        try:
-            self._ids = msgspec.json.decode(read_file(self._path, limit=_MAX_IDS_BYTES), type=dict[str, str])
-        except FileNotFoundError:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._keep(_earlier_ids(output) if output.own_status(MONITORS).exists() else {})
-        except UNDECODABLE as error:
-            logger.warning("%s is damaged, runs get new records: %s", self._path, error)
+        self._output, self._path, self._lock = output, output.monitor_ids, threading.Lock()
+        self._had_monitors = os.path.exists(output.own_status(MONITORS))
+        self._ids: dict[str, str] | None = None
 
     def of(self, service: str, run: RunDir) -> str:
         """The run's id at the service, made at the first call. Raises OSError."""
         lives = f"{service}/{run.run_id}/"
         key = lives + life_of(run)
         with self._lock:
+            if self._ids is None:
+                self._ids = self._read()
             if key not in self._ids:
                 oldest = [each for each in self._ids if each.startswith(lives)][: 1 - MAX_LIVES]
                 kept = {each: known for each, known in self._ids.items() if each not in oldest}
-                self._keep(kept | {key: secrets.token_hex(8)})
+                kept[key] = secrets.token_hex(8)
+                write_atomic(self._path, json.dumps(kept))
+                self._ids = kept
             return self._ids[key]
 
-    def _keep(self, ids: dict[str, str]) -> None:
-        write_atomic(self._path, json.dumps(ids))
-        self._ids = ids
+    def _read(self) -> dict[str, str]:
+        try:
+            return msgspec.json.decode(read_file(self._path, limit=_MAX_IDS_BYTES), type=dict[str, str])
+        except FileNotFoundError:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            ids = _earlier_ids(self._output) if self._had_monitors else {}
+            write_atomic(self._path, json.dumps(ids))
+            return ids
+        except UNDECODABLE as error:
+            logger.warning("%s is damaged, runs get new records: %s", self._path, error)
+            return {}
 
 
 def _earlier_ids(output: OutputDir) -> dict[str, str]:

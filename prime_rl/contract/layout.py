@@ -182,6 +182,10 @@ _ITERATION = re.compile(r"iteration_([1-9][0-9]{0,9})")
 _NODE = re.compile(r"node_(0|[1-9][0-9]{0,4})\.json")
 
 
+class TooManySteps(OSError):
+    """A folder of a run has more steps than can be looked through at each look. `str()` is a sentence with the path."""
+
+
 class LayoutError(ValueError):
     """An invalid run id or path. The message has the value and what is allowed."""
 
@@ -394,7 +398,7 @@ def stable_marker(step_dir: Path) -> Path:
 def list_steps(parent: Path, *, stable_only: bool = False) -> list[int]:
     """Step numbers of the real `step_N` folders in `parent`, ascending; [] when `parent` is not a real folder.
 
-    Raises LayoutError for more than MAX_ENTRIES: each takes time and memory of who looks, and links cost a run nothing.
+    Raises TooManySteps for more than MAX_ENTRIES: each takes time of who looks, and links cost a run nothing.
     """
     if os.path.islink(parent):
         return []
@@ -404,7 +408,7 @@ def list_steps(parent: Path, *, stable_only: bool = False) -> list[int]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     if len(entries) > MAX_ENTRIES:
-        raise LayoutError(f"{parent} has more than {MAX_ENTRIES} entries: remove the oldest")
+        raise TooManySteps(f"{parent} has more than {MAX_ENTRIES} entries: remove the oldest")
     steps = sorted(step for e in entries if not e.is_symlink() and (step := parse_step(e.name)) is not None)
     return [s for s in steps if os.path.exists(stable_marker(parent / step_name(s)))] if stable_only else steps
 

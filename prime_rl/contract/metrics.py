@@ -10,8 +10,10 @@ status; readers put them into words with `RULES`. Limits are those of docs/learn
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import statistics
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,7 +102,9 @@ class EarlyStop:
 
 
 def bounded_mean(values: Sequence[float]) -> float:
-    """The mean of a tenant's numbers. Not fmean, which raises where their sum is no float."""
+    """The mean of a tenant's numbers, also where their sum is no float."""
+    with contextlib.suppress(OverflowError):
+        return statistics.fmean(values)
     mean = sum(value / len(values) for value in values)
     return max(-sys.float_info.max, min(mean, sys.float_info.max))
 

@@ -24,7 +24,7 @@ from prime_rl.configs.admitted import changed_data_text, read_effect
 from prime_rl.configs.base import ConfigError, ConfigProblem, build, merge, read_argv
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import make_folder
-from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
+from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, TooManySteps
 from prime_rl.contract.notes import pending_request
 from prime_rl.contract.status import RunStatus, StatusWriter, read_status
 from prime_rl.contract.types import BadBatchError, max_batch_bytes
@@ -80,10 +80,11 @@ from prime_rl.utils.watch import Watcher
 
 logger = logging.getLogger("orchestrator")
 
+MAX_REASON_CHARS = 10_000
 # Errors that a restart of the orchestrator would not fix.
 FINAL = (
     *(RunFailed, ConfigError, EnvironmentBroken, AccessDenied, AdapterRefused),
-    *(TokenizerError, CheckpointError, BadBatchError),
+    *(TokenizerError, CheckpointError, BadBatchError, TooManySteps),
 )
 
 
@@ -123,7 +124,7 @@ async def set_up(
     seq_len = config.seq_len or (await trainer_status(run, reporter.wait_for, "the trainer's seq_len")).max_seq_len
     tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
     phases = PhaseClock(on_change=wake.set)
-    changed = changed_data_text(run)  # what is loaded now stays
+    changed = await asyncio.to_thread(changed_data_text, run)  # what is loaded now stays
     envs, eval_envs = await load_environments(config, phases, cleanup, reporter.wait_for, run.data_file)
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_batch_bytes(config.batch_size, seq_len))
     reporter.update(step=progress.step)
@@ -284,6 +285,8 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
             final_status = {"reason": f"{type(error).__name__}: {error}"}
             logger.exception("crashed")
     finally:
+        if "reason" in final_status:  # whatever code of the environment says
+            final_status["reason"] = str(final_status["reason"])[:MAX_REASON_CHARS]
         if second is None:
             writer.close(waiting_on=None, num_in_flight=0, problem=None, **final_status)
         else:

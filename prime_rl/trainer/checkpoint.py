@@ -227,7 +227,7 @@ class AdapterSnapshots(Snapshots):
         """
         fresh, idx = self._manager.get_state_dict_for_run(run.run_idx), run.run_idx
         limit = 4 * sum(tensor.numel() for tensor in fresh.values()) + ADAPTER_HEAD_BYTES
-        tensors, config = load_peft(run.dir.init, limit=limit, num=len(fresh))
+        tensors, config = load_peft(run.dir.init, limit=limit)
         scale = self._manager.scaling_factors[idx]
         self._put(run, begun_from(fresh, tensors, config, rank=run.rank, scale=scale))
 

@@ -85,7 +85,7 @@ class FileTail:
             return TailRead([], reset=had_content)
 
     def lines(self) -> Iterator[bytes]:
-        """The whole lines up to the present end of the file, in chunks: no more bytes, whatever takes its place."""
+        """The whole lines up to the present end of the file, in chunks; no more of them, whatever takes its place."""
         end = 0
         with contextlib.suppress(OSError):
             end = self.path.stat().st_size

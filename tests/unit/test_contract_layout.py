@@ -10,6 +10,7 @@ from prime_rl.contract.layout import (
     LayoutError,
     OutputDir,
     RunDir,
+    TooManySteps,
     check_run_id,
     list_rollout_steps,
     list_steps,
@@ -113,7 +114,7 @@ def test_steps_beyond_number_and_a_marker_of_no_name_end_no_listing(
     assert list_steps(run.broadcast, stable_only=True) == []
     assert list_steps(run.broadcast) == list(range(20))
     (run.broadcast / "step_20").touch()
-    with pytest.raises(LayoutError, match="broadcast has more than 20 entries: remove the oldest"):
+    with pytest.raises(TooManySteps, match="broadcast has more than 20 entries: remove the oldest"):
         list_steps(run.broadcast)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import json
 import random
 import shutil
@@ -280,7 +282,48 @@ def test_a_run_that_cannot_be_looked_at_takes_no_part(tmp_path: Path, caplog: py
     del sweep.qualities["run_0"]
     sweep.go()
     assert sweep.ends == {"run_1": 9, "run_2": MAX_STEPS}
-    assert len([record for record in caplog.records if "sweep s, run_0" in record.getMessage()]) <= 1
+    assert [record.getMessage().split(": ")[0] for record in caplog.records] == ["sweep s, run_0"], "said once"
+
+
+@pytest.mark.parametrize("name", ["read_end", "list_steps"])
+def test_what_the_disk_does_not_give_for_now_decides_nothing(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sweep = Sweep(tmp_path, [0.9, 0.1, 0.2], slots=3)
+    for _ in range(9):
+        sweep.turn()
+    module = "daemons.halving" if name == "read_end" else "daemons.workspace_reader"
+    real = getattr(importlib.import_module(module), name)
+
+    def fails(path: Path, *given: Any, **more: Any) -> Any:
+        if "run_0" in path.parts:
+            raise OSError(errno.EIO, "input/output error")
+        return real(path, *given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{module}.{name}", fails)
+        sweep.halving.look()
+    assert not read_decisions(sweep.output, "s").rungs and "input/output error" in caplog.text
+    sweep.halving.look()
+    sweep.go()
+    assert sweep.ends == {"run_0": MAX_STEPS, "run_1": 9, "run_2": 9}, "the best has won"
+
+
+def test_a_pause_for_the_next_rung_outlasts_that_the_one_before_is_told_again(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path, [0.9, 0.8, 0.7, 0.1, 0.2, 0.3], slots=6)
+    while not (decisions := read_decisions(sweep.output, "s")).rungs:
+        sweep.turn()
+        sweep.halving.look()
+    lost = decisions.rungs[0].lost[0]
+    write_decisions(
+        sweep.output, "s", Decisions(rungs=[msgspec.structs.replace(decisions.rungs[0], carried_out=False)])
+    )
+    shutil.rmtree(sweep.run(lost).control)
+    sweep.run(lost).control.symlink_to("/proc/self")  # it takes no file
+    kept = decisions.rungs[0].kept[0]
+    sweep.run(kept).paused.write_text(waiting := f"{MARK}waits for rung 2 of sweep s (step 9)")
+    Halving(sweep.output).look()
+    assert sweep.run(kept).paused.read_text() == waiting
 
 
 def test_a_run_that_cannot_be_told_keeps_no_other_paused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -292,7 +335,7 @@ def test_a_run_that_cannot_be_told_keeps_no_other_paused(tmp_path: Path, caplog:
     (decision,) = decisions.rungs
     (lost, *_), (kept, *_) = decision.lost, decision.kept
     write_decisions(sweep.output, "s", Decisions(rungs=[msgspec.structs.replace(decision, carried_out=False)]))
-    sweep.run(kept).paused.write_text(f"{MARK}waits")
+    sweep.run(kept).paused.write_text(f"{MARK}waits for rung 1 of sweep s (step {decision.step})")
     shutil.rmtree(sweep.run(lost).control)
     sweep.run(lost).control.symlink_to("/proc/self")
 

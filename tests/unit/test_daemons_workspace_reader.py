@@ -273,12 +273,14 @@ def test_a_run_that_starts_again_lives_by_the_process_that_starts_and_not_by_the
     run = make_run(tmp_path, "run_a")
     put_trainer(tmp_path, {"run_a": 0}, [])
     put(run.status, RunStatus(run_id="run_a", state="stopped"), alive=False, age_s=3 * 3600)
-    put(OutputDir(tmp_path).daemon_status("run_a"), DaemonStatus(name="run_a", state="starting"))
+    starts = DaemonStatus(name="run_a", state="starting")
+    starts.child = ProcessId(4713, NOW - 5.0)
+    put(OutputDir(tmp_path).daemon_status("run_a"), starts)
     view = read_workspace(tmp_path, now=NOW).runs[0]
-    assert (view.state, view.updated_at, view.started_at) == ("active", NOW, None)
+    assert (view.state, view.updated_at, view.started_at) == ("active", NOW, NOW - 5.0)
     put(run.status, RunStatus(run_id="run_a", state="running"))
     view = read_workspace(tmp_path, now=NOW).runs[0]
-    assert view.started_at == pytest.approx(ProcessId.of(os.getpid()).create_time)
+    assert view.started_at == pytest.approx(ProcessId.of(os.getpid()).create_time, abs=1)
 
 
 def test_a_run_that_the_supervisor_gave_up_has_failed_with_its_reason(tmp_path: Path) -> None:

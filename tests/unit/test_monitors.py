@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from daemons.actions import delete_run, undelete_run
-from daemons.monitors.__main__ import MAX_FIGURES, Feed, Positions
+from daemons.monitors.__main__ import MAX_FIGURES, Feed, Monitors, Positions
 from daemons.monitors.services import (
     MAX_LIVES,
     KeptIds,
@@ -27,7 +27,7 @@ from daemons.monitors.services import (
     TrackioMonitor,
     WandbMonitor,
 )
-from prime_rl.configs.reports import PrometheusConfig, TensorBoardConfig, TrackioConfig, WandbConfig
+from prime_rl.configs.reports import MonitorsConfig, PrometheusConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 from prime_rl.contract.files import append_line, wait_for
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.budgets import in_full
@@ -458,7 +458,7 @@ def test_ids_of_earlier_versions_are_taken_over_once_from_those_that_alone_have_
         plant(runs[name], known)
     delete_run(tmp_path, "run_a")
     delete_run(tmp_path, "run_c")
-    KeptIds(output)
+    KeptIds(output).of(service, runs["b"])
     plant(runs["d"], "d" * 16)
     undelete_run(tmp_path, "run_a")
     undelete_run(tmp_path, "run_c")
@@ -479,6 +479,16 @@ def test_ids_that_are_damaged_cost_new_records_and_are_not_sought_in_runs(
     after = KeptIds(output).of("wandb", run)
     assert after not in (before, "0" * 16) and "is damaged" in caplog.text
     assert KeptIds(output).of("wandb", run) == after
+
+
+def test_ids_that_cannot_be_read_or_kept_for_now_cost_no_other_monitor(run: RunDir) -> None:
+    output = OutputDir(run.path.parent)
+    output.monitor_ids.mkdir(parents=True)  # no file
+    ids = Monitors(output, MonitorsConfig())._ids
+    with pytest.raises(OSError, match=r"ids\.json"):
+        ids.of("wandb", run)
+    output.monitor_ids.rmdir()
+    assert ids.of("wandb", run) == KeptIds(output).of("wandb", run)
 
 
 def test_a_run_that_takes_ever_new_lives_crowds_out_its_own_alone(run: RunDir) -> None:

@@ -118,6 +118,8 @@ def test_a_group_whose_runs_differ_in_more_than_their_seed_is_told() -> None:
         words = f"the runs of '{name}' differ not only in their seed: batch_size"
         assert notes(rank([*seeds, other], REWARD, by=by), REWARD) == (words,)
     assert notes(rank([*seeds, other], REWARD), REWARD) == ()
+    untagged = [replace(each, tags=()) for each in (*seeds, other)]
+    assert notes(rank(untagged, REWARD, by=TAG), REWARD) == ()
     many = run("run_d", **{f"k{number}": "1" for number in range(9)})
     assert notes(rank([*seeds, many], REWARD, by=TAG), REWARD)[0].endswith("k0, k1, k2, k3, k4 and 4 more")
 

@@ -9,16 +9,19 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.metrics import parse_metrics
+from prime_rl.contract.status import RunStatus
 from prime_rl.utils.tail import CHUNK_BYTES, MAX_LINE_BYTES, FileTail, TailRead, whole_lines
 from tests.budgets import examples
 from tui.readers.charts import NUM_RECENT, History, HistoryReader, RunMetrics
-from tui.readers.run_config import EventsReader, toml_text
+from tui.readers.run_config import MAX_EVENTS, MAX_SERVICE_EVENTS, EventsReader, toml_text
 from tui.readers.workspace_metrics import CurvesReader, CurvesRequest, RunTail
 
 # Lines without the newline byte; the text around chunk ends is where a reader breaks.
@@ -309,11 +312,23 @@ def test_the_end_of_what_all_runs_share_is_an_event_of_a_run_from_its_beginning_
     log.write_text("".join(line.format(10 + number, words) for number, words in enumerate(said)))
     data, _ = EventsReader(tmp_path, "run_a").read()
     assert data is not None
-    assert [(event.kind, event.text) for event in data.events] == [
+    whole = [
         ("started", "pid 7"),
         ("restart", "trainer: killed by SIGKILL, exit code -9"),
         ("failed", "inference: 3 early crashes"),
     ]
+    assert [(event.kind, event.text) for event in data.events] == whole[:1], "it has not gone on since"
+    run = RunDir(tmp_path / "run_a")
+    run.control.mkdir(parents=True)
+    write_atomic(run.status, msgspec.json.encode(RunStatus(run_id="run_a", state="running", updated_at=1.8e9)))
+    reader = EventsReader(tmp_path, "run_a")
+    data, _ = reader.read()
+    assert data is not None and [(event.kind, event.text) for event in data.events][:3] == whole
+    with log.open("a") as file:
+        file.write("".join(line.format(20, "inference: backoff (exit code 1)") for _ in range(2 * MAX_EVENTS)))
+    data, _ = reader.read()
+    assert data is not None and [event.kind for event in data.events].count("started") == 1, "its own are not lost"
+    assert len(data.events) == MAX_SERVICE_EVENTS + 2
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,8 @@ def test_a_run_whose_steps_stop_is_stalled_and_says_since_when(workspace: Output
     resumed = replace(view, started_at=NOW - STALL_MIN_S + 9)  # that it stood still before is no trouble
     assert display_state(resumed, NOW, stalled.tail, NOW) == "active"
     assert display_state(replace(view, started_at=NOW - STALL_MIN_S - 9), NOW, stalled.tail, NOW) == "stalled"
+    starts = replace(resumed, started_at=NOW - 5.0, updated_at=NOW)
+    assert display_state(starts, NOW, replace(stalled.tail, last_step_at=NOW - 10_800.0), NOW) == "active"
     slow = replace(usual["run_sort-rank16"], step_s=200.0, last_step_at=NOW - 1 - 1000)
     assert make_snapshot(found, {"run_sort-rank16": slow}, NOW).row("run_sort-rank16").state == "active"  # type: ignore[union-attr]
     problems = make_snapshot(found, usual | {"run_sort-rank16": stalled.tail}, NOW).problems

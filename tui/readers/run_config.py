@@ -14,6 +14,7 @@ from __future__ import annotations
 import calendar
 import contextlib
 import json
+import math
 import os
 import re
 import time
@@ -247,7 +248,7 @@ def measure(folder: Path) -> tuple[int, tuple[str, ...]]:
     return disk_use(folder, as_stored=False).num_bytes, tuple(parts)
 
 
-MAX_EVENTS = 500
+MAX_EVENTS, MAX_SERVICE_EVENTS = 500, 50
 MAX_TEXT_CHARS = 10_000
 # Of a part's log this much is looked through, from its end.
 LOG_TAIL_BYTES = 4 << 20
@@ -282,10 +283,9 @@ class Event:
     is_of_service: bool = False
 
     @classmethod
-    def of(cls, time: float | None, kind: str, text: str, who: str = "", *, is_of_service: bool = False) -> Event:
+    def of(cls, time: float | None, kind: str, text: str, who: str = "") -> Event:
         """An event with its text made fit for the screen and cut to MAX_TEXT_CHARS."""
-        text = clean_text(text.strip(), MAX_TEXT_CHARS)
-        return cls(time, one_line(kind, 20), text, one_line(who, 60), is_of_service)
+        return cls(time, one_line(kind, 20), clean_text(text.strip(), MAX_TEXT_CHARS), one_line(who, 60))
 
 
 @dataclass(frozen=True)
@@ -305,6 +305,7 @@ class EventsReader:
             _EventTail(self._output.audit, lambda line: parse_audit(line, run_id)),
             _EventTail(self._output.log("trainer"), lambda line: parse_log(line, run_id, "trainer"), LOG_TAIL_BYTES),
             _EventTail(self._output.log(SUPERVISOR), lambda line: parse_log(line, run_id, SUPERVISOR), LOG_TAIL_BYTES),
+            _EventTail(self._output.log(SUPERVISOR), parse_service, LOG_TAIL_BYTES, MAX_SERVICE_EVENTS),
         ]
         self._states: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._stamps: object = None
@@ -328,8 +329,12 @@ class EventsReader:
 
     def _data(self) -> EventsData:
         events = [*(event for tail in self._tails for event in tail.events), *self._states, *self._own()]
-        began = min((each.time for each in events if each.time and not each.is_of_service), default=0.0)
-        events = [each for each in events if not each.is_of_service or (each.time or 0.0) >= began]
+        # Of what all runs share only what happened while this one was there.
+        times = [each.time for each in events if each.time and not each.is_of_service]
+        began, ended = min(times, default=0.0), max(times, default=0.0)
+        if self._states and self._states[-1].kind in ("starting", "running"):
+            ended = math.inf
+        events = [each for each in events if not each.is_of_service or began <= (each.time or 0.0) <= ended]
         events.sort(key=lambda event: event.time or 0.0)
         return EventsData(self._run.run_id, tuple(events[-MAX_EVENTS:]))
 
@@ -351,13 +356,16 @@ class EventsReader:
         return len(self._states)
 
 
-class _EventTail:
-    """The lines of one file that are events, newest MAX_EVENTS."""
+Parse = Callable[[bytes], Event | None]
 
-    def __init__(self, path: Path, parse: Callable[[bytes], Event | None], start_bytes: int | None = None) -> None:
+
+class _EventTail:
+    """The lines of one file that are events, the newest `most`."""
+
+    def __init__(self, path: Path, parse: Parse, start_bytes: int | None = None, most: int = MAX_EVENTS) -> None:
         self._tail = FileTail(path, start_bytes=start_bytes)
         self._parse = parse
-        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self.events: deque[Event] = deque(maxlen=most)
 
     def update(self) -> tuple[bool, bool]:
         read = self._tail.read()
@@ -387,21 +395,16 @@ def parse_audit(line: bytes, run_id: str) -> Event | None:
 
 
 def parse_log(line: bytes, run_id: str, who: str) -> Event | None:
-    """A line of a daemon's log that begins with the run's id, as an event of the run; else None.
-
-    Also of the supervisor's log those about the end of the trainer or of inference.
-    """
+    """A line of a daemon's log that begins with the run's id, as an event of the run; else None."""
     match = _STAMPED.match(line)
     if match is None:
         return None
     name, _, rest = match[4].removeprefix(b"evicting ").partition(b" ")
-    subject = name.rstrip(b":").decode(errors="replace")
-    is_of_service = who == SUPERVISOR and subject.startswith(("trainer", "inference"))
-    if subject != run_id and not is_of_service:
+    if name.rstrip(b":") != run_id.encode():
         return None
     text = rest.decode(errors="replace").strip()
     kind = "evicted" if match[4].startswith(b"evicting ") else kind_of(text, match[2].decode())
-    if kind in _LEFT_OUT or (is_of_service and kind not in _OF_SERVICES):
+    if kind in _LEFT_OUT:
         return None
     try:
         when = float(calendar.timegm(time.strptime(match[1].decode(), "%Y-%m-%dT%H:%M:%S")))
@@ -409,9 +412,19 @@ def parse_log(line: bytes, run_id: str, who: str) -> Event | None:
         return None
     if text.partition(" ")[0] == kind or kind == "restart":  # the kind is in the text already
         text = text.partition(" ")[2].removeprefix("(").removesuffix(")")
-    if is_of_service:
-        text = f"{subject}: {text}"
-    return Event.of(when, kind, text, who, is_of_service=is_of_service)
+    return Event.of(when, kind, text, who)
+
+
+def parse_service(line: bytes) -> Event | None:
+    """A line of the supervisor's log about the end of the trainer or of inference, as an event of each run."""
+    match = _STAMPED.match(line)
+    name = match[4].partition(b":")[0].decode(errors="replace") if match else ""
+    if not name.startswith(("trainer", "inference")):
+        return None
+    event = parse_log(line, name, SUPERVISOR)
+    if event is None or event.kind not in _OF_SERVICES:
+        return None
+    return replace(event, text=clean_text(f"{name}: {event.text}", MAX_TEXT_CHARS), is_of_service=True)
 
 
 def kind_of(text: str, level: str) -> str:

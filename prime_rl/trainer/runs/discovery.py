@@ -44,6 +44,7 @@ from prime_rl.contract.layout import (
     LayoutError,
     OutputDir,
     RunDir,
+    TooManySteps,
     check_run_id,
     list_steps,
     refusal,
@@ -502,7 +503,8 @@ class Discovery:
             yield
         except OSError as error:  # deleted meanwhile, or it cannot be read: looked at again next time
             logger.debug("looking at %s failed: %s", run_id, error)
-            entry.verdict = entry.verdict if entry.verdict == _STAYS else None
+            entry.refusal = str(error) if (stays := isinstance(error, TooManySteps)) else entry.refusal
+            entry.verdict = entry.verdict if entry.verdict == _STAYS else "refused" if stays else None
         except Exception as error:
             logger.exception("looking at %s failed", run_id)
             entry.refusal = f"{entry.run.path} cannot be looked at: {error_text(error)}"
