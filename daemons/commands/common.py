@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import sys
@@ -69,7 +70,9 @@ def choose_output(option: Path | None) -> OutputDir:
 def no_workspace(path: Path) -> str | None:
     """The message about a folder that is not there, or has nothing of a workspace; None for one that has."""
     if not path.is_dir():
-        return f"no workspace at {path}: start one with prl up, or name another"
+        beside = [each.name for each in path.parent.glob("*") if each.is_dir()]
+        near = [f"did you mean {path.with_name(name)}?" for name in difflib.get_close_matches(path.name, beside, 1)]
+        return f"no workspace at {path}: {''.join(near) or 'start one with prl up, or name another'}"
     output = OutputDir(path)  # where a daemon, a node of a group or a run, though deleted, may have left something
     marks = (output.supervisor_lock, output.trainer_status, output.inference_status, output.multinode, output.trash)
     is_one = any(map(os.path.lexists, marks)) or any(scan_runs(path))

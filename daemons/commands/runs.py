@@ -205,7 +205,7 @@ def runs_table(runs: Sequence[RunView], now: float | None = None, *, none: str =
             number(run.tokens_per_s, 0),
             "" if run.async_level is None else run.async_level,
             short_time(None if run.added_at is None else now - run.added_at),
-            cell(run.why),
+            cell(run.why, 300),
         ]
         for run in runs
     ]

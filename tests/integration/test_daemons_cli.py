@@ -169,6 +169,9 @@ def test_a_folder_that_is_not_there_is_named(command: str, tmp_path: Path, capsy
     assert run([*command.split(), "--output-dir", str(missing)]) == 2
     line = f"prl: no workspace at {missing}: start one with prl up, or name another\n"
     assert capsys.readouterr() == ("", line) and not missing.exists()
+    (tmp_path / "type").mkdir()
+    assert run([*command.split(), "--output-dir", str(missing)]) == 2
+    assert capsys.readouterr() == ("", f"prl: no workspace at {missing}: did you mean {tmp_path / 'type'}?\n")
 
 
 def test_with_json_a_missing_workspace_is_an_empty_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
