@@ -233,8 +233,8 @@ class CkptConfig(BaseConfig):
     """Checkpoints at multiples of this step are kept forever."""
 
     keep_rollouts: bool = False
-    """Keep all rollout files for replay (`python -m benchmarks.selfcheck`). Otherwise those that a checkpoint
-    covers are removed."""
+    """Keep all rollout files for replay (`python -m benchmarks.selfcheck`), at most 50,000 of them. Otherwise those
+    that a checkpoint covers are removed."""
 
     resume_step: int = Field(-1, ge=-1)
     """Where to start: -1 takes the newest complete checkpoint, if any; 0 starts over; N takes step N. What was made
