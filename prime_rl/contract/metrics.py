@@ -103,7 +103,7 @@ class EarlyStop:
 
 def bounded_mean(values: Sequence[float]) -> float:
     """The mean of a tenant's numbers, also where their sum is no float."""
-    with contextlib.suppress(OverflowError):
+    with contextlib.suppress(OverflowError, ValueError):  # infinities of both signs
         return statistics.fmean(values)
     mean = sum(value / len(values) for value in values)
     return max(-sys.float_info.max, min(mean, sys.float_info.max))
