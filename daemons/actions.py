@@ -231,7 +231,12 @@ def rollback_run(
     with acting_on(output_dir, run_id, "rolling back") as (output, run):
         _check_unedited(run)
         _check_step(run, step)
-        text = _checked_text(output, run, step)
+        text, _ = _read_config(run)
+        # With a note: the trainer carries out each text once.
+        note = f"requested at {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
+        text = edited(text, {"ckpt": {"resume_step": step}}, note)
+        if problems := find_problems(parse_toml(text, "orch.toml"), "orch.toml", trainer_limits(output.path)):
+            raise ActionError(f"{run_id} would be invalid: {problems[0]}")
         if users(output, run):
             with _kept(run, step):
                 if not os.path.lexists(run.evicted):
@@ -277,16 +282,6 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-def _checked_text(output: OutputDir, run: RunDir, step: int) -> str:
-    """The text of the run's `orch.toml` that sends it back. A note in it: the trainer carries out each text once."""
-    text, _ = _read_config(run)
-    note = f"requested at {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
-    text = edited(text, {"ckpt": {"resume_step": step}}, note)
-    if problems := find_problems(parse_toml(text, "orch.toml"), "orch.toml", trainer_limits(output.path)):
-        raise ActionError(f"{run.run_id} would be invalid: {problems[0]}")
-    return text
 
 
 def _read_config(run: RunDir) -> tuple[str, dict[str, Any]]:

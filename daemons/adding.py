@@ -154,20 +154,16 @@ def copy_start(start: Start, folder: Path) -> None:
     except ValueError as error:
         raise ActionError(str(error)) from error
     # A version is removed marker first: what was copied while the marker stood is whole.
-    if start.version is not None and not _is_complete(start):
-        raise ActionError(f"{start.name} was removed while it was copied: choose a newer version")
+    if start.version is not None:
+        # A checkpoint has its marker one folder higher.
+        step_dir = start.folder if start.folder == start.version.published else start.folder.parent
+        if not stable_marker(step_dir).exists():
+            raise ActionError(f"{start.name} was removed while it was copied: choose a newer version")
 
 
 def has_optimizer(init: Path) -> bool:
     """True when the `init/` of a run has moments of an optimizer too."""
     return all((init / name).exists() for name in _OPTIMIZER_FILES)
-
-
-def _is_complete(start: Start) -> bool:
-    """True when the folder that was copied still counts. A checkpoint has its marker one folder higher."""
-    assert start.version is not None
-    step_dir = start.folder if start.folder == start.version.published else start.folder.parent
-    return stable_marker(step_dir).exists()
 
 
 def _config(folder: Path) -> AdapterConfig:

@@ -251,7 +251,10 @@ def run_demo(
         if not ready:
             return None
         files = sorted(path for path in configs.glob("*.toml") if path.name != SYSTEM_FILE)
-        run_ids = [add_demo_run(output, path, system.model.name) for path in files]
+        run_ids, model = [], system.model.name
+        for path in files:  # on the workspace's model, not the file's
+            overrides = None if load_run_config(path).model.name == model else {"model": {"name": model}}
+            run_ids.append(actions.add_run(output.path, path, overrides=overrides))
         say(f"added {', '.join(run_ids)} on {system.max_concurrent_runs} slots; prl-tui {output.path} shows them")
         demo = Demo(output, run_ids, say, stop)
         try:
@@ -261,12 +264,6 @@ def run_demo(
         return report if finished else None
     finally:
         supervisor_process.down(output, timeout_s=3 * system.supervisor.grace_s + 15.0, say=say, supervisor=supervisor)
-
-
-def add_demo_run(output: OutputDir, source: Path, model: str) -> str:
-    """Add one run, on the workspace's model, not the file's."""
-    same = load_run_config(source).model.name == model
-    return actions.add_run(output.path, source, overrides=None if same else {"model": {"name": model}})
 
 
 class TuiChild:

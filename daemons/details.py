@@ -70,7 +70,7 @@ class RunDetails:
     run: RunView
     config: Mapping[str, Any] | None
     metrics: Mapping[str, Mapping[str, float]]
-    errors: tuple[CleanText, ...]
+    errors: tuple[CleanText, ...]  # the newest warnings and errors of its log, oldest first
     checkpoints: tuple[CheckpointView, ...]
     disk: Mapping[CleanText, int]
     disk_complete: bool
@@ -81,6 +81,8 @@ class RunDetails:
 def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunDetails:
     """Read the run's folder. Raises nothing for what is in it."""
     uses = _folders(paths.path)
+    lines = FileTail(paths.log, start_bytes=_TAIL_BYTES).read().lines
+    texts = (clean_text(line.decode(errors="replace")) for line in lines)
     return RunDetails(
         run=run,
         config=_config(paths),
@@ -89,7 +91,7 @@ def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunD
             for name, path in (("trainer", paths.trainer_metrics), ("orchestrator", paths.orchestrator_metrics))
             if (figures := last_figures(path))
         },
-        errors=tuple(last_errors(paths.log)),
+        errors=tuple([text for text in texts if _ERROR.search(text)][-NUM_ERRORS:]),
         checkpoints=tuple(_checkpoint(paths, step) for step in _steps(paths.checkpoints)),
         disk={one_line(name, 40): use.num_bytes for name, use in uses.items()},
         disk_complete=all(use.complete for use in uses.values()),
@@ -124,13 +126,6 @@ def last_figures(path: Path) -> dict[str, float]:
             step, figures = parsed
             found = {**(found if found.get("step") == step else {}), **figures, "step": float(step)}
     return {one_line(name): value for name, value in found.items()}
-
-
-def last_errors(log: Path) -> list[CleanText]:
-    """The newest warnings and errors of a log, oldest first."""
-    lines = FileTail(log, start_bytes=_TAIL_BYTES).read().lines
-    texts = (clean_text(line.decode(errors="replace")) for line in lines)
-    return [text for text in texts if _ERROR.search(text)][-NUM_ERRORS:]
 
 
 def _config(run: RunDir) -> Mapping[str, Any] | None:

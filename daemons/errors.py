@@ -42,14 +42,10 @@ def one_line_errors(what: str) -> Iterator[None]:
     except (LayoutError, ConfigError) as error:
         raise WrongUseError(str(error)) from error
     except (OSError, UnicodeError) as error:
-        raise ActionError(f"{what} failed: {_in_words(error)}") from error
-
-
-def _in_words(error: Exception) -> str:
-    """Of an error of the operating system its file and what is wrong, without its number."""
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return str(error)
+        words = str(error)
+        if isinstance(error, OSError) and error.strerror and error.filename:  # without its number
+            words = f"{os.fsdecode(error.filename)}: {error.strerror}"
+        raise ActionError(f"{what} failed: {words}") from error
 
 
 def expand_home(path: Path) -> Path:

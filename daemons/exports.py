@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import tomli_w
 
@@ -211,15 +211,12 @@ def _merge(output: OutputDir, planned: Export, source: Path, folder: Path, stop:
         if exit_code is None:
             raise ActionError(f"the export of {planned.run_id} was stopped; nothing was written")
         if exit_code:
-            why = _last_line(log).replace(str(held), str(source)) or f"exit code {exit_code}"
+            log.seek(max(0, log.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+            last = one_line(next((line for line in reversed(lines) if line.strip()), ""), 1000).removeprefix("merge: ")
+            why = last.replace(str(held), str(source)) or f"exit code {exit_code}"
             raise ActionError(f"exporting {planned.run_id} failed: {why}")
     shutil.rmtree(held)
-
-
-def _last_line(log: IO[bytes]) -> str:
-    log.seek(max(0, log.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
-    lines = log.read().decode(errors="replace").splitlines()
-    return one_line(next((line for line in reversed(lines) if line.strip()), ""), 1000).removeprefix("merge: ")
 
 
 def _card(run: RunDir, planned: Export) -> str:

@@ -169,17 +169,12 @@ def _gpus(nvml: ModuleType | None) -> tuple[GpuView, ...]:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             name = nvml.nvmlDeviceGetName(handle)
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            busy = _gpu_busy(nvml, handle)
+            busy = 0.0
+            with contextlib.suppress(Exception):  # not available for a slice of a GPU
+                busy = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
             text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
             found.append(GpuView(text, busy, int(memory.used), int(memory.total)))
     return tuple(found)
-
-
-def _gpu_busy(nvml: ModuleType, handle: object) -> float:
-    try:
-        return float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
-    except Exception:  # not available for a slice of a GPU
-        return 0.0
 
 
 @dataclass(frozen=True)

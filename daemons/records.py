@@ -92,9 +92,12 @@ class Records:
             raise trouble
 
     def _status(self, daemon: Daemon) -> DaemonStatus:
+        state = daemon.state
+        if state is State.STOPPING:  # for readers it still runs, or is still stalled
+            state = State.RUNNING if daemon.stalled_since is None else State.STALLED
         status = DaemonStatus(
             name=daemon.spec.name,
-            state=_state(daemon),
+            state=str(state),
             updated_at=time.time(),  # readers compare it with their clock
             waiting_on=daemon.waiting_on,
             argv=list(daemon.spec.argv),
@@ -112,13 +115,6 @@ class Records:
         status.child = daemon.process
         status.handle = daemon.handle if daemon.state in LIVE else None
         return status
-
-
-def _state(daemon: Daemon) -> str:
-    """Its state for readers: one that was asked to stop still runs, or is still stalled."""
-    if daemon.state is State.STOPPING:
-        return str(State.RUNNING if daemon.stalled_since is None else State.STALLED)
-    return str(daemon.state)
 
 
 def recorded(output: OutputDir) -> dict[str, DaemonStatus]:

@@ -193,8 +193,12 @@ class Supervisor:
         for name in requests:
             self.output.start_request(name).unlink(missing_ok=True)
         self._records.write(self._daemons)
-        if self._relay is not None and not self._was_up:
-            self._judge_start()
+        if self._relay is not None and not self._was_up:  # in the foreground no other process checks that they start
+            services = [daemon for name, daemon in self._daemons.items() if name in (TRAINER, INFERENCE)]
+            self._was_up = len(services) == 2 and all(daemon.state is State.RUNNING for daemon in services)
+            for daemon in services:
+                if daemon.state in (State.BACKOFF, State.FAILED):
+                    self.start_failure = f"{daemon.spec.name} did not start: {daemon.reason}"
         ended = time.monotonic()
         self._next_look_s, self._rest_until_s = ended + self._rest_s(now), ended + (ended - began)
         if troubles:
@@ -216,14 +220,6 @@ class Supervisor:
             return 0.0
         retries = [daemon.retry_at - now for daemon in daemons if daemon.state is State.BACKOFF]
         return min([IDLE_S, *(wait_s for wait_s in retries if wait_s > 0)])
-
-    def _judge_start(self) -> None:
-        """In the foreground no other process checks that the services start."""
-        services = [daemon for name, daemon in self._daemons.items() if name in (TRAINER, INFERENCE)]
-        self._was_up = len(services) == 2 and all(daemon.state is State.RUNNING for daemon in services)
-        for daemon in services:
-            if daemon.state in (State.BACKOFF, State.FAILED):
-                self.start_failure = f"{daemon.spec.name} did not start: {daemon.reason}"
 
     def look_at_logs(self) -> None:
         """Relay new log lines; rotate logs that have become too large, of all nodes."""

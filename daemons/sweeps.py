@@ -121,7 +121,10 @@ def grid(axes: Sequence[Axis], name: str) -> dict[str, dict[str, Any]]:
         num_runs *= len(axis.values)
     if not axes or num_runs > MAX_RUNS:
         raise WrongUseError(f"a sweep of {num_runs if axes else 'no'} runs: must be 1 to {MAX_RUNS}, from --set")
-    words = _short_keys([axis.key for axis in axes if len(axis.values) > 1])
+    # The last part of each dotted key, or all of it where two have the same.
+    differ = [axis.key for axis in axes if len(axis.values) > 1]
+    last = [key.rpartition(".")[2] for key in differ]
+    words = {key: short if last.count(short) == 1 else key for key, short in zip(differ, last, strict=True)}
     points: dict[str, dict[str, Any]] = {}
     for choice in itertools.product(*(range(len(axis.values)) for axis in axes)):
         chosen = list(zip(axes, choice, strict=True))
@@ -139,12 +142,6 @@ def _run_id(name: str, label: str, *, hashed: bool = False) -> str:
         return plain
     digest = hashlib.sha256(label.encode()).hexdigest()[:_HASH_CHARS]
     return f"{plain[: _MAX_ID_CHARS - _HASH_CHARS - 1].rstrip('-.')}-{digest}"
-
-
-def _short_keys(keys: Sequence[str]) -> dict[str, str]:
-    """The last part of each dotted key, or all of it where two have the same."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return {key: short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)}
 
 
 def _split(text: str) -> list[str]:

@@ -121,7 +121,11 @@ def start_workspace(
     output = OutputDir(wanted.system.output_dir)
     if holder := _holder_with(wanted, output):
         _check_key(wanted, output, holder)
-        _tell_of(wanted, holder, say)
+        say(f"already running with these settings: {holder}; environment variables are those of that start")
+        model = Path(find_model(wanted.system.model.name, wanted.folder))
+        files = model.iterdir() if model.is_dir() else ()
+        if any(file.stat().st_mtime > holder.started_at for file in files if file.exists()):
+            say(f"files of {model} have changed since then: prl down, then prl up takes them")
         if not supervisor_process.wait_until_ready(wanted.system, output, None, stop=stop, on_look=on_look):
             return None
         _check_key(wanted, output, holder)  # of one that did not answer before
@@ -168,13 +172,6 @@ def _check_key(wanted: Wanted, output: OutputDir, holder: SupervisorInfo) -> Non
         variable = wanted.system.inference.api_key_var
         message = f"already running: {holder}, with another API key than {variable} has here"
         raise LaunchError(f"{message}; stop it with prl down, then prl up takes that one")
-
-
-def _tell_of(wanted: Wanted, holder: SupervisorInfo, say: Say) -> None:
-    say(f"already running with these settings: {holder}; environment variables are those of that start")
-    model = Path(find_model(wanted.system.model.name, wanted.folder))
-    if model.is_dir() and any(each.stat().st_mtime > holder.started_at for each in model.iterdir() if each.exists()):
-        say(f"files of {model} have changed since then: prl down, then prl up takes them")
 
 
 def _placed(data: Mapping[str, Any], output_dir: Path) -> dict[str, Any]:

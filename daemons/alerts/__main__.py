@@ -334,7 +334,10 @@ class Alerts:
             told = [each for each in over if not each.quiet and muting(each, silences) is None]
             self._note(new, over)
             self._send([each for each in new if not each.quiet], told, now)
-        self._keep_stacks(workspace, opened)
+        for each in opened:
+            daemon = workspace.daemon(each.subject)
+            if each.kind in ("run_stalled", "daemon_stalled") and daemon is not None and daemon.process is not None:
+                self._keep_stack(daemon.name, daemon.process)
         self._forget(silences, found, now)
         if self._heart is not None and is_well(workspace) and not 0 <= now - self._beat_at < self.config.dead_man_s:
             self._beat_at = now
@@ -358,12 +361,6 @@ class Alerts:
             write_open(self.output, self._open)
         except OSError as error:  # a full disk is a reason for an alert
             logger.warning("a restart may report again what is open: %s", error)
-
-    def _keep_stacks(self, workspace: Workspace, opened: Sequence[Incident]) -> None:
-        for each in opened:
-            daemon = workspace.daemon(each.subject)
-            if each.kind in ("run_stalled", "daemon_stalled") and daemon is not None and daemon.process is not None:
-                self._keep_stack(daemon.name, daemon.process)
 
     def _forget(self, silences: Sequence[Silence], found: Mapping[str, Incident], now: float) -> None:
         """Drop the acknowledgements of what has been over for so long that it would be something new."""

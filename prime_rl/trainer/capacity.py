@@ -317,7 +317,11 @@ def answer(system: SystemConfig, gpu_gib: float | None = None, num_gpus: int | N
 def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: int) -> TrainerConfig:
     """The trainer's config with numbers, for a workspace whose trainer and inference share this hardware."""
     trainer, inference = system.trainer, system.inference
-    share, taken = _share_of_trainer(system, device_type)
+    # The part of a device's memory that is the trainer's, and words for the rest.
+    share, taken = CPU_SHARE if device_type == "cpu" else 1.0, ""
+    if device_type != "cpu" and _has_one_gpu(system):
+        served = _share_of_inference(system)
+        share, taken = 1.0 - served, f", or inference.vllm.gpu_memory_utilization = {served:g} of the only GPU"
     most_slots = MOST_AUTO_SLOTS
     if trainer.num_slots == 0:
         setting = setting_of(trainer.model_copy(update={"max_concurrent_runs": 1}), device_type, num_gpus)
@@ -330,16 +334,6 @@ def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: 
         return with_numbers(trainer, device_type, num_gpus, usable_bytes(share * gib), most_slots)
     except DoesNotFit as error:
         raise DoesNotFit(f"{error}{taken}") from error
-
-
-def _share_of_trainer(system: SystemConfig, device_type: str) -> tuple[float, str]:
-    """The part of a device's memory that is the trainer's, and words for the rest."""
-    if device_type == "cpu":
-        return CPU_SHARE, ""
-    if _has_one_gpu(system):
-        of_inference = _share_of_inference(system)
-        return 1.0 - of_inference, f", or inference.vllm.gpu_memory_utilization = {of_inference:g} of the only GPU"
-    return 1.0, ""
 
 
 def _share_of_inference(system: SystemConfig) -> float:

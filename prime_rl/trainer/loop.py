@@ -142,7 +142,8 @@ class Trainer(RunLife):
 
     def created(self, run: TrainerRun) -> None:
         """All ranks: its optimizer, at the step where it starts, and what its checkpoint has."""
-        weights, served = self._weights_of(run), self._snapshots.served
+        named, served = self._manager.get_named_parameters_for_run(run.run_idx), self._snapshots.served
+        weights: RunWeights = ShardedWeights(named) if self._config.model.lora is None else FlatWeights(named, run.rank)
         run.optimizer = RunOptimizer(run.config, weights, run.dtype, self._world, run.progress.step, served=served)
         self._checkpoints.load(run)
         if self._lead:
@@ -166,12 +167,6 @@ class Trainer(RunLife):
 
     def _collect(self, run_idx: int) -> None:
         self._snapshots.collect(self._manager.run(run_idx), with_state=True)
-
-    def _weights_of(self, run: TrainerRun) -> RunWeights:
-        named = self._manager.get_named_parameters_for_run(run.run_idx)
-        if self._config.model.lora is None:
-            return ShardedWeights(named)
-        return FlatWeights(named, run.rank)
 
 
 class Lead:

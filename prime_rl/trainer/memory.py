@@ -328,17 +328,12 @@ def _predict(setting: Setting) -> PassMemory:
     small, large = _levels(setting, low), _levels(setting, high)
     layer = large.plus(small, -1.0)  # of one layer, where the difference is one
     whole = small.plus(layer, (num_layers - low) / max(1, high - low)).memory()
-    if setting.lora is None:
+    if setting.lora is None or setting.num_ranks == 1:
         return whole
-    weights = _on_each_rank(whole.weights, layer.weights / max(1, high - low), num_layers, setting.num_ranks)
+    # A part of every weight, two whole layers (the one that works and the next), and what is around the layers.
+    weights, of_layer = whole.weights, layer.weights / max(1, high - low)
+    weights = weights / setting.num_ranks + 2 * of_layer + (weights - num_layers * of_layer)
     return replace(whole, weights=weights)
-
-
-def _on_each_rank(weights: float, layer: float, num_layers: int, num_ranks: int) -> float:
-    """A part of every weight, two whole layers (the one that works and the next), and what is around the layers."""
-    if num_ranks == 1:
-        return weights
-    return weights / num_ranks + 2 * layer + (weights - num_layers * layer)
 
 
 def measure(setting: Setting, num_layers: int) -> PassMemory:

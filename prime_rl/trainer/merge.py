@@ -114,7 +114,8 @@ def merge_file(source: Path, target: Path, deltas: Mapping[str, Delta]) -> set[s
                 _copy(file, out, stop - start)
                 continue
             try:
-                out.write(_bytes(delta.merged(_tensor(entry, _read(file, stop - start)))))
+                whole = delta.merged(_tensor(entry, _read(file, stop - start)))
+                out.write(whole.contiguous().view(torch.uint8).numpy().reshape(-1).data)
             except ValueError as error:
                 raise ValueError(f"{source}: {name}: {error}") from error
             merged.add(name)
@@ -150,11 +151,6 @@ def _tensor(entry: Mapping[str, Any], data: bytearray) -> Tensor:
     if dtype is None:
         raise ValueError(f"an adapter cannot be merged into {entry['dtype']}: leave --merge out")
     return torch.frombuffer(data, dtype=dtype).reshape(entry["shape"])
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    data: memoryview = tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data
-    return data
 
 
 def main(argv: Sequence[str]) -> int:

@@ -82,12 +82,6 @@ class RunWeights(ABC):
     def begin(self, world: World) -> float:
         """Give the optimizer weights and gradients, summed over ranks; returns the norm of these. A collective."""
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients by `factor`, in place; after `begin`."""
-        for vector in self.vectors:
-            assert vector.grad is not None, "begin comes first"
-            vector.grad.mul_(factor)
-
     def finish(self) -> None:  # noqa: B027 (the optimizer may have worked in place)
         """Put the updated weights into the slot."""
 
@@ -173,7 +167,9 @@ class RunOptimizer:
     def _update(self, grad_norm: float) -> None:
         limit = self._config.optim.max_norm
         if 0 < limit < grad_norm:
-            self.weights.scale_gradients(limit / grad_norm)
+            for vector in self.weights.vectors:
+                assert vector.grad is not None, "begin comes first"
+                vector.grad.mul_(limit / grad_norm)
         self.optimizer.step()
         self.weights.finish()
 

@@ -411,22 +411,17 @@ class _Entry:
         if self.verdict == "candidates":
             assert config.config is not None and config.print is not None
             if self.landed_ns is None:
-                self.landed_ns = _landed_ns(self.run, config.print.mtime_ns)
+                self.landed_ns = read_added_ns(self.run)
+            if self.landed_ns is None:  # the time of its config file is written down as that
+                self.landed_ns = config.print.mtime_ns
+                with contextlib.suppress(OSError):  # then this trainer knows it
+                    note_added(self.run, run_id, self.landed_ns)
             found.candidates.append(Candidate(self.run, config.config, self.landed_ns, self.inode))
         elif self.verdict == "refused":
             found.refused[run_id] = self.refusal or ""
         elif self.verdict and self.verdict != _STAYS:
             getattr(found, self.verdict).append(run_id)
         found.due = min(found.due, self.due)
-
-
-def _landed_ns(run: RunDir, written_ns: int) -> int:
-    """When a run was added; the time of its config file is written down as that where it is not known."""
-    if (added_ns := read_added_ns(run)) is None:
-        added_ns = written_ns
-        with contextlib.suppress(OSError):  # then this trainer knows it
-            note_added(run, run.run_id, added_ns)
-    return added_ns
 
 
 class Discovery:
