@@ -10,7 +10,6 @@ status; readers put them into words with `RULES`. Limits are those of docs/learn
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import statistics
@@ -103,9 +102,10 @@ class EarlyStop:
 
 def bounded_mean(values: Sequence[float]) -> float:
     """The mean of a tenant's numbers, also where their sum is no float."""
-    with contextlib.suppress(OverflowError, ValueError):  # infinities of both signs
-        return statistics.fmean(values)
-    mean = sum(value / len(values) for value in values)
+    try:
+        mean = statistics.fmean(values)
+    except (OverflowError, ValueError):  # also infinities of both signs
+        mean = sum(value / len(values) for value in values)
     return max(-sys.float_info.max, min(mean, sys.float_info.max))
 
 
