@@ -33,6 +33,7 @@ Moments = dict[int, dict[str, Any]]
 
 # A problem of a step.
 NO_MEMORY = "its optimizer does not fit into the memory that is left"
+RAISED = "its optimizer raised"
 
 # Look at the shape of each weight matrix; the others take all weights of a run as one vector.
 NEEDS_MATRICES = ("muon",)
@@ -149,20 +150,24 @@ class RunOptimizer:
         """Clip to the run's own `max_norm`, update, drop the gradients. The rate stays until `next_rate`.
 
         Returns what is wrong after it, on any rank: weights that are not finite, also in the type in which they are
-        served, or NO_MEMORY. A collective.
+        served, NO_MEMORY, or RAISED with what it raised here. A collective.
         """
-        had_memory = is_held = True
+        raised, is_held = "", True
         try:
             self._update(grad_norm)
-        except (RuntimeError, MemoryError) as error:
-            had_memory = not is_out_of_memory(error)
+        except torch.AcceleratorError:
+            raise  # of the device, so of all runs
+        except Exception as error:
             is_held = "without overflow" not in str(error)  # else float32 does not hold the rate
-            if had_memory and is_held:
-                raise
+            if is_held:
+                raised = NO_MEMORY if is_out_of_memory(error) else f"{RAISED} {type(error).__name__}: {error}"
         self.weights.drop_gradients()
         are_good = is_held and self.weights.are_within(self._limit)
-        num_without, num_bad = self._world.sum(torch.tensor([float(not had_memory), float(not are_good)])).tolist()
-        return NO_MEMORY if num_without >= 1 else "the weights after it" if num_bad >= 1 else None
+        found = [raised == NO_MEMORY, bool(raised), not are_good]
+        no_memory, any_raised, any_bad = self._world.sum(torch.tensor(found, dtype=torch.float32)).tolist()
+        if any_raised:
+            return NO_MEMORY if no_memory else raised or f"{RAISED} on another rank"
+        return "the weights after it" if any_bad else None
 
     def _update(self, grad_norm: float) -> None:
         limit = self._config.optim.max_norm

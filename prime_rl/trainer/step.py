@@ -37,7 +37,7 @@ from prime_rl.contract.status import NOT_FINITE
 from prime_rl.contract.types import ADVANTAGE_DTYPE, LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, MicroBatch
 from prime_rl.trainer.loss import LossInputs, LossSums, RowLosses, compute_losses, row_statistics, sums_by_run
 from prime_rl.trainer.model import PolicyModel, Targets
-from prime_rl.trainer.optim import NO_MEMORY
+from prime_rl.trainer.optim import NO_MEMORY, RAISED
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.discovery import Evictions
 from prime_rl.trainer.runs.sync import ReadyRun
@@ -156,6 +156,8 @@ class TrainStep:
         step = progress.step + 1
         if problem == NO_MEMORY:
             problem = f"update {step}: {problem}: set model.lora.rank or max_concurrent_runs lower"
+        elif problem and problem.startswith(RAISED):
+            problem = f"update {step}: {problem}"
         elif problem:
             optimizer.weights.drop_gradients()
             problem = not_finite(run.run_id, step, problem, sums.loss, grad_norm, lr)

@@ -140,9 +140,17 @@ def test_an_error_that_is_not_of_memory_is_not_hidden(
         train_until(trainer_config(tmp_path, tiny), lambda: False)
 
 
-@pytest.mark.parametrize("where", ["optimizer", "snapshot"])
-def test_an_optimizer_and_a_snapshot_without_memory_evict_their_run(
-    alone: dict[str, Adapter], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [("optimizer", ON_GPU), ("snapshot", ON_GPU), ("optimizer", ValueError("moments of another shape"))],
+)
+def test_what_an_optimizer_raises_and_a_snapshot_without_memory_evict_their_run(
+    alone: dict[str, Adapter],
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    error: Exception,
 ) -> None:
     good, large = put_run(tmp_path, tiny, "run_adamw"), write_run(tmp_path, "run_large", tiny, max_steps=9)
     put_batches(large, 2)
@@ -152,14 +160,16 @@ def test_an_optimizer_and_a_snapshot_without_memory_evict_their_run(
     def fails(self: Any, value: Any) -> Any:
         config = self._config if where == "optimizer" else value.config
         if config.max_steps == 9:
-            raise ON_GPU
+            raise error
         return real(self, value)
 
     monkeypatch.setattr(owner, name, fails)
     train_until(trainer_config(tmp_path, tiny), lambda: all_done([good])() and large.evicted.exists())
     check([good], alone)
     reason = large.evicted.read_text()
-    if where == "optimizer":
+    if error is not ON_GPU:
+        assert reason.strip() == "update 1: its optimizer raised ValueError: moments of another shape"
+    elif where == "optimizer":
         assert reason.startswith("update 1: its optimizer does not fit into the memory that is left: set ")
     else:
         assert reason.startswith("handing over version 1 failed: ") and "out of memory" in reason

@@ -151,7 +151,7 @@ def _requests(label: str, inference: InferenceStatus) -> Text:
         (f"   generates {fmt.count(inference.tokens_per_s)} tok/s", "muted"),
     )
     if inference.kv_use is not None:
-        filled, empty = fmt.bar(inference.kv_use, 1.0, 12)
+        filled, empty = fmt.bar(inference.kv_use, 1.0, 8)
         colour = "warning" if inference.kv_use >= HIGH else "success"
         requests.append("   room ", "muted").append(filled, colour).append(empty, "faint")
         requests.append(f" {fmt.percent(inference.kv_use)}", "muted")
