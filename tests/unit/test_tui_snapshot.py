@@ -7,6 +7,7 @@ import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,9 +16,11 @@ from rich.cells import cell_len
 
 from daemons.commands.runs import run_json, workspace_json
 from daemons.workspace_reader import WorkspaceReader
-from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.layout import OutputDir, RunDir, stable_marker
+from prime_rl.contract.metrics import Sign
 from prime_rl.contract.status import (
     LOST_AFTER_S,
+    Crash,
     DaemonStatus,
     InferenceStatus,
     RunState,
@@ -128,10 +131,14 @@ def test_rows_carry_the_newest_metrics(workspace: OutputDir) -> None:
 def test_every_number_of_runs_that_train_or_wait_is_that_of_their_files(workspace: OutputDir) -> None:
     """Read another way: as JSON and TOML alone. Of a finished run test_system_quick has the same."""
     write_status(workspace.daemon_status("run_upper"), DaemonStatus(name="run_upper", state="running", num_restarts=3))
+    again = DaemonStatus(name="trainer", state="running", child_pid=4711, child_create_time=NOW - 5, num_restarts=2)
+    again.crashes = [Crash(at=NOW - 90, kind="crash", reason="exit 1"), Crash(at=NOW - 9, kind="stall", reason="")]
+    write_status(workspace.daemon_status("trainer"), again)
     ahead = read_status(workspace.trainer_status, TrainerStatus)
     assert ahead is not None
     ahead.runs["run_reverse-lr1e-3"].step += 1  # its version is being published
     write_status(workspace.trainer_status, ahead)
+    enrich(workspace.run("run_sort-rank16"))
     snapshot = look(workspace)
     trainer = json.loads(workspace.trainer_status.read_text())
     shown = {run["run_id"]: run for run in workspace_json(snapshot.workspace, None)["runs"]}
@@ -153,6 +160,14 @@ def test_every_number_of_runs_that_train_or_wait_is_that_of_their_files(workspac
             "num_restarts": 3 if run_id == "run_upper" else 0,
             "updated_at": status.get("updated_at"),
             "added_at": run.orch_toml.stat().st_mtime,
+            "weight": config.get("weight", 1.0),
+            "priority": config.get("priority", 0),
+            "max_tokens": config.get("budget", {}).get("max_tokens"),
+            "max_hours": config.get("budget", {}).get("max_hours"),
+            "examples_unusable": status.get("examples_unusable", 0),
+            "signs": tuple(status.get("signs", [])),
+            "sound_step": 60 if run_id == "run_sort-rank16" else None,  # the newest of 60, 80 and 87 up to 87 - 20
+            "stalled_since": None,
         }
         is_silent = NOW - status.get("updated_at", NOW) > LOST_AFTER_S
         told = expected | {"reward": status.get("reward"), "tokens_per_s": None, "async_level": None}
@@ -160,7 +175,10 @@ def test_every_number_of_runs_that_train_or_wait_is_that_of_their_files(workspac
             told["policy_version"] = published if is_silent else status["policy_version"]
         if status and not is_silent:
             told |= {name: status[name] for name in ("tokens_per_s", "async_level")}
+        told["started_at"] = status["pid_create_time"] if status and not is_silent else None
         assert {name: shown[run_id][name] for name in told} == told, run_id
+        # A number that is new in the answer needs another way to it.
+        assert {name for name, value in shown[run_id].items() if is_number(value)} <= told.keys() | {"policy_version"}
         row = snapshot.row(run_id)
         assert row is not None and run_json(row.view) == shown[run_id]
         lines = [
@@ -172,6 +190,7 @@ def test_every_number_of_runs_that_train_or_wait_is_that_of_their_files(workspac
         assert (row.tokens_per_s, row.loss) == (told.get("tokens_per_s"), losses[-1] if losses else None)
         newest = rewards[-len(row.tail.rewards) :] if row.tail.rewards else []
         assert (list(row.tail.rewards), row.reward) == (newest, rewards[-1] if rewards else told.get("reward"))
+    check_parts(workspace, workspace_json(snapshot.workspace, None))
     head = "\n".join(line.plain for line in workspace_lines(snapshot, 160, read_only=False))
     assert f"{len(trainer['runs'])}/{trainer['max_runs']} +{len(trainer['waiting'])} waiting" in head
     assert f"trains {trainer['tokens_per_s'] / 1000:.1f}k tok/s" in head
@@ -179,6 +198,50 @@ def test_every_number_of_runs_that_train_or_wait_is_that_of_their_files(workspac
     assert workspace_json(snapshot.workspace, None)["slots"] == [
         {"run_idx": place, "run_id": slots.get(place)} for place in range(trainer["max_runs"])
     ]
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def enrich(run: RunDir) -> None:
+    """Give a run signs, examples that cannot be used, two older versions, a budget, a weight and a priority."""
+    before = read_status(run.status, RunStatus)
+    assert before is not None
+    before.examples_unusable, before.signs = 7, [Sign("no_gradient", 0.0, 0.0, 5), Sign("no_signal", 1.0, 0.9, 20)]
+    write_status(run.status, before)
+    for step in (60, 80):
+        run.broadcast_dir(step).mkdir()
+        stable_marker(run.broadcast_dir(step)).touch()
+    budget = "[budget]\nmax_tokens = 900_000\nmax_hours = 1.5\n"
+    run.orch_toml.write_text(f"weight = 2.5\npriority = 3\n{run.orch_toml.read_text()}\n{budget}")
+
+
+def check_parts(workspace: OutputDir, shown: dict[str, Any]) -> None:
+    """The numbers of daemons and inference are those of their files, as JSON alone."""
+    for daemon in shown["daemons"]:
+        file = json.loads(workspace.daemon_status(daemon["name"]).read_text())
+        told = {name: file[name] for name in ("num_restarts", "updated_at", "stalled_since")}
+        told["crashed_at"] = max((crash["at"] for crash in file["crashes"]), default=None)
+        of_child = "child_pid", "child_create_time"  # the supervisor writes about itself, and about its children
+        pid, create_time = ("pid", "pid_create_time") if daemon["name"] == "supervisor" else of_child
+        told |= {"pid": file[pid], "pid_create_time": (file[create_time] or 0.0) if file[pid] else None}
+        assert {name: daemon[name] for name in told} == told, daemon["name"]
+        assert {name for name, value in daemon.items() if is_number(value)} <= told.keys()
+    (server,), file = shown["inference"], json.loads(workspace.inference_status.read_text())
+    told = {"replica": 0} | {name: file[name] for name in ("num_running", "num_waiting", "tokens_per_s", "kv_use")}
+    assert {name: server[name] for name in told} == told
+    assert {name for name, value in server.items() if is_number(value)} <= told.keys()
+
+
+def test_the_shares_of_the_trainers_time_are_those_of_its_file(workspace: OutputDir) -> None:
+    status = read_status(workspace.trainer_status, TrainerStatus)
+    assert status is not None
+    status.time_s = {"wait": 2.0, "forward_backward": 5.0, "optim": 1.0, "broadcast": 1.5, "checkpoint": 0.5}
+    write_status(workspace.trainer_status, status)
+    lines = [line.plain for line in trainer_lines(look(workspace), None, 102)]
+    assert "wait 20 %  █ train 50 %  ▓ optimizer 10 %  ▒ publish 15 %  ▪ checkpoint 5 %" in "\n".join(lines)
+    assert [lines[1].count(char) for char in "░█▓▒▪"] == [20, 50, 10, 15, 5]
 
 
 def test_every_rate_tells_whether_tokens_are_trained_or_generated(workspace: OutputDir) -> None:
