@@ -1,14 +1,16 @@
-"""Write the pages of docs/ that the code makes: config.md, commands.md, json.md, files.md, and the tables of runs.md.
+"""Write what is made in docs/: config.md, commands.md, json.md, files.md, the tables of runs.md, and results.ipynb.
 
     python -m scripts.reference
 
-A test compares all five with what is made.
+A test compares all six with what is made. The notebook is the page of the same name, in cells.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -223,12 +225,25 @@ def runs_page() -> str:
     return with_members((DOCS / "runs.md").read_text())
 
 
+def notebook() -> str:
+    """The page about results as a notebook: its Python as cells to run, the rest as text."""
+    parts = re.split(r"^```python\n(.*?)^```\n", (DOCS / "results.md").read_text(encoding="utf-8"), flags=re.M | re.S)
+    cells: list[dict[str, Any]] = []
+    for number, part in enumerate(part.strip() for part in parts):
+        own = {"cell_type": "code", "execution_count": None, "outputs": []} if number % 2 else {"cell_type": "markdown"}
+        cells.append({"id": f"cell-{number}", "metadata": {}, "source": part.splitlines(keepends=True)} | own)
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    made = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(made, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+
+
 PAGES: dict[str, Callable[[], str]] = {
-    "config": config_page,
-    "commands": commands_page,
-    "json": outputs_page,
-    "files": files_page,
-    "runs": runs_page,
+    "config.md": config_page,
+    "commands.md": commands_page,
+    "json.md": outputs_page,
+    "files.md": files_page,
+    "runs.md": runs_page,
+    "results.ipynb": notebook,
 }
 
 
@@ -246,4 +261,4 @@ def make(name: str) -> str:
 
 if __name__ == "__main__":
     for page in PAGES:
-        (DOCS / f"{page}.md").write_text(make(page))
+        (DOCS / page).write_text(make(page), encoding="utf-8")

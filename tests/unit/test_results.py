@@ -253,17 +253,21 @@ def test_metrics_are_exported_as_csv(tmp_path: Path, capsys: Any) -> None:
     assert "no metrics of any run yet" in capsys.readouterr().err
 
 
-def test_the_page_about_results_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", ["results.md", "results.ipynb"])
+def test_page_and_notebook_about_results_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str) -> None:
     make_workspace(tmp_path / "outputs")
     (tmp_path / "third_library.py").write_text(FAKE)
     monkeypatch.setattr("prime_rl.results.FRAMES", ("third_library",))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    if page.endswith(".ipynb"):
+        blocks = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    else:
+        blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
     for block in blocks:
-        exec(compile(block, "docs/results.md", "exec"), names)
+        exec(compile(block, page, "exec"), names)
     assert len(blocks) >= 3 and names["best"].run_id == "run_b"
 
 
