@@ -44,6 +44,7 @@ from prime_rl.trainer.runs import MultiRunManager
 from tests.runs_support import BASE, add, look, manager_of
 from tests.trainer_support import write_config
 from tests.unit.test_daemons_forks import put_version
+from tui.actions import find_templates
 from tui.model.snapshot import make_snapshot
 from tui.readers.compare import CompareReader
 from tui.readers.run_config import ConfigReader, ConfigRequest
@@ -299,6 +300,18 @@ def test_a_key_that_changed_while_the_run_trained_is_compared_with_all_that_it_w
     [found] = read_contestants(run.path.parent, [view(run)], "reward/mean")
     assert (found.config["optim.lr"], found.config["seed"]) == ("0.001 -> 0.002 -> 0.0015", "1 -> 42")
     assert found.config["max_steps"] == "25"
+
+
+def test_a_new_run_is_not_offered_an_edit_that_is_not_in_effect(run: RunDir) -> None:
+    def offered() -> bool:
+        return "run_a" in [each.label for each in find_templates(run.path.parent, ["run_a"])]
+
+    assert offered()
+    for text in (run.orch_toml.read_text().replace("0.0015", "0.01"), "half ="):
+        run.orch_toml.write_text(text)
+        assert not offered()
+        actions.restore_config(run.path.parent, "run_a")
+        assert offered()
 
 
 def test_apply_refuses_by_key_what_cannot_change_now(run: RunDir) -> None:
