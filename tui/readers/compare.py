@@ -14,15 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from daemons.ranking import RUN, TAG, Standing, differing, notes, rank, winners
-from prime_rl.configs.admitted import told_with_changes
-from prime_rl.configs.base import ConfigError
+from daemons.ranking import RUN, TAG, Standing, compared_config, differing, notes, rank, winners
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.metrics import bounded_mean
 from prime_rl.contract.notes import SweepPlan, list_sweeps, read_plan
 from prime_rl.utils.text import CleanText, one_line
 from tui.readers.charts import EVAL_PREFIX, ChartData, ChartView, Curve, History, RunMetrics, read_slice, thin, window
-from tui.readers.run_config import all_values, config_stamp, read_config
+from tui.readers.run_config import config_stamp
 from tui.readers.tabs import TabData
 
 # More runs than fit on a screen; the first of the workspace's order are taken, and the screen tells how many are not.
@@ -37,7 +35,7 @@ NAMES_OF_MANY = ("id", "name", "type")
 
 @dataclass(frozen=True)
 class Contender:
-    """One run as it is compared. `config`: all keys as text; values after the step `at_most` do not count."""
+    """One run as it is compared. `config`: of `compared_config`; `at_most`: values of later steps do not count yet."""
 
     run_id: str
     tags: tuple[str, ...]
@@ -238,12 +236,7 @@ class CompareReader:
         known = self._configs.get(run_id)
         if known is not None and known[0] == stamp:
             return False
-        try:
-            texts = {str(value.key): str(value.text) for value in all_values(read_config(run) or "")}
-            values = told_with_changes(run, texts)
-        except ConfigError:
-            values = {}
-        self._configs[run_id] = (stamp, values)
+        self._configs[run_id] = (stamp, compared_config(run))
         return True
 
     def _swept(self) -> list[str]:
