@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import calendar
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -119,7 +120,9 @@ class ConfigReader:
 
 def config_stamp(run: RunDir) -> tuple[object, ...]:
     """Changes whenever the run's config in effect, or the files that it names, may be others."""
-    files = sorted(run.data.glob("*"))[:MAX_FILES]
+    files: list[Path] = []
+    with contextlib.suppress(OSError), os.scandir(run.data) as found:
+        files = sorted(Path(each.path) for each in itertools.islice(found, MAX_FILES))
     return tuple(map(stamp_of, (run.orch_toml, run.admitted, run.applied, run.data_digests, *files)))
 
 
