@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,14 @@ from daemons.errors import ActionError, one_line_errors
 from daemons.machine import Use, disk_use
 from daemons.trash import existing_run
 from daemons.workspace import DaemonView, RunView
-from prime_rl.configs.admitted import added_data, changed_data, changed_data_text, differing, flatten, read_effect
-from prime_rl.configs.base import ConfigError
+from prime_rl.configs import admitted
+from prime_rl.configs.admitted import Differences, added_data, changed_data, differing, flatten, read_effect
+from prime_rl.configs.base import ConfigError, parse_toml
 from prime_rl.configs.jsonl import MAX_CODE_BYTES
 from prime_rl.contract.files import read_file
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker
 from prime_rl.contract.metrics import REWARD, bounded_mean, parse_metrics, series
-from prime_rl.contract.notes import digest_of
+from prime_rl.contract.notes import Change, digest_of, read_admitted
 from prime_rl.contract.peft import CONFIG_FILE
 from prime_rl.contract.served import adapter_name
 from prime_rl.utils.tail import FileTail, whole_lines
@@ -43,6 +44,8 @@ _ERROR = re.compile(r"^\S+ (WARNING|ERROR|CRITICAL) |^[\w.]*(Error|Exception)\b.
 # Names of secret values; `api_key_var` is a name and `max_tokens` a number.
 _SECRET = re.compile(r"(^|_)(api_?key|access_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 HIDDEN = "(hidden)"
+# Of a change in words.
+_CHANGED = re.compile(r"(?:^|, )([A-Za-z0-9_.-]+) (.*?) -> ")
 
 # Errors of figures, and those about the evaluation itself.
 _NOT_RESULTS = ("_se", "/truncated", "/num_failed")
@@ -64,7 +67,7 @@ class RunDetails:
     """The facts that are shown of one run.
 
     `config` is None unless it is valid TOML. `metrics`: the figures of the last step by writer. `disk`: bytes by
-    folder. `data_changed` tells of files in `data/` that are no longer those with which the run was added.
+    folder. `data_changed`: files in `data/` that are no longer those with which it was added; `changes`: of its config.
     """
 
     run: RunView
@@ -76,6 +79,7 @@ class RunDetails:
     disk_complete: bool
     log_tail: tuple[CleanText, ...]
     data_changed: tuple[CleanText, ...] = ()
+    changes: tuple[CleanText, ...] = ()
 
 
 def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunDetails:
@@ -96,7 +100,8 @@ def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunD
         disk={one_line(name, 40): use.num_bytes for name, use in uses.items()},
         disk_complete=all(use.complete for use in uses.values()),
         log_tail=daemon.log_tail if daemon else (),
-        data_changed=tuple(changed_data_text(paths)),
+        data_changed=tuple(admitted.changed_data_text(paths)),
+        changes=change_texts(paths),
     )
 
 
@@ -112,9 +117,49 @@ def hide_secret(key: str, value: Any) -> Any:
     return HIDDEN if value and any(map(_SECRET.search, key.split("."))) else hide_secrets(value)
 
 
-def hidden(keys: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
+def hidden(keys: Differences) -> Differences:
     """Differences of two configs, (key, value, other value), with their secrets hidden."""
     return [(key, hide_secret(key, one), hide_secret(key, other)) for key, one, other in keys]
+
+
+def changes_of(run: RunDir) -> list[tuple[int, Differences]]:
+    """The changes of a run's config since its first step, oldest first: after which step, and which keys, as text.
+
+    The last may be in effect and not admitted yet. A change from before the run went back holds from where it went on.
+    """
+    if (known := read_admitted(run)) is None:
+        return []
+    history = known.history[-admitted.MAX_CHANGES :]
+    with contextlib.suppress(ConfigError, OSError):
+        newest = max(list_steps(run.broadcast, stable_only=True), default=0)
+        if newest and (effect := read_effect(run)).text != known.text:
+            keys = differing(parse_toml(known.text, str(run.admitted)), effect.data)
+            history = [*history, Change(0.0, newest, admitted.in_words(keys))]
+    found: list[tuple[int, Differences]] = []
+    for change in reversed(history):
+        step = min([change.step, *(each for each, _ in found[-1:])])
+        parts = _CHANGED.split(change.what[: admitted.MAX_CHANGE_CHARS])[1:]
+        found.append((step, hidden(list(zip(parts[::3], parts[1::3], parts[2::3], strict=True)))))
+    return [(step, keys) for step, keys in reversed(found) if step > 0 and keys]
+
+
+def change_texts(run: RunDir) -> tuple[CleanText, ...]:
+    """`changes_of` in words, such as "from step 86: optim.lr 0.0015 -> 0.01"."""
+    texts = (f"from step {step}: {admitted.in_words(keys)}" for step, keys in changes_of(run))
+    return tuple(one_line(text, admitted.MAX_CHANGE_CHARS) for text in texts)
+
+
+def told_config(run: RunDir) -> dict[str, Any]:
+    """All values of the config in effect by dotted key, without secrets. Raises ConfigError when it is invalid.
+
+    A value that changed since the first step is a text with all that it was: "0.001 -> 0.002".
+    """
+    told = dict(flatten(hide_secrets(admitted.resolved(read_effect(run).data))))
+    for _, keys in reversed(changes_of(run)):
+        for key, before, _ in (each for each in keys if each[0] in told or "." in each[0]):
+            after = admitted.plain_text(told.get(key, "unset"))
+            told[key] = one_line(f"{before} -> {after}", admitted.MAX_CHANGE_CHARS)
+    return told
 
 
 def last_figures(path: Path) -> dict[str, float]:
@@ -249,18 +294,26 @@ def diff_runs(output_dir: Path, one: str, other: str) -> RunDifference:
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"comparing {one} and {other}"):
         runs = [existing_run(output, run_id) for run_id in (one, other)]
-        configs = [read_effect(run).data for run in runs]
         results = [figures_of(read_result(run)) for run in runs]
-        codes = [codes_of(run, config) for run, config in zip(runs, configs, strict=True)]
+        config = diff_configs(*runs)
     names = dict.fromkeys(name for result in results for name in result)
     figures = tuple(Difference(name, (results[0].get(name), results[1].get(name))) for name in names)
+    return RunDifference((one, other), config, figures)
+
+
+def diff_configs(*runs: RunDir) -> tuple[Difference, ...]:
+    """What differs in the configs of two runs, all that they were, and in their files. Raises ConfigError."""
+    configs = [read_effect(run).data for run in runs]
+    codes = [codes_of(run, config) for run, config in zip(runs, configs, strict=True)]
+    with contextlib.suppress(ConfigError):
+        configs = [told_config(run) for run in runs]
     files = [changed_data(run) for run in runs]
     since = tuple(
         Difference(one_line(f"data/{name}"), (files[0].get(name), files[1].get(name))) for name in files[0] | files[1]
     )
     keys = [key for key in codes[0] if codes[1].get(key, codes[0][key]) != codes[0][key]]
     changed = tuple(Difference(one_line(f"{key} (code)"), (codes[0][key], codes[1][key])) for key in keys)
-    return RunDifference((one, other), config_differences(*configs) + changed + since, figures)
+    return config_differences(*configs) + changed + since
 
 
 def codes_of(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import tomli_w
 
-from daemons.details import RunResult, Version, find_version, hide_secrets, read_result, versions_of
+from daemons.details import RunResult, Version, change_texts, find_version, hide_secrets, read_result, versions_of
 from daemons.errors import ActionError, WrongUseError, need, need_cpu, record_act
 from daemons.process import python_module, run_child
 from daemons.specs import MERGE_MODULE, saved_folder
@@ -33,7 +33,7 @@ from prime_rl.contract.files import locked, open_file, sync_path
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.peft import ADAPTER_FILE, CONFIG_FILE, check_weights, read_adapter_config
 from prime_rl.contract.samples import spread
-from prime_rl.utils.text import clean_strings, one_line
+from prime_rl.utils.text import CleanText, clean_strings, one_line
 
 ADAPTER, MERGED, MODEL = "adapter", "merged", "model"
 CARD_FILE = "README.md"
@@ -223,7 +223,8 @@ def _card(run: RunDir, planned: Export) -> str:
     config = clean_strings(hide_secrets(read_effect(run).data))
     result = read_result(run, until=planned.step)
     base = one_line(planned.base_model, 1000)
-    return model_card(CardFacts(run.run_id, planned.step, base, planned.kind == ADAPTER, config, result))
+    is_adapter, changes = planned.kind == ADAPTER, change_texts(run)
+    return model_card(CardFacts(run.run_id, planned.step, base, is_adapter, config, result, changes))
 
 
 # The hub
@@ -259,7 +260,7 @@ def _push(output: OutputDir, done: Export, repository: str, on_progress: Progres
 
 @dataclass(frozen=True)
 class CardFacts:
-    """The facts on a card. `config` is the run's, without secrets and clean; `is_adapter` as it was written."""
+    """The facts on a card. `config` is the run's, with its changes, no secrets, and clean; `is_adapter` as written."""
 
     run_id: str
     step: int
@@ -267,11 +268,13 @@ class CardFacts:
     is_adapter: bool
     config: Mapping[str, Any]
     result: RunResult
+    changes: tuple[CleanText, ...] = ()
 
 
 def model_card(facts: CardFacts) -> str:
     """A README.md in the form that the Hugging Face hub reads."""
     result, title = facts.result, f"{facts.run_id}, version {facts.step}"
+    changed = f"This is the newest. It changed; what changed from step {facts.step} on came after this version:"
     what = "A LoRA adapter" if facts.is_adapter else "A whole model"
     parts = [
         "\n".join(["---", *_metadata(facts), "---"]),
@@ -285,6 +288,7 @@ def model_card(facts: CardFacts) -> str:
         *(["## Evaluation", *_evaluation(result)] if result.evaluations else []),
         "## Config",
         _fenced("toml", tomli_w.dumps(without_nulls(facts.config))),
+        *([changed, _fenced("", "\n".join(facts.changes))] if facts.changes else []),
         "## Made with",
         ", ".join(_versions()) + ".",
     ]

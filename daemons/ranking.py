@@ -20,11 +20,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from daemons.details import codes_of, hide_secret
+from daemons.details import codes_of, hide_secret, told_config
 from daemons.workspace import RunView
-from prime_rl.configs.admitted import flatten, read_effect, resolved, told_with_changes
+from prime_rl.configs.admitted import plain_text, read_effect
 from prime_rl.configs.base import ConfigError
-from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.metrics import bounded_mean, series
 from prime_rl.contract.status import RunState
 from prime_rl.utils.tail import whole_lines
@@ -202,22 +202,27 @@ def read_contestants(output_dir: Path, runs: Sequence[RunView], metric: str) -> 
     found = []
     for view in runs:
         run = OutputDir(output_dir).run(view.run_id)
-        try:
-            values = flatten(resolved(data := read_effect(run).data))
-            config = told_with_changes(run, {one_line(key): _text(value) for key, value in values})
-            config |= {one_line(key): one_line(f"{config[key]}@{code}") for key, code in codes_of(run, data).items()}
-        except ConfigError:
-            config = {}
         files = (run.orchestrator_metrics, run.trainer_metrics)
         found_in = (series(whole_lines(path), metric, at_most=view.step or None) for path in files)
         pairs = next(filter(None, found_in), [])
         steps, results = tuple(float(step) for step, _ in pairs), tuple(value for _, value in pairs)
-        found.append(RunValues(view.run_id, tuple(view.tags), config, steps, results, view.state in FAILED_STATES))
+        has_failed = view.state in FAILED_STATES
+        found.append(RunValues(view.run_id, tuple(view.tags), compared_config(run), steps, results, has_failed))
     return found
 
 
+def compared_config(run: RunDir) -> dict[str, str]:
+    """What a run is compared by: all values as text, of a reward in a file also its code; {} for an invalid config."""
+    try:
+        config: dict[str, str] = {one_line(key): _text(value) for key, value in told_config(run).items()}
+        codes = codes_of(run, read_effect(run).data)
+    except ConfigError:
+        return {}
+    return config | {key: one_line(f"{config[key]}@{code}") for key, code in codes.items() if key in config}
+
+
 def _text(value: object) -> CleanText:
-    return one_line(value if isinstance(value, str) else json.dumps(value))
+    return one_line(plain_text(value) if isinstance(value, str | float) else json.dumps(value))
 
 
 def _names(run: Contestant, by: str) -> Sequence[str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from daemons.details import hide_secrets, metrics_lines
+from daemons.details import change_texts, hide_secrets, metrics_lines
 from daemons.errors import ActionError
 from daemons.workspace import RunView
 from daemons.workspace_reader import read_workspace
@@ -61,6 +61,11 @@ class Run:
         """The config in effect, without secrets. Raises ConfigError (a ValueError) when it is missing or not TOML."""
         config: dict[str, Any] = clean_strings(hide_secrets(read_effect(self.paths).data))
         return config
+
+    @property
+    def changes(self) -> list[str]:
+        """Its changes since the first step, such as "from step 86: optim.lr 0.0015 -> 0.01"; oldest first."""
+        return [*change_texts(self.paths)]
 
     def metrics(self) -> list[dict[str, float]]:
         """One row a step, ascending: "step" and all figures of trainer and orchestrator (docs/metrics.md).

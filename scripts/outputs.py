@@ -107,6 +107,7 @@ OUTPUTS: dict[str, Keys] = {
         "metrics": {"trainer": dict[str, float], "orchestrator": dict[str, float]},
         "errors": list[str],
         "data_changed": list[str],
+        "changes": list[str],
         "checkpoints": [CheckpointView],
         "disk": {"num_bytes": int, "complete": bool, "folders": dict[str, int]},
     },

@@ -29,6 +29,7 @@ from daemons.exports import export_run
 from daemons.sweeps import Sweep, parse_axis, sweep_runs
 from daemons.workspace import Workspace
 from prime_rl.configs import EXAMPLES
+from prime_rl.configs.admitted import read_effect
 from prime_rl.configs.base import ConfigError, ConfigProblem, build, parse_set, without_nulls
 from prime_rl.configs.explain import key_lines, line_of
 from prime_rl.configs.orchestrator import RunLifetime
@@ -443,7 +444,7 @@ def configs_folder() -> Path:
 
 
 def find_templates(output_dir: Path, run_ids: Sequence[str]) -> list[Template]:
-    """Run configs below `configs_folder()`, then the configs of existing runs."""
+    """Run configs below `configs_folder()`, then those of existing runs whose `orch.toml` is in effect."""
     configs = configs_folder()
     # A name with an escape in it would be shown where it can be edited, so it is not offered.
     found = [
@@ -452,9 +453,10 @@ def find_templates(output_dir: Path, run_ids: Sequence[str]) -> list[Template]:
         if clean_text(str(path)) == str(path) and looks_like_run(path)
     ]
     output = OutputDir(output_dir)
-    for run_id in run_ids:
-        with contextlib.suppress(LayoutError):
-            found.append(Template(one_line(run_id), output.run(run_id).orch_toml))
+    for run_id in run_ids[:MAX_TEMPLATES]:
+        with contextlib.suppress(LayoutError, ConfigError):
+            if read_effect(run := output.run(run_id)).edit is None:
+                found.append(Template(one_line(run_id), run.orch_toml))
     return found[:MAX_TEMPLATES]
 
 

@@ -477,6 +477,7 @@ def details_json(details: RunDetails) -> dict[str, Any]:
         "metrics": details.metrics,
         "errors": list(details.errors),
         "data_changed": list(details.data_changed),
+        "changes": list(details.changes),
         "checkpoints": [asdict(each) for each in details.checkpoints],
         "disk": {
             "num_bytes": sum(details.disk.values()),
@@ -513,6 +514,7 @@ def details_view(details: RunDetails) -> RenderableType:
     parts += _section("disk", [f"{least}{size_text(sum(details.disk.values()))}" + (f": {folders}" if folders else "")])
     parts += _section("latest warnings and errors", details.errors)
     parts += _section("end of the log", details.log_tail if details.run.state in ("failed", "invalid") else ())
+    parts += _section("changes of the config", details.changes)
     if details.config is not None:
         parts += _section("config", clean_text(tomli_w.dumps(details.config)).splitlines())
     return Group(*parts)

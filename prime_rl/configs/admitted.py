@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -33,9 +32,6 @@ MAX_CHANGES = 50
 MAX_CHANGE_CHARS = 2_000
 # Of a run that names more data files only the first are looked at again.
 MAX_FILES = 32
-
-# Of a change in words.
-_CHANGED = re.compile(r"(?:^|, )([A-Za-z0-9_.-]+) (.*?) -> ")
 
 Differences = list[tuple[str, Any, Any]]
 
@@ -143,16 +139,6 @@ def write_admitted(run: RunDir, effect: Effect, step: int) -> None:
 def in_words(keys: Differences) -> str:
     """Such as "optim.lr 0.0015 -> 0.01, seed 1 -> 2"."""
     return ", ".join(f"{key} {_value(before)} -> {_value(after)}" for key, before, after in keys)
-
-
-def told_with_changes(run: RunDir, values: Mapping[str, str]) -> dict[str, str]:
-    """`values` by key; of those that changed while the run trained with all that it had: "0.001 -> 0.002"."""
-    told, admitted = dict(values), read_admitted(run)
-    for change in reversed(admitted.history[-MAX_CHANGES:] if admitted else []):
-        for key, before in _CHANGED.findall(change.what[:MAX_CHANGE_CHARS]):
-            if change.step and key in told:
-                told[key] = one_line(f"{before} -> {told[key]}", MAX_CHANGE_CHARS)
-    return told
 
 
 def _value(value: Any) -> str:

@@ -142,7 +142,8 @@ def test_json_is_stable(inline: Inline) -> None:
         *("clocks", "inference"),
     ]
     shown = prl.json("runs", "show", "run_reverse")
-    assert list(shown) == ["version", "run", "config", "metrics", "errors", "data_changed", "checkpoints", "disk"]
+    parts = ["run", "config", "metrics", "errors", "data_changed", "changes", "checkpoints", "disk"]
+    assert list(shown) == ["version", *parts]
     assert shown["config"]["max_steps"] == 3 and shown["disk"]["num_bytes"] > 0
 
 

@@ -10,7 +10,7 @@ from textual.content import Content
 from textual.events import DescendantFocus, MouseScrollDown, MouseScrollUp
 from textual.widgets import Static
 
-from prime_rl.configs.admitted import read_effect, write_admitted
+from prime_rl.configs.admitted import apply, read_effect, write_admitted
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.tui_run_support import RUN, SIZE, Opened, opened_run
 from tests.tui_support import add_history, build_workspace, metrics_lines, screen_text
@@ -312,6 +312,15 @@ async def test_an_edit_that_is_not_in_effect_is_told_once(workspace: OutputDir) 
             await o.until(lambda: screen_text(o.app).count("not in effect") == 1, f"one of it on {tab}")
 
 
+async def test_the_config_tab_tells_what_the_config_was(workspace: OutputDir) -> None:
+    run = RunDir(workspace.path / RUN)
+    write_admitted(run, read_effect(run), 0)
+    apply(run, run.orch_toml.read_text().replace("rank = 8", "rank = 4"))
+    write_admitted(run, read_effect(run), 10)
+    async with opened_run(workspace.path) as o:
+        await see(o, "config", "from step 10: model.lora.rank 8 -> 4")
+
+
 @pytest.mark.slow
 async def test_config_with_defaults_and_differences(workspace: OutputDir) -> None:
     async with opened_run(workspace.path, size=(120, 40)) as o:
@@ -326,7 +335,7 @@ async def test_config_with_defaults_and_differences(workspace: OutputDir) -> Non
         await o.press("w")
         await o.sees("batch_size = 64")
         await pick(o, *"typo", "enter")
-        await o.sees("learning_rate", '"high"')
+        await o.sees("learning_rate", "high")
         await o.press("escape", "escape")
         await o.until(lambda: isinstance(o.app.screen, RunsScreen), "home")
 

@@ -17,7 +17,7 @@ from daemons import actions
 from daemons.actions import rollback_run, set_run_keys
 from daemons.adding import checked, fork_run
 from daemons.cli import run as prl
-from daemons.details import diff_runs, read_details
+from daemons.details import change_texts, changes_of, diff_runs, read_details, told_config
 from daemons.errors import ActionError
 from daemons.exports import export_run
 from daemons.halving import Halving
@@ -31,7 +31,7 @@ from prime_rl.configs.admitted import (
     apply,
     config_in_effect,
     read_effect,
-    told_with_changes,
+    write_admitted,
 )
 from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError, dump_toml, load_toml, parse_toml
 from prime_rl.configs.validate import find_problems
@@ -44,8 +44,9 @@ from prime_rl.trainer.runs import MultiRunManager
 from tests.runs_support import BASE, add, look, manager_of
 from tests.trainer_support import write_config
 from tests.unit.test_daemons_forks import put_version
+from tui.actions import find_templates
 from tui.model.snapshot import make_snapshot
-from tui.readers.compare import CompareReader
+from tui.readers.compare import CompareReader, CompareRequest
 from tui.readers.run_config import ConfigReader, ConfigRequest
 
 
@@ -180,7 +181,7 @@ def test_the_largest_config_is_admitted_and_more_of_a_history_than_is_kept_is_no
     assert len(tomli_w.dumps(msgspec.to_builtins(largest), multiline_strings=True)) <= MAX_ADMITTED_BYTES
     early = Change(0.0, 1, "seed 3 -> 1")
     run.admitted.write_bytes(msgspec.toml.encode(Admission("run_a", 0.0, 0, "", "", [early, *[late] * MAX_CHANGES])))
-    assert told_with_changes(run, {"seed": "2"}) == {"seed": "2"}
+    assert changes_of(run) == []
 
 
 ESCAPED = "\\" * 200_000
@@ -299,6 +300,67 @@ def test_a_key_that_changed_while_the_run_trained_is_compared_with_all_that_it_w
     [found] = read_contestants(run.path.parent, [view(run)], "reward/mean")
     assert (found.config["optim.lr"], found.config["seed"]) == ("0.001 -> 0.002 -> 0.0015", "1 -> 42")
     assert found.config["max_steps"] == "25"
+
+
+def test_a_change_of_the_config_is_told_by_every_reader_from_when_it_is_applied(
+    run: RunDir, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both runs have one config now, and trained with different ones."""
+    workspace, out = run.path.parent, tmp_path_factory.mktemp("out")
+    add(workspace, "run_b", optim={"lr": 0.01}, max_steps=25)
+    for step in (5, 10):
+        put_version(run, step)
+    edit(run, optim={"lr": 0.01})
+    actions.apply_edit(workspace, "run_a")
+    told, sentence = "0.0015 -> 0.01", "from step 10: optim.lr 0.0015 -> 0.01"
+    for name in ("applied", "admitted"):
+        assert run.applied.exists() is (name == "applied")
+        assert read_details(run, view(run), None).changes == (sentence,)
+        assert [(row.name, row.values) for row in diff_runs(workspace, "run_a", "run_b").config] == [
+            ("optim.lr", (told, 0.01))
+        ]
+        data, _ = ConfigReader(workspace, "run_a").read(ConfigRequest(other="run_b"))
+        assert data is not None and data.changes == (sentence,)
+        assert [(row.name, row.values) for row in data.differences] == [("optim.lr", (told, 0.01))]
+        [ranked, _] = read_contestants(workspace, read_workspace(workspace).runs, "reward/mean")
+        assert ranked.config["optim.lr"] == told
+        compared, _ = CompareReader(workspace).read(CompareRequest((("run_a", (), 10), ("run_b", (), 0))))
+        assert compared is not None and compared.keys == ("optim.lr",)
+        assert Workspace(workspace).run("run_a").changes == [sentence]
+        card = export_run(workspace, "run_a", out / name, step=5).out / "README.md"
+        assert f"what changed from step 5 on came after this version:\n\n```\n{sentence}" in card.read_text()
+        assert prl(["runs", "show", "run_a", "--output-dir", str(workspace)]) == 0
+        assert sentence in capsys.readouterr().out
+        assert prl(["runs", "show", "run_a", "--json", "--output-dir", str(workspace)]) == 0
+        assert json.loads(capsys.readouterr().out)["changes"] == [sentence]
+        write_admitted(run, read_effect(run), 10)
+    put_version(run, 11)
+    assert sentence in (export_run(workspace, "run_a", out / "v11").out / "README.md").read_text()
+
+
+def test_a_change_holds_from_where_the_run_went_back_to_and_tells_no_secret(run: RunDir) -> None:
+    admitted = read_admitted(run)
+    assert admitted is not None
+    whats = {86: "env.0.args.api_key sk-one -> sk-two", 20: "ckpt.resume_step -1 -> 20"}
+    history = [Change(0.0, step, what) for step, what in whats.items()]
+    run.admitted.write_bytes(msgspec.toml.encode(msgspec.structs.replace(admitted, history=history)))
+    assert change_texts(run) == (
+        "from step 20: env.0.args.api_key (hidden) -> (hidden)",
+        "from step 20: ckpt.resume_step -1 -> 20",
+    )
+    assert told_config(run)["env.0.args.api_key"] == "(hidden) -> unset"
+
+
+def test_a_new_run_is_not_offered_an_edit_that_is_not_in_effect(run: RunDir) -> None:
+    def offered() -> bool:
+        return "run_a" in [each.label for each in find_templates(run.path.parent, ["run_a"])]
+
+    assert offered()
+    for text in (run.orch_toml.read_text().replace("0.0015", "0.01"), "half ="):
+        run.orch_toml.write_text(text)
+        assert not offered()
+        actions.restore_config(run.path.parent, "run_a")
+        assert offered()
 
 
 def test_apply_refuses_by_key_what_cannot_change_now(run: RunDir) -> None:

@@ -36,6 +36,7 @@ from prime_rl.orchestrator.orchestrator import run_to_the_end
 from prime_rl.orchestrator.report import environment_figures
 from tests.orchestrator_support import FakeInference, config_data, make_model, serving, stand_in_trainer
 from tui.actions import add_draft, check_draft
+from tui.readers.compare import CompareReader, CompareRequest
 
 CAPITALS = [{"prompt": f"capital {number}?", "answer": f"City {number}"} for number in range(30)]
 REWARD = """
@@ -306,6 +307,19 @@ def test_data_and_reward_are_copied_into_the_run(tmp_path: Path, source: Path) -
     with pytest.raises(ActionError, match="run 'run_a' already exists"):
         actions.add_run(workspace, source, run_id="run_a")
     assert run.data_file("reward.py").read_text(encoding="utf-8") == REWARD
+
+
+def test_runs_with_other_reward_code_are_compared_apart(tmp_path: Path, source: Path) -> None:
+    workspace = tmp_path / "workspace"
+    runs = [OutputDir(workspace).run(actions.add_run(workspace, source, run_id=each)) for each in ("run_a", "run_b")]
+    reader, request = CompareReader(workspace), CompareRequest(tuple((run.run_id, (), 0) for run in runs))
+
+    data, _ = reader.read(request)
+    assert data is not None and (data.keys, len(data.notes)) == ((), 1)
+    runs[0].data_file("reward.py").write_text(REWARD.replace("100", "50"), encoding="utf-8")
+    data, _ = reader.read(request)
+    assert data is not None and data.keys == ("env.0.args.reward",)
+    assert data.notes[0] == "2 environments, each ranked by itself: their rewards are not comparable"
 
 
 def test_a_file_of_a_run_that_was_changed_after_it_was_added_is_told(

@@ -16,10 +16,23 @@ from hypothesis import strategies as st
 
 from daemons.cli import run as prl
 from daemons.commands.runs import SortBy, sorted_runs
-from daemons.ranking import NO_TAG, TAG, RunValues, environment_of, notes, rank, standard_error, winners
+from daemons.ranking import (
+    NO_TAG,
+    TAG,
+    RunValues,
+    environment_of,
+    notes,
+    rank,
+    read_contestants,
+    standard_error,
+    winners,
+)
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import OutputDir
+from tests.runs_support import add
+from tests.unit.test_daemons_forks import put_version
+from tui.readers.compare import CompareReader, CompareRequest
 
 REWARD = "reward/mean"
 
@@ -234,3 +247,23 @@ def test_runs_are_listed_by_a_column(workspace: OutputDir, capsys: Any) -> None:
     assert sorted_runs(runs, SortBy.SLOT) == runs
     assert prl(["runs", "list", "--output-dir", str(workspace.path), "--sort", "step", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["runs"]) == 3
+
+
+def test_compare_ranks_what_best_ranks(tmp_path: Path) -> None:
+    """A batch that no update was made of yet counts for neither: the last of run_b would make it the best."""
+    for run_id, rewards in (("run_a", [0.5, 0.6, 0.7]), ("run_b", [0.1, 0.2, 0.3, 9.0])):
+        run = add(tmp_path, run_id)
+        lines = [json.dumps({"step": step, REWARD: reward}) for step, reward in enumerate(rewards, start=1)]
+        run.orchestrator_metrics.parent.mkdir(parents=True)
+        run.orchestrator_metrics.write_text("".join(f"{line}\n" for line in lines))
+        put_version(run, 3)
+    for step in (None, 4):
+        views = read_workspace(tmp_path).runs
+        best = rank(read_contestants(tmp_path, views, REWARD), REWARD, step=step)
+        request = CompareRequest(tuple((view.run_id, view.tags, view.step) for view in views), step=step)
+        data, _ = CompareReader(tmp_path).read(request)
+        assert data is not None and data.notes == notes(best, REWARD)
+        assert [(each.name, each.step, each.result) for each in data.groups] == [
+            (each.name, each.step, pytest.approx(each.value) if each.value else None) for each in best
+        ]
+        assert [run.run_id for run, _ in data.best] == [each.name for each in winners(best)] == ["run_a"][: not step]

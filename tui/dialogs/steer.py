@@ -18,7 +18,7 @@ from textual.widgets.button import ButtonVariant
 
 from daemons.details import Difference, RunDifference
 from daemons.errors import ActionError
-from prime_rl.utils.text import CleanText, one_line
+from prime_rl.utils.text import CleanText
 from tui import fmt
 from tui.actions import (
     ExportForm,
@@ -35,6 +35,7 @@ from tui.actions import (
 )
 from tui.dialogs.form import FormDialog, Tick
 from tui.model.snapshot import RunRow
+from tui.widgets.config_view import value_text
 from tui.widgets.line_list import TextScreen, titled
 
 FormT = TypeVar("FormT", ForkForm, ExportForm, SweepForm)
@@ -175,13 +176,7 @@ def describe(difference: RunDifference) -> Text:
 
 
 def _cells(difference: Difference) -> tuple[str, ...]:
-    return (difference.name, *map(_value, difference.values))
-
-
-def _value(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return fmt.DASH if value is None else fmt.shorten(one_line(str(value), 200), MAX_VALUE)
+    return (difference.name, *(fmt.shorten(value_text(value), MAX_VALUE) for value in difference.values))
 
 
 class MakesForm(FormDialog, Generic[FormT]):

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from daemons.ranking import RUN, TAG, Standing, differing, notes, rank, winners
-from prime_rl.configs.admitted import told_with_changes
-from prime_rl.configs.base import ConfigError
+from daemons.ranking import RUN, TAG, Standing, compared_config, differing, notes, rank, winners
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.metrics import bounded_mean
 from prime_rl.contract.notes import SweepPlan, list_sweeps, read_plan
 from prime_rl.utils.text import CleanText, one_line
 from tui.readers.charts import EVAL_PREFIX, ChartData, ChartView, Curve, History, RunMetrics, read_slice, thin, window
-from tui.readers.run_config import all_values, config_stamp, read_config
+from tui.readers.run_config import config_stamp
 from tui.readers.tabs import TabData
 
 # More runs than fit on a screen; the first of the workspace's order are taken, and the screen tells how many are not.
@@ -36,28 +35,29 @@ NAMES_OF_MANY = ("id", "name", "type")
 
 @dataclass(frozen=True)
 class Contender:
-    """One run as it is compared. `config` is every key of its config in effect with its value as text."""
+    """One run as it is compared. `config`: of `compared_config`; `at_most`: values of later steps do not count yet."""
 
     run_id: str
     tags: tuple[str, ...]
     config: Mapping[str, str]
     history: History | None = None
     has_failed: bool = False
+    at_most: float = math.inf
 
     @property
     def steps(self) -> Sequence[float]:
         """Ascending."""
-        return self.history.steps if self.history is not None else ()
+        return self.history.steps[: bisect_right(self.history.steps, self.at_most)] if self.history is not None else ()
 
     @property
     def values(self) -> Sequence[float]:
         """By step."""
-        return self.history.values if self.history is not None else ()
+        return self.history.values[: len(self.steps)] if self.history is not None else ()
 
     @property
     def step(self) -> int:
         """The newest step that has the metric; 0 without values."""
-        return int(self.history.steps[-1]) if self.history is not None and len(self.history) else 0
+        return int(next(reversed(self.steps), 0))
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,12 @@ def _deviation(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class CompareRequest:
-    """The runs to compare: `runs` are ids with their tags, `failed` those that have failed; `by` is RUN, TAG or a key.
+    """The runs to compare: `runs` are ids with their tags and newest step; `by` is RUN, TAG or a key.
 
-    `step`: up to which values count; None: the largest that all have.
+    `failed`: those that have failed. `step`: up to which values count; None: the largest that all have.
     """
 
-    runs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    runs: tuple[tuple[str, tuple[str, ...], int], ...] = ()
     failed: frozenset[str] = frozenset()
     metric: str = METRICS[0]
     by: str = RUN
@@ -218,9 +218,9 @@ class CompareReader:
         runs = request.runs[:MAX_RUNS]
         if request.metric != self._metric:
             self._metric, self._readers = request.metric, {}
-        self._readers = {run_id: self._readers.get(run_id) or self._open(run_id) for run_id, _ in runs}
+        self._readers = {run_id: self._readers.get(run_id) or self._open(run_id) for run_id, *_ in runs}
         self._configs = {run_id: value for run_id, value in self._configs.items() if run_id in self._readers}
-        num_changed = sum(self._read_config(run_id) for run_id, _ in runs)
+        num_changed = sum(self._read_config(run_id) for run_id, *_ in runs)
         read, more = read_slice(self._readers.values(), READ_SLICE_S, is_wanted)
         if not (num_changed or read) and request == self._shown:
             return None, more
@@ -236,12 +236,7 @@ class CompareReader:
         known = self._configs.get(run_id)
         if known is not None and known[0] == stamp:
             return False
-        try:
-            texts = {str(value.key): str(value.text) for value in all_values(read_config(run) or "")}
-            values = told_with_changes(run, texts)
-        except ConfigError:
-            values = {}
-        self._configs[run_id] = (stamp, values)
+        self._configs[run_id] = (stamp, compared_config(run))
         return True
 
     def _swept(self) -> list[str]:
@@ -256,11 +251,11 @@ class CompareReader:
     def _data(self, request: CompareRequest, is_reading: bool) -> CompareData:
         evals: set[str] = set()
         contenders = []
-        for run_id, tags in request.runs[:MAX_RUNS]:
+        for run_id, tags, step in request.runs[:MAX_RUNS]:
             histories = self._readers[run_id].histories()
             evals.update(key for key in histories if key.startswith(EVAL_PREFIX))
             history, has_failed = histories.get(request.metric), run_id in request.failed
-            contenders.append(Contender(run_id, tags, self._configs[run_id][1], history, has_failed))
+            contenders.append(Contender(run_id, tags, self._configs[run_id][1], history, has_failed, step or math.inf))
         keys = differing_keys(contenders, self._swept())
         by = request.by if request.by in (RUN, TAG, *keys) else RUN
         runs = rank(contenders, request.metric, step=request.step)

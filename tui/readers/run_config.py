@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import calendar
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -24,11 +25,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from daemons.details import Difference, change_texts, diff_configs
 from daemons.machine import disk_use
 from daemons.workspace import SUPERVISOR, shown
 from daemons.workspace_reader import edit_text, stamp_of
 from prime_rl.configs import admitted
-from prime_rl.configs.admitted import differing, plain_text, read_effect
+from prime_rl.configs.admitted import MAX_FILES, plain_text, read_effect
 from prime_rl.configs.base import ConfigError, build, parse_toml
 from prime_rl.configs.explain import key_lines
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -39,7 +41,7 @@ from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.readers.tabs import CHECKPOINTS, CONFIG, EVENTS, TabData, changed_at, read_clean
 
 MAX_VALUE_CHARS, MAX_PATH_CHARS = 200, 1_000
-MISSING, NO_TEXT = one_line("-"), one_line("")
+NO_TEXT = one_line("")
 _LINE = re.compile(r"\bline (\d+)\b")
 
 
@@ -50,15 +52,6 @@ class Value:
     key: CleanText
     text: CleanText
     is_default: bool
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One key whose value differs. `MISSING` where a side has none."""
-
-    key: CleanText
-    mine: CleanText
-    other: CleanText
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ class ConfigData(TabData):
     """One look. `values` are all keys when they were asked for, `differences` to `other_id` when there is one.
 
     `text` is the config in effect, None when there is no readable file at `path`. `problem` is why values or
-    differences are not available, `edited` how the file differs from what is in effect.
+    differences are not available, `edited` how the file differs from what is in effect, `changes` what that was before.
     """
 
     tab = CONFIG
@@ -87,6 +80,7 @@ class ConfigData(TabData):
     differences: tuple[Difference, ...] = ()
     problem: CleanText | None = None
     edited: CleanText | None = None
+    changes: tuple[CleanText, ...] = ()
 
 
 class ConfigReader:
@@ -113,19 +107,23 @@ class ConfigReader:
         lines = find_error_lines(text, error or "")
         data = ConfigData(self._run.run_id, one_line(str(path), MAX_PATH_CHARS), found, error, lines)
         with contextlib.suppress(ConfigError):
-            data = replace(data, edited=shown(edit_text(self._run, read_effect(self._run).edit)))
+            edited = shown(edit_text(self._run, read_effect(self._run).edit))
+            data = replace(data, edited=edited, changes=change_texts(self._run))
         try:
             if other is not None:
-                theirs = read_config(RunDir(self._output_dir / other)) or ""
-                return replace(data, other_id=other, differences=find_differences(text, theirs))
+                differences = diff_configs(self._run, RunDir(self._output_dir / other))
+                return replace(data, other_id=other, differences=differences)
             return replace(data, values=all_values(text)) if wants_all else data
         except ConfigError as problem:
             return replace(data, other_id=other, problem=clean_text(str(problem)))
 
 
 def config_stamp(run: RunDir) -> tuple[object, ...]:
-    """Changes whenever the run's config in effect may be another."""
-    return tuple(map(stamp_of, (run.orch_toml, run.admitted, run.applied)))
+    """Changes whenever the run's config in effect, or the files that it names, may be others."""
+    files: list[Path] = []
+    with contextlib.suppress(OSError), os.scandir(run.data) as found:
+        files = sorted(Path(each.path) for each in itertools.islice(found, MAX_FILES))
+    return tuple(map(stamp_of, (run.orch_toml, run.admitted, run.applied, run.data_digests, *files)))
 
 
 def read_config(run: RunDir) -> CleanText | None:
@@ -144,22 +142,6 @@ def all_values(text: str) -> tuple[Value, ...]:
     said = dict(flatten(parse_toml(text, "orch.toml")))
     config = build(OrchestratorConfig, parse_toml(text, "orch.toml"), "orch.toml").model_dump(mode="json")
     return tuple(Value(key, toml_text(value), key not in said) for key, value in flatten(config))
-
-
-def find_differences(mine: str, other: str) -> tuple[Difference, ...]:
-    """Keys whose values differ, by what counts: a default equals the same value in the file.
-
-    If one of the texts is not a valid config, the files' own keys are compared. Raises ConfigError for invalid TOML.
-    """
-    one, two = parse_toml(mine, "this orch.toml"), parse_toml(other, "the other orch.toml")
-    return tuple(
-        Difference(one_line(key, MAX_VALUE_CHARS), _side(ours), _side(theirs))
-        for key, ours, theirs in differing(one, two)
-    )
-
-
-def _side(value: Any) -> CleanText:
-    return MISSING if value is None else toml_text(value)
 
 
 def flatten(data: Mapping[str, Any]) -> Iterator[tuple[CleanText, Any]]:

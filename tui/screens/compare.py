@@ -220,7 +220,7 @@ class CompareScreen(PlaceScreen):
         self.filter_bar.say_count(len(rows), len(self.snapshot.rows))
         width = max(self.size.width - BORDERS - LABEL_WIDTH, 20) * 2  # the chart's own comes one layout later
         request = replace(self.request, **changes)  # type: ignore[arg-type]
-        runs = tuple((row.run_id, tuple(map(str, row.view.tags))) for row in rows)
+        runs = tuple((row.run_id, tuple(map(str, row.view.tags)), row.view.step) for row in rows)
         failed = frozenset(row.run_id for row in rows if row.view.state in FAILED_STATES)
         request = replace(request, runs=runs, failed=failed, view=replace(request.view, num_columns=width))
         if request != self.request:

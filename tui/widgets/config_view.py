@@ -19,9 +19,11 @@ from textual.highlight import highlight
 from textual.message import Message
 from textual.widgets import Static
 
+from daemons.details import Difference
+from prime_rl.utils.text import one_line
 from tui import fmt
 from tui.messages import TabAsked
-from tui.readers.run_config import ConfigData, ConfigRequest, Difference, Event, EventsData, Value
+from tui.readers.run_config import ConfigData, ConfigRequest, Event, EventsData, Value
 from tui.readers.tabs import CONFIG
 
 MAX_LINES = 2_000
@@ -31,7 +33,7 @@ MAX_KEY_WIDTH = 36
 def describe_file(data: ConfigData) -> Content:
     """Highlighted TOML with line numbers, MAX_LINES at most; lines with errors carry a mark that does not need colour.
 
-    Without text: what is wrong with the file, and what to do.
+    Before it the changes that made it. Without text: what is wrong with the file, and what to do.
     """
     if data.text is None:
         advice = "a run needs it; copy one from another run or from configs/"
@@ -42,7 +44,7 @@ def describe_file(data: ConfigData) -> Content:
     lines = highlight("\n".join(texts[:MAX_LINES]), language="toml").split("\n", allow_blank=True)
     width = len(str(len(lines)))
     marked = set(data.error_lines)
-    built = []
+    built = [Content.styled(change, "$foreground 60%") for change in data.changes]
     for number, line in enumerate(lines, start=1):
         if number in marked:
             built.append(Content.assemble((f"▶ {number:>{width}} ", "bold $text-error"), line.stylize("on $error 20%")))
@@ -69,19 +71,26 @@ def describe_values(values: Sequence[Value]) -> Text:
     return text
 
 
+def value_text(value: object) -> str:
+    """A value of a difference; a dash for none."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return fmt.DASH if value is None else one_line(str(value))
+
+
 def describe_differences(mine: str, other: str, differences: Sequence[Difference], width: int) -> Text:
     """Key by key: this run's value, the other's."""
     if not differences:
         return Text.styled(f"{mine} and {other} have equal configs", "muted")
-    key_width = min(max(len(each.key) for each in differences), MAX_KEY_WIDTH)
+    key_width = min(max(len(each.name) for each in differences), MAX_KEY_WIDTH)
     column = max((width - key_width - 8) // 2, 10)
     cut = fmt.shorten_middle
     text = Text.styled(f"{len(differences)} keys differ (defaults included)\n\n", "muted")
     text.append(f"{'key':<{key_width}}  {cut(mine, column):<{column}}  {cut(other, column)}\n", "bold muted")
     for each in differences:
-        text.append(f"{cut(each.key, key_width):<{key_width}}  ", "primary")
-        text.append(f"{fmt.shorten(each.mine, column):<{column}}  ", "accent")
-        text.append(f"{fmt.shorten(each.other, column)}\n", "secondary")
+        text.append(f"{cut(each.name, key_width):<{key_width}}  ", "primary")
+        ours, theirs = (fmt.shorten(value_text(value), column) for value in each.values)
+        text.append(f"{ours:<{column}}  ", "accent").append(f"{theirs}\n", "secondary")
     return text
 
 
