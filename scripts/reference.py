@@ -220,7 +220,7 @@ def runs_page() -> str:
     """The text of docs/runs.md, its tables made again."""
     from scripts.members import with_members  # loads torch
 
-    return with_members((DOCS / "runs.md").read_text())
+    return with_members((DOCS / "runs.md").read_text(encoding="utf-8"))
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -246,4 +246,4 @@ def make(name: str) -> str:
 
 if __name__ == "__main__":
     for page in PAGES:
-        (DOCS / f"{page}.md").write_text(make(page))
+        (DOCS / f"{page}.md").write_text(make(page), encoding="utf-8")
