@@ -40,7 +40,7 @@ def group(folder: Path, *, hold: bool) -> Iterator[list[subprocess.Popen[str]]]:
     words = [str(folder), str(NUM_ITERATIONS), str(int(hold))]
     command = [sys.executable, "-m", "benchmarks.multinode_node"]
     nodes = [
-        subprocess.Popen([*command, str(rank), str(NUM_NODES), *words], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(rank), str(NUM_NODES), *words], stdout=subprocess.PIPE, encoding="utf-8")
         for rank in range(NUM_NODES)
     ]
     try:

@@ -129,7 +129,7 @@ def our_charts(path: Path) -> float:
     """From the key that opens the run to the whole curve."""
     workspace = BenchWorkspace(path, num_runs=1, num_steps=1, num_live=1)
     lines = (long_run_line(step, LONG_STEPS) for step in range(1, LONG_STEPS + 1))
-    workspace.run(0).orchestrator_metrics.write_text("".join(lines))
+    workspace.run(0).orchestrator_metrics.write_text("".join(lines), encoding="utf-8")
     workspace.step = LONG_STEPS
     workspace.beat()
     times = []

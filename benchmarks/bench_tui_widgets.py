@@ -190,7 +190,8 @@ async def _logs() -> dict[str, float]:
             "".join(
                 f"2026-11-23T10:00:{number % 60:02}.125Z INFO orchestrator: step {number}: reward 0.5, 12,345 tokens\n"
                 for number in range(NUM_LOG_LINES)
-            )
+            ),
+            encoding="utf-8",
         )
 
         def open_ours() -> None:
@@ -201,7 +202,7 @@ async def _logs() -> dict[str, float]:
 
         def open_other() -> None:
             other.clear()
-            other.write_lines(log.read_text().splitlines())
+            other.write_lines(log.read_text(encoding="utf-8").splitlines())
 
         def page(show: Callable[[], object]) -> Callable[[int], Act]:
             return lambda _: at_once(show)

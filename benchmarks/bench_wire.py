@@ -25,13 +25,15 @@ def run() -> dict[str, float]:
         path, json_path, pickle_path = (Path(folder) / name for name in ("b.msgpack", "b.json", "b.pickle"))
         write_batch(path, batch)
         plain = msgspec.to_builtins(batch)
-        json_path.write_text(json.dumps(plain))
+        json_path.write_text(json.dumps(plain), encoding="utf-8")
         pickle_path.write_bytes(pickle.dumps(plain))
         return {
             "write_vs_json": paired_ratio(
-                lambda: _write_new(path, batch), lambda: json_path.write_text(json.dumps(plain))
+                lambda: _write_new(path, batch), lambda: json_path.write_text(json.dumps(plain), encoding="utf-8")
             ),
-            "read_vs_json": paired_ratio(lambda: read_columns(path), lambda: json.loads(json_path.read_text())),
+            "read_vs_json": paired_ratio(
+                lambda: read_columns(path), lambda: json.loads(json_path.read_text(encoding="utf-8"))
+            ),
             "read_vs_pickle": paired_ratio(lambda: read_columns(path), lambda: pickle.loads(pickle_path.read_bytes())),
             "size_vs_json": path.stat().st_size / json_path.stat().st_size,
         }

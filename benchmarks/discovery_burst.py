@@ -55,7 +55,7 @@ def place(workspace: Path) -> None:
         run = RunDir(workspace / f"run_{number}")
         run.control.mkdir(parents=True)
         staged = run.control / ".orch.toml.new"
-        staged.write_text(TEXT)
+        staged.write_text(TEXT, encoding="utf-8")
         staged.rename(run.orch_toml)
 
 

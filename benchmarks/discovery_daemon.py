@@ -65,7 +65,7 @@ def main() -> None:
     while True:
         last = {"state": "stopped"} if stopped.is_set() else {}
         staged = folder / ".status.json.new"
-        staged.write_text(json.dumps(own | {"updated_at": time.time()} | last))
+        staged.write_text(json.dumps(own | {"updated_at": time.time()} | last), encoding="utf-8")
         staged.rename(folder / "status.json")
         if last:
             return

@@ -33,7 +33,7 @@ def idle_200_runs_cpu() -> float:
         runs = [_run(output.path / f"run_{number}") for number in range(NUM_RUNS)]
         model = Path(folder) / "model"
         model.mkdir()
-        (model / "config.json").write_text("{}")
+        (model / "config.json").write_text("{}", encoding="utf-8")
         try:
             _prl("up", output, "--model.name", str(model), "--inference.port", "0", "--max_concurrent_runs", "200")
             wait_for(lambda: all(_is_up(output, run) for run in runs), "200 orchestrators", timeout_s=TIMEOUT_S)
@@ -52,7 +52,7 @@ def idle_200_runs_cpu() -> float:
 def _run(path: Path) -> RunDir:
     run = RunDir(path)
     run.control.mkdir(parents=True)
-    run.orch_toml.write_text(TEXT)
+    run.orch_toml.write_text(TEXT, encoding="utf-8")
     return run
 
 

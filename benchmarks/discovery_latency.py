@@ -90,7 +90,7 @@ def _fill(workspace: Path, base: Path) -> None:
         if kind != "empty":
             write_config(run, base, **({"batch_size": "many"} if kind == "invalid" else {}))
         if kind == "evicted":
-            run.evicted.write_text("over")
+            run.evicted.write_text("over", encoding="utf-8")
         if kind == "new":
             run.orch_toml.rename(run.control / STAGED)
 
@@ -135,7 +135,7 @@ def poll(workspace: Path) -> dict[str, float]:
 @contextlib.contextmanager
 def _helper(what: str, workspace: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "benchmarks.discovery_latency", what, str(workspace)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
         try:
             yield process
         finally:

@@ -97,7 +97,7 @@ def async_figures() -> dict[str, float]:
 @contextmanager
 def _workspace(folder: Path) -> Iterator[Path]:
     workspace, system = folder / "workspace", folder / "system.toml"
-    system.write_text(SYSTEM.format(workspace=workspace, model=MODEL.resolve()))
+    system.write_text(SYSTEM.format(workspace=workspace, model=MODEL.resolve()), encoding="utf-8")
     _prl("up", "@", str(system))
     try:
         yield workspace
@@ -107,7 +107,7 @@ def _workspace(folder: Path) -> Iterator[Path]:
 
 def _add(folder: Path, workspace: Path, level: int, seed: int) -> None:
     file = folder / f"s{seed}_k{level}.toml"
-    file.write_text(RUN.format(num_steps=NUM_STEPS, level=level, seed=seed, model=MODEL.resolve()))
+    file.write_text(RUN.format(num_steps=NUM_STEPS, level=level, seed=seed, model=MODEL.resolve()), encoding="utf-8")
     _prl("runs", "add", str(file), "--id", f"run_{file.stem}", "--output-dir", str(workspace))
 
 
@@ -117,7 +117,7 @@ def _prl(*arguments: str) -> None:
 
 
 def _is_done(run: RunDir) -> bool:
-    assert not run.evicted.exists(), run.evicted.read_text()
+    assert not run.evicted.exists(), run.evicted.read_text(encoding="utf-8")
     return NUM_STEPS in list_steps(run.broadcast, stable_only=True)
 
 

@@ -83,7 +83,7 @@ def _run(path: Path, model: Path, url: str, over: dict[str, Any]) -> RunDir:
         "env": [{"id": "reverse-text", "args": {"wording": "short"}}],
         "client": {"base_url": url, "max_concurrent_requests": 256},
     }
-    run.orch_toml.write_text(tomli_w.dumps({**config, **over}))
+    run.orch_toml.write_text(tomli_w.dumps({**config, **over}), encoding="utf-8")
     return run
 
 
@@ -102,7 +102,7 @@ def _stub() -> Iterator[tuple[Path, Path, str]]:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
         command = [sys.executable, "-m", "benchmarks.loop_stub", str(model)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
             try:
                 assert process.stdout is not None
                 yield Path(folder), model, process.stdout.readline().strip()

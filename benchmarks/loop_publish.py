@@ -123,7 +123,7 @@ def _write_run(run: RunDir, seed: int) -> None:
         "env": [{"id": "reverse-text", "args": {"wording": "short"}}],
         "ckpt": {"interval": 1000, "keep_rollouts": True},
     }
-    (staged / "control" / "orch.toml").write_text(tomli_w.dumps(config))
+    (staged / "control" / "orch.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
     staged.rename(run.path)
 
 
@@ -132,14 +132,17 @@ def _orchestrate(run: RunDir) -> None:
     marks = run.path / "marks"
     argv = [sys.executable, "-m", "benchmarks.loop_marks", "orchestrator", str(marks), "@", str(run.orch_toml)]
     done = subprocess.run(
-        argv, timeout=TIMEOUT_S, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        argv, timeout=TIMEOUT_S, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, encoding="utf-8"
     )
     assert done.returncode == 0, done.stdout[-2000:]
 
 
 def _times(run: RunDir, trainer_marks: Path) -> dict[tuple[str, int], float]:
     """When what happened first, by (what, version). The trainer's marks are those since the last call."""
-    lines = [*trainer_marks.read_text(encoding="utf-8").splitlines(), *(run.path / "marks").read_text().splitlines()]
+    lines = [
+        *trainer_marks.read_text(encoding="utf-8").splitlines(),
+        *(run.path / "marks").read_text(encoding="utf-8").splitlines(),
+    ]
     trainer_marks.write_text("", encoding="utf-8")
     times: dict[tuple[str, int], float] = {}
     for line in map(json.loads, lines):

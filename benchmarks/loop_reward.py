@@ -46,4 +46,6 @@ async def _reward_of(run: RunDir, version: int) -> float:
         if version:
             await policy.switch_to(version)
         await evaluator.evaluate(version)
-    return float(json.loads(run.orchestrator_metrics.read_text().splitlines()[-1])[f"eval/{env.label}/reward"])
+    return float(
+        json.loads(run.orchestrator_metrics.read_text(encoding="utf-8").splitlines()[-1])[f"eval/{env.label}/reward"]
+    )

@@ -64,7 +64,7 @@ def server(
         "model": {"name": str(model), "max_model_len": 512, "lora": {"rank": rank}},
         "vllm": vllm or {},
     }
-    (workspace / "inference.toml").write_text(tomli_w.dumps(config))
+    (workspace / "inference.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
     argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(workspace / "inference.toml")]
     with (workspace / "log").open("wb") as log:
         process = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -80,7 +80,7 @@ def server(
 
 def _url(workspace: Path, process: subprocess.Popen[bytes]) -> str | None:
     if process.poll() is not None:
-        raise RuntimeError((workspace / "log").read_text()[-2000:])
+        raise RuntimeError((workspace / "log").read_text(encoding="utf-8")[-2000:])
     status = read_status(OutputDir(workspace).inference_status, InferenceStatus)
     return status.base_url if status is not None and status.state == "serving" else None
 

@@ -46,12 +46,12 @@ class Sleepers:
         self.active = [f"run_{number:03}" for number in range(num_active)]
         self.waiting = [f"run_{number:03}" for number in range(num_active, num_runs)]
         self.sleeper = folder / "sleeper"
-        self.sleeper.write_text("#!/bin/sh\nexec sleep 100000\n")
+        self.sleeper.write_text("#!/bin/sh\nexec sleep 100000\n", encoding="utf-8")
         self.sleeper.chmod(0o755)
         for run_id in self.active + self.waiting:
             run = self.output.run(run_id)
             run.control.mkdir(parents=True)
-            run.orch_toml.write_text(RUN_TOML)
+            run.orch_toml.write_text(RUN_TOML, encoding="utf-8")
         write_component_configs(SystemConfig.model_validate({"supervisor": {"max_starting": 1000}}), self.output)
 
     def start(self) -> subprocess.Popen[bytes]:

@@ -91,7 +91,7 @@ class World:
             run = self.output.run(run_id)
             run.log.parent.mkdir(parents=True)
             run.control.mkdir()
-            run.orch_toml.write_text(RUN_TOML)
+            run.orch_toml.write_text(RUN_TOML, encoding="utf-8")
         self.output.logs.mkdir()
         write_component_configs(self.system, self.output)
 

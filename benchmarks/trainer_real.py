@@ -63,7 +63,7 @@ def _ratios(shape: tuple[str, int, int], ours_again: str, other: str, again: str
 
 def _child(side: str, shape: tuple[str, int, int], again: str) -> Cost:
     argv = [sys.executable, "-m", "benchmarks.trainer_real", side, *map(str, shape), again]
-    done = subprocess.run(argv, check=True, capture_output=True, text=True)
+    done = subprocess.run(argv, check=True, capture_output=True, encoding="utf-8")
     return Cost(**json.loads(done.stdout.splitlines()[-1]))
 
 

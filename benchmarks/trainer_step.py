@@ -134,4 +134,4 @@ def _write_config(workspace: Path, run_id: str) -> None:
         "optim": {"type": "adamw", "lr": LR, "max_norm": MAX_NORM},
         "env": [{"id": "reverse-text"}],
     }
-    run.orch_toml.write_text(tomli_w.dumps(config))
+    run.orch_toml.write_text(tomli_w.dumps(config), encoding="utf-8")

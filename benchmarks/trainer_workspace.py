@@ -120,7 +120,7 @@ def _write_run(workspace: Path, run_id: str, model: Path, num_steps: int) -> Run
         "ckpt": {"interval": 8},
         "env": [{"id": "reverse-text"}],
     }
-    run.orch_toml.write_text(tomli_w.dumps(config))
+    run.orch_toml.write_text(tomli_w.dumps(config), encoding="utf-8")
     rng = random.Random(run_id)
     for step in range(1, num_steps + 1):
         samples = [
@@ -144,7 +144,7 @@ def _adapter_bytes(run: RunDir, step: int) -> int:
 
 
 def _writer_s(runs: list[RunDir]) -> float:
-    lines = [json.loads(line) for run in runs for line in run.trainer_metrics.read_text().splitlines()]
+    lines = [json.loads(line) for run in runs for line in run.trainer_metrics.read_text(encoding="utf-8").splitlines()]
     return float(sum(line["time/broadcast"] + line["time/checkpoint"] for line in lines if line["step"] > 1))
 
 

@@ -156,13 +156,13 @@ class BenchWorkspace:
         for folder in (run.control, run.metrics, run.broadcast_dir(self.step)):
             folder.mkdir(parents=True)
         max_steps = 2 * self.step if is_live else self.step
-        run.orch_toml.write_text(ORCH_TOML.format(max_steps=max_steps))
+        run.orch_toml.write_text(ORCH_TOML.format(max_steps=max_steps), encoding="utf-8")
         for path, lines in ((run.orchestrator_metrics, first), (run.trainer_metrics, second)):
             known = self._finished.get(path.name)
             if known is not None and not is_live:
                 path.hardlink_to(known)  # they are never written again: five thousand of them would take gigabytes
                 continue
-            path.write_text(lines)
+            path.write_text(lines, encoding="utf-8")
             if not is_live:
                 self._finished[path.name] = path
         stable_marker(run.broadcast_dir(self.step)).touch()

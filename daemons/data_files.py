@@ -14,18 +14,22 @@ from pathlib import Path
 import msgspec
 
 from prime_rl.configs.base import ConfigProblem
-from prime_rl.configs.envs import PLUGIN, PLUGIN_GROUP, EnvConfig
+from prime_rl.configs.envs import MODULES, PLUGIN, PLUGIN_GROUP, EnvConfig
 from prime_rl.configs.jsonl import MAX_CODE_BYTES, MAX_DATA_BYTES, JsonlArgs, Place, read_rows
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import read_file, write_atomic
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.notes import digest_of
+from prime_rl.utils.runtime import missing
 
 
 def data_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProblem]:
-    """What is wrong with the files; [] for a config that names none. Reads them, and runs no code."""
+    """What is wrong with the files, and the libraries that environments need. Reads the files, and runs no code."""
     problems, taken = [], dict[Path, str]()
     for key, env in _envs(config):
+        module = MODULES.get(env.id.partition(":")[0])
+        if module and (sentence := missing("environments", module)):
+            problems.append(ConfigProblem(f"{key}.id", f"found {env.id!r}: {sentence}"))
         if env.jsonl is None:
             continue
         if found := _first_problem(env.jsonl, place):
@@ -50,7 +54,8 @@ def _first_problem(args: JsonlArgs, place: Place) -> tuple[str, str] | None:
         return name, f"{path} not found: a path is relative to the config file, and prl runs add copies it into the run"
     except (ValueError, OSError) as error:
         return name, str(error)
-    return None
+    sentence = missing("math", "math_verify") if args.scorer == "math" and not args.reward else None
+    return sentence and ("scorer", f"found 'math': {sentence}")
 
 
 def _check_code(path: Path, function: str) -> None:

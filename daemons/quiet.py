@@ -176,7 +176,7 @@ def subjects(output: OutputDir) -> set[str]:
     """Everything in the workspace that an incident may be about."""
     runs, refused = scan_runs(output.path)
     return {
-        "disk",
+        *("disk", "clocks"),
         "supervisor",
         *(run.run_id for run in runs),
         *(one_line(each.name) for each in refused),

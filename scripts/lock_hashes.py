@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     try:
         cpu, gpu = with_hashes(CPU), with_hashes(GPU)
-        version = pins(CPU.read_text())["torch"]
+        version = pins(CPU.read_text(encoding="utf-8"))["torch"]
         cpu = with_torch_cpu(cpu, f"{version}+cpu", torch_cpu_hashes(f"{version}+cpu", ROOT / CPU_LOCK))
     except subprocess.CalledProcessError as error:
         print(f"lock_hashes: {' '.join(error.stderr.split())}", file=sys.stderr)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         )
         return 1
     for name, source, text in ((CPU_LOCK, CPU, cpu), (GPU_LOCK, GPU, gpu)):
-        (ROOT / name).write_text(HEADER.format(source=source.name) + text)
+        (ROOT / name).write_text(HEADER.format(source=source.name) + text, encoding="utf-8")
         print(f"{name}: {text.count('==')} packages, {text.count('--hash')} hashes")
     return 0
 
@@ -53,7 +53,7 @@ def with_hashes(versions: Path) -> str:
     command += ["--python-version", PYTHON, "--python-platform", PLATFORM, str(versions)]
     # Wheels of this machine, such as torch's build for a CPU, are no files of the index.
     environ = {key: value for key, value in os.environ.items() if key != "UV_FIND_LINKS"}
-    return subprocess.run(command, check=True, capture_output=True, text=True, env=environ).stdout
+    return subprocess.run(command, check=True, capture_output=True, env=environ, encoding="utf-8").stdout
 
 
 def torch_cpu_hashes(version: str, lock: Path) -> set[str]:

@@ -222,7 +222,7 @@ def runs_page() -> str:
     """The text of docs/runs.md, its tables made again."""
     from scripts.members import with_members  # loads torch
 
-    return with_members((DOCS / "runs.md").read_text())
+    return with_members((DOCS / "runs.md").read_text(encoding="utf-8"))
 
 
 def notebook() -> str:

@@ -202,7 +202,7 @@ def make_mistake(output_dir: Path) -> None:
     """A run with a mistake in its config."""
     broken = OutputDir(output_dir).run("run_typo")
     broken.control.mkdir(parents=True, exist_ok=True)
-    broken.orch_toml.write_text('batch_size = 64\nrollouts_per_example = 8\n[optim]\nlr = "fast"\n')
+    broken.orch_toml.write_text('batch_size = 64\nrollouts_per_example = 8\n[optim]\nlr = "fast"\n', encoding="utf-8")
 
 
 async def tour(pilot: Pilot[None], recorder: Recorder, output_dir: Path) -> None:

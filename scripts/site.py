@@ -33,7 +33,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if not path.startswith(DOCS):
             files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
         if path.endswith(".md"):
-            linked = [target for _, link in LINK.findall((ROOT / path).read_text()) if (target := to_file(path, link))]
+            linked = [
+                target
+                for _, link in LINK.findall((ROOT / path).read_text(encoding="utf-8"))
+                if (target := to_file(path, link))
+            ]
             todo += [target for target in dict.fromkeys(linked) if target not in seen]
             seen.update(linked)
     return files

@@ -65,7 +65,9 @@ def walks(page: str) -> dict[str, list[str]]:
 
 def main() -> None:
     """Print one line for each package, one for all of them, and one for each walk."""
-    texts = {name: [path.read_text() for path in sorted((ROOT / name).rglob("*.py"))] for name in PACKAGES}
+    texts = {
+        name: [path.read_text(encoding="utf-8") for path in sorted((ROOT / name).rglob("*.py"))] for name in PACKAGES
+    }
     rows = {**texts, "all": [text for each in texts.values() for text in each]}
     print(f"{'':10}{'files':>7}{'lines':>9}{'in bodies':>11}{'longest file':>14}{'function':>10}")
     for name, each in rows.items():
@@ -73,7 +75,7 @@ def main() -> None:
         share = f"{size.body_share:.0f} %"
         print(f"{name:10}{size.files:7}{size.lines:9,}{share:>11}{size.longest_file:14}{size.longest_function:10}")
     for path in sorted((ROOT / "docs" / "explanation").glob("*.md")):
-        for heading, files in walks(path.read_text()).items():
+        for heading, files in walks(path.read_text(encoding="utf-8")).items():
             print(f"walk {path.stem}: {heading}: {len(files)} files")
 
 

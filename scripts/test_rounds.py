@@ -31,7 +31,7 @@ def play(seed: int, loops: int) -> bool:
             stack.callback(os.killpg, busy.pid, signal.SIGKILL)
         environ = {**os.environ, "PRL_TEST_ORDER": str(seed)}
         code = subprocess.call(["make", "test"], cwd=ROOT, env=environ, stdout=file, stderr=subprocess.STDOUT)
-    lines = log.read_text(errors="replace").splitlines() or [""]
+    lines = log.read_text(errors="replace", encoding="utf-8").splitlines() or [""]
     for line in [line for line in lines if line.startswith(("FAILED", "ERROR "))]:
         print(f"  {line[:300]}")
     last = next((line for line in reversed(lines) if " passed" in line or " failed" in line), lines[-1])

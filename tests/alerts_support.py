@@ -18,7 +18,15 @@ from prime_rl.configs.reports import ALERT_KINDS, AlertKind, AlertsConfig
 from prime_rl.contract.files import append_line, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.metrics import Sign
-from prime_rl.contract.status import DaemonStatus, NodeStatus, RunStatus, Status, TrainerRunStatus, TrainerStatus
+from prime_rl.contract.status import (
+    DaemonStatus,
+    InferenceStatus,
+    NodeStatus,
+    RunStatus,
+    Status,
+    TrainerRunStatus,
+    TrainerStatus,
+)
 from prime_rl.trainer.step import not_finite
 from prime_rl.utils.process import ProcessId
 from tests.orchestrator_support import config_data, write_toml
@@ -48,6 +56,7 @@ class Troubles:
         self._batches = 0
         self._node: NodeStatus | None = None
         self._mended = False
+        self._ahead_s = 0.0
         self._written: dict[Path, Status] = {}
         run_ids = [self.subject(kind) for kind in ALERT_KINDS if self.subject(kind).startswith("run_")]
         in_slots = [run_id for run_id in run_ids if run_id != "run_invalid"]
@@ -86,6 +95,9 @@ class Troubles:
                 self._daemon("trainer", "backoff", reason="exit code 1")
             case "daemon_stalled":
                 self._daemon("inference", "stalled", reason="no progress")
+            case "clocks":
+                self._ahead_s = 9.0
+                self._put(self.output.inference_status, InferenceStatus(state="serving"))
             case "node_lost":
                 self._node = NodeStatus(rank=1, state="working", heartbeat_s=2.0)
                 self._put(self.output.node_status(1), self._node)
@@ -98,6 +110,8 @@ class Troubles:
             self._train(0.8, 0.8)
         elif kind.startswith("daemon_"):
             self._daemon(self.subject(kind), "running")
+        elif kind == "clocks":
+            self._ahead_s = 0.0
         else:
             assert kind == "node_lost"
             self._mended = True
@@ -133,4 +147,8 @@ class Troubles:
         status.updated_at = self._clock()
         self._written[path] = status
         path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(status, InferenceStatus):  # of another machine
+            status.host, status.pid_start = "gpu7", "another-boot/1"
+            status.updated_at += self._ahead_s
         write_atomic(path, msgspec.json.encode(status))
+        os.utime(path, (self._clock(), self._clock()))

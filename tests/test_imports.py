@@ -158,7 +158,8 @@ def test_what_decoding_raises_is_named_in_one_place() -> None:
 def test_text_files_are_utf8_whatever_the_locale() -> None:
     """Beside ruff's rule, which sees only paths whose type it knows."""
     found = []
-    for path in [path for package in ("prime_rl", "daemons", "tui") for path in (ROOT / package).rglob("*.py")]:
+    folders = ("prime_rl", "daemons", "tui", "scripts", "benchmarks")
+    for path in [path for folder in folders for path in (ROOT / folder).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id

@@ -10,14 +10,17 @@ import msgspec
 
 from daemons.machine import DaemonUse, DiskView, GpuView, MachineView
 from daemons.workspace import Workspace
+from prime_rl.configs.admitted import read_effect, write_admitted
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.metrics import Sign
 from prime_rl.contract.notes import SweepPlan, SweepRun
 from prime_rl.contract.status import (
     DaemonStatus,
     InferenceStatus,
     NodeStatus,
     PhaseTime,
+    RunStatus,
     TrainerRunStatus,
     TrainerStatus,
     read_status,
@@ -45,7 +48,14 @@ class FakeProbe:
 
 
 def busy(output: OutputDir) -> None:
-    """Say more of trainer and inference than `build_workspace` does."""
+    """Say more of trainer, inference and two runs than `build_workspace` does: one learns nothing, one was edited."""
+    idle, edited = output.run("run_sort-rank16"), output.run("run_reverse-lr1e-3")
+    status = read_status(idle.status, RunStatus)
+    assert status is not None
+    status.signs = [Sign("no_gradient", 0.0, 1e-6, 28)]
+    write_status(idle.status, status, updated_at=status.updated_at)
+    write_admitted(edited, read_effect(edited), 0)
+    edited.orch_toml.write_text(edited.orch_toml.read_text().replace("lr = 0.001", "lr = 0.01"))
     trainer = read_status(output.trainer_status, TrainerStatus)
     inference = read_status(output.inference_status, InferenceStatus)
     assert trainer is not None and inference is not None

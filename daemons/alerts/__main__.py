@@ -75,7 +75,7 @@ _OF_RUN: Mapping[RunState, AlertKind] = {
 
 @dataclass(frozen=True)
 class Incident:
-    """One thing that is wrong. `subject`: a run, a daemon, a node or "disk"; `text`: why, in one line.
+    """One thing that is wrong. `subject`: a run, a daemon, a node, "disk" or "clocks"; `text`: why, in one line.
 
     Not `is_proven`: it may be wrong or not, so one that is open stays open, and none is opened.
     """
@@ -116,10 +116,13 @@ def incidents(
     found += [incident for seen in nodes for incident in _of_node(seen)]
     if workspace.disk is not None:
         found.append(Incident("disk_low", "disk", _line(workspace.disk)))
+        found += unproven("clocks", "clocks")  # nobody can write its time
     elif free_bytes is None:
         found += unproven("disk", "disk_low")
     elif free_bytes < min_free_gb * 1e9:
         found.append(Incident("disk_low", "disk", f"{free_bytes / 1e9:.1f} GB free, less than {min_free_gb:g} GB"))
+    if workspace.clocks:
+        found.append(Incident("clocks", "clocks", _line("; ".join(workspace.clocks))))
     return found
 
 
@@ -150,15 +153,17 @@ def _of_run(run: RunView, *, is_watched: bool) -> Iterator[Incident]:
 
 
 def _of_daemon(daemon: DaemonView, now: float, *, is_service: bool) -> Iterator[Incident]:
-    """Of an orchestrator only that it crashed: all else is told of its run."""
+    """Of an orchestrator only that it crashed: all else, a restart loop too, is told of its run."""
     is_down = daemon.state == "backoff" or (is_service and daemon.state in ("failed", LOST))
     crashed_lately = daemon.crashed_at is not None and now - daemon.crashed_at < CRASH_LASTS_S
-    if is_down or crashed_lately:
-        last = f"; its log ends with: {daemon.log_tail[-1]}" if daemon.log_tail else ""
-        yield Incident("daemon_crashed", daemon.name, _line(f"{daemon.state}: {daemon.reason or 'it ended'}{last}"))
-    elif is_service and daemon.state == STALLED:
+    loop = daemon.crash_loop if is_service else None
+    if is_service and daemon.state == STALLED:
         waits = f"; it waits for {daemon.waiting_on}" if daemon.waiting_on else ""
         yield Incident("daemon_stalled", daemon.name, _line(f"{daemon.reason or 'no progress'}{waits}"))
+    if is_down or crashed_lately or loop:
+        last = f"; its log ends with: {daemon.log_tail[-1]}" if daemon.log_tail else ""
+        why = loop or daemon.reason or "it ended"
+        yield Incident("daemon_crashed", daemon.name, _line(f"{daemon.state}: {why}{last}"))
     elif daemon.state == "starting":
         yield from unproven(daemon.name, "daemon_crashed", "daemon_stalled")
 

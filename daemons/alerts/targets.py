@@ -171,6 +171,7 @@ _WORDS = {
     "daemon_stalled": "is stalled",
     "node_lost": "is lost",
     "disk_low": "is nearly full",
+    "clocks": "differ",
     "test": "is a test",
 }
 

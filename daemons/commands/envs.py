@@ -22,7 +22,15 @@ import typer
 from daemons.adding import trainer_limits
 from daemons.chat import BASE, Chat
 from daemons.commands import complete
-from daemons.commands.common import JsonOption, OutputDirOption, choose_output, number, print_json, say
+from daemons.commands.common import (
+    JsonOption,
+    OutputDirOption,
+    choose_output,
+    end_as_interrupted,
+    number,
+    print_json,
+    say,
+)
 from daemons.commands.runs import FileArgument
 from daemons.data_files import data_problems, plugin_problems
 from daemons.errors import ActionError, need_cpu
@@ -95,9 +103,9 @@ def _tried(output: OutputDir, file: Path, num: int, model: str) -> dict[str, Any
         raise ConfigError(str(file), problems)
     argv, folder = python_module(_MODULE, str(file.absolute()), str(num)), saved_folder(output)
     with contextlib.ExitStack() as stack:
-        # As Ctrl-C: the server ends, the version is unloaded.
         for name in (signal.SIGTERM, signal.SIGHUP):
-            stack.callback(signal.signal, name, signal.signal(name, signal.default_int_handler))
+            stack.callback(signal.signal, name, signal.getsignal(name))
+        end_as_interrupted()
         if model != ECHO:
             limits = trainer_limits(output.path)
             seq_len = config.seq_len or (limits.max_seq_len if limits else DEFAULT_SEQ_LEN)

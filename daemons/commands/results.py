@@ -10,7 +10,6 @@ import csv
 import enum
 import io
 import math
-import signal
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +26,7 @@ from daemons.commands.common import (
     OutputDirOption,
     complain,
     console,
+    end_as_interrupted,
     existing_output,
     make_table,
     number,
@@ -415,8 +415,7 @@ def chat(
 
     Example: prl chat run_reverse --temperature 0
     """
-    for name in (signal.SIGTERM, signal.SIGHUP):  # end as with Ctrl-C, which unloads the version
-        signal.signal(name, signal.default_int_handler)
+    end_as_interrupted()
     settings = ChatSettings(system, max_tokens, temperature)
     with Chat(existing_output(output_dir).path, target, settings) as talk:
         if sys.stdin.isatty():

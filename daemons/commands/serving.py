@@ -38,6 +38,7 @@ from daemons.commands.common import (
     OutputDirOption,
     complain,
     console,
+    end_as_interrupted,
     existing_output,
     make_table,
     print_json,
@@ -333,7 +334,7 @@ def eval_targets(
 
     Example: prl eval base run_reverse run_reverse@v20 -n 50 -k 4
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as with Ctrl-C, which unloads the adapter
+    end_as_interrupted()
     place = existing_output(output_dir).path
     source = load_source(place, targets, env, data, scorer)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

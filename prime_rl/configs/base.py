@@ -59,6 +59,8 @@ ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 # No config of ours has a twentieth of it. What is larger (a device, a log) is never read to its end. The trainer reads
 # configs between two updates: at both of these limits one takes it a third of a second.
 MAX_TOML_BYTES = 256 << 10
+# How a file in UTF-16 begins.
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 # Of all tables and lists: a mistake in each is an error object, and tens of thousands of them take seconds.
 MAX_TOML_VALUES = 10_000
 # What is nested deeper, or is a larger number, cannot be passed on as JSON.
@@ -163,9 +165,9 @@ def read_text(path: Path) -> str:
     try:
         return read_file(path, limit=MAX_TOML_BYTES, follow_links=True).decode()
     except UnicodeDecodeError as error:
-        raise ConfigParseError(
-            str(path), [ConfigProblem("", f"not UTF-8 text (byte {error.start}): save it as UTF-8")]
-        ) from error
+        is_utf16 = error.object.startswith(UTF16_MARKS)
+        what = "begins with a byte order mark of UTF-16" if is_utf16 else f"not UTF-8 text (byte {error.start})"
+        raise ConfigParseError(str(path), [ConfigProblem("", f"{what}: save it as UTF-8")]) from error
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(str(path), [NOT_FOUND]) from error
     except OSError as error:

@@ -25,6 +25,8 @@ BUILT_IN_ENVS = ("reverse-text", "sort-letters", "upper-case", "arithmetic", "gu
 PLUGGED_ENV = re.compile(r"(?:verifiers|reasoning-gym|plugin):[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Installed packages name their environments under this group: NAME = "module:factory", called with (args, seed).
 PLUGIN, PLUGIN_GROUP = "plugin", "prime_rl.environments"
+# What must be installed for a provider; the extra "environments" has both.
+MODULES = {"verifiers": "verifiers", "reasoning-gym": "reasoning_gym"}
 # In a template: where the environment's own question goes.
 QUESTION = "{prompt}"
 

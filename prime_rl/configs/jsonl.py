@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from prime_rl.configs.base import BaseConfig, ConfigError, ConfigProblem
+from prime_rl.configs.base import UTF16_MARKS, BaseConfig, ConfigError, ConfigProblem
 from prime_rl.contract.files import is_of_a_run, open_file, read_file
 from prime_rl.contract.layout import HUB, PARQUET, RunDir
 from prime_rl.utils.runtime import missing
@@ -108,7 +108,7 @@ def read_rows(path: Path, args: JsonlArgs) -> list[Row]:
     Raises ValueError that names the file, the line and what is wrong there; FileRefused or another OSError.
     """
     data = read_file(path, limit=MAX_DATA_BYTES)
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+    if data.startswith(UTF16_MARKS):
         raise ValueError(f"{path} begins with a byte order mark of UTF-16: save it as UTF-8")
     rows: list[Row] = []
     lines: dict[str, int] = {}

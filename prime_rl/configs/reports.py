@@ -22,6 +22,7 @@ AlertKind = Literal[
     "daemon_stalled",
     "node_lost",
     "disk_low",
+    "clocks",
 ]
 ALERT_KINDS: tuple[AlertKind, ...] = get_args(AlertKind)
 _VARIABLE = re.compile(r"\$[A-Za-z_][A-Za-z0-9_]*")

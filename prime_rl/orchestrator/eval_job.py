@@ -235,7 +235,8 @@ def say(event: EvalProgress | EvalResult) -> None:
 async def evaluate_all(folder: Path, job: EvalJob, config: OrchestratorConfig) -> int:
     """Evaluate every target of `job`. Returns the exit code."""
     stopped, all_done = asyncio.Event(), True
-    for name in (signal.SIGINT, signal.SIGTERM):
+    is_below_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    for name in (signal.SIGINT, signal.SIGTERM, *[signal.SIGHUP] * (not is_below_nohup)):
         asyncio.get_running_loop().add_signal_handler(name, stopped.set)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # who started this had blocked it
     async with AsyncExitStack() as cleanup:

@@ -165,15 +165,22 @@ def test_a_chat_takes_the_slot_for_an_answer_and_no_rollout_is_lost(
     assert loaded(server) == []
 
 
-def test_an_interrupt_shows_what_is_done(server: RunningServer, place: list[str], env: str) -> None:
+@pytest.mark.parametrize("how", ["Ctrl-C", "a closed terminal"])
+def test_an_interrupt_shows_what_is_done(server: RunningServer, place: list[str], env: str, how: str) -> None:
+    """The kernel tells all processes of a terminal that it is closed, and then its shell does so again."""
     command = [sys.executable, "-m", "daemons.cli", "eval", "run_a", "run_b", "--env", env, "-n", "100", "-k", "50"]
-    args = {"cwd": ROOT, "env": {**os.environ, "COLUMNS": "200"}, "text": True}
+    args: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "COLUMNS": "200"}, "text": True}
+    args["start_new_session"] = True
     process = subprocess.Popen([*command, *place], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **args)
     try:
         found = server.output_dir / "evaluations"
         before = set(found.glob("*/samples.jsonl"))
         wait_for(lambda: set(found.glob("*/samples.jsonl")) - before, "its first rollout", timeout_s=PATIENCE_S)
-        process.send_signal(signal.SIGINT)
+        if how == "Ctrl-C":
+            process.send_signal(signal.SIGINT)
+        else:
+            os.killpg(process.pid, signal.SIGHUP)
+            os.killpg(process.pid, signal.SIGHUP)
         out, err = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()

@@ -17,6 +17,7 @@ from prime_rl.contract.notes import SweepPlan, SweepRun
 from tests.tui_support import add_run, build_workspace, command, opened_app, orch_toml, screen_text, until
 from tui.app import PrlApp
 from tui.readers.charts import SMOOTHINGS
+from tui.readers.tabs import TABS
 from tui.screens.compare import GROUP, CompareScreen, PickRuns
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
@@ -232,8 +233,25 @@ async def test_a_sweep_of_six_is_told_apart_at_80_columns(tmp_path: Path) -> Non
         await home.sees("RESULT  LR      ", *(f"━ lr{each[2]}e…eed{each[-1]}" for each in words))
 
 
-async def test_slash_begins_with_an_empty_line(workspace: OutputDir) -> None:
+@pytest.mark.parametrize("place", ["runs", "compare", "rollouts", "logs"])
+async def test_slash_begins_with_an_empty_line(workspace: OutputDir, place: str) -> None:
+    def typed() -> str | None:
+        return app.focused.value if isinstance(app.focused, Input) else None
+
     async with opened_app(workspace) as (app, pilot):
+        if place == "compare":
+            await command(pilot, "compare")
+        elif place in TABS:
+            app.call_next(app.open_run, BEST)
+            await until(pilot, lambda: isinstance(app.screen, RunScreen) and "charts" in app.screen.shown, "the run")
+            screen = app.screen
+            assert isinstance(screen, RunScreen)
+            await pilot.press(str(TABS.index(place) + 1))
+            await until(pilot, lambda: place in screen.shown, place)
         for text in ("high", "low"):
-            await pilot.press("slash", *text, "enter")
-        await until(pilot, lambda: app.screen.query_one(Input).value == "low", "the new filter alone")
+            await pilot.press("slash")
+            await until(pilot, lambda: typed() is not None, "the line")
+            assert typed() == ""
+            await pilot.press(*text)
+            await until(pilot, lambda text=text: typed() == text, f"{text} alone")
+            await pilot.press("enter")

@@ -12,6 +12,7 @@ from textual.pilot import Pilot
 from textual.widgets import Button, Checkbox, Input, Static, TextArea
 
 from daemons.actions import set_run_keys
+from prime_rl.configs.admitted import read_effect, write_admitted
 from prime_rl.configs.base import load_toml
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.integration.test_tui_actions import audit, entry_of, outcome, select
@@ -107,6 +108,23 @@ async def test_a_command_acts_on_the_runs_that_it_names(workspace: OutputDir) ->
         await typed(app, pilot, "diff run_queued-b run_upper")
         await until(pilot, lambda: "runs diff run_queued-b run_upper" in screen_text(app), "the difference")
     assert not RunDir(workspace.path / QUEUED).paused.exists()
+
+
+async def test_an_edit_is_applied_or_restored_by_command(workspace: OutputDir) -> None:
+    run_id = "run_queued-b"
+    run = RunDir(workspace.path / run_id)
+    write_admitted(run, read_effect(run), 0)
+    before = run.orch_toml.read_text()
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, run_id)
+        for lr, act in ((0.004, "restore"), (0.005, "apply")):
+            run.orch_toml.write_text(before.replace("lr = 0.001", f"lr = {lr}"))
+            await typed(app, pilot, act)
+            entry = await outcome(app, pilot, of=f"runs {act}")
+            assert entry.command.startswith(f"prl runs {act} {run_id}")
+            assert read_effect(run).edit is None
+    assert load_toml(run.orch_toml)["optim"]["lr"] == read_effect(run).data["optim"]["lr"] == 0.005
+    assert audit(workspace) == [("restore", run_id), ("apply", run_id)]
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def test_place(
         put_group(output, seq=101)
         app.watcher.wake()
         await until(pilot, lambda: dead_nodes(app) == [3], "a look at all files of the nodes")
-        await until(pilot, lambda: "7 problems" in screen_text(app), "the dead node among the problems")
+        await until(pilot, lambda: "9 problems" in screen_text(app), "the dead node among the problems")
         await pilot.press(key)
         await until(pilot, lambda: words in screen_text(app), words)
         await settled(pilot)

@@ -144,6 +144,15 @@ CASES: list[tuple[AlertKind, str, str, Workspace, list[SeenNode], int]] = [
     ("node_lost", "node 1", "no heartbeat for 20 s; gpu7, phase 10 (train)", workspace(), [node(silent_s=20.0)], 10),
     ("daemon_stalled", "node 1", "stands still; gpu7, phase 10 (train)", workspace(), [node(loop_still_s=9e9)], 10),
     ("disk_low", "disk", "1.0 GB free, less than 5 GB", workspace(), [], 1),
+    ("clocks", "clocks", "a; b", replace(workspace(), clocks=(text("a"), text("b"))), [], 10),
+    (
+        "daemon_crashed",
+        "inference",
+        "running: restart loop: x; its log ends with: y",
+        with_daemon("inference", "running", crash_loop="restart loop: x", crashed_at=NOW - 300, log_tail=("y",)),
+        [],
+        10,
+    ),
 ]
 
 
@@ -165,6 +174,8 @@ def test_every_kind_has_a_case_and_words() -> None:
 
 
 def test_nothing_is_wrong_with_what_works() -> None:
+    told_of_its_run = with_daemon("run_a", "running", crash_loop="restart loop: x")
+    assert incidents(told_of_its_run, [node()], 10**11, 5.0) == []
     crashed_long_ago = with_daemon("trainer", "running", crashed_at=NOW - CRASH_LASTS_S)
     for seen in (workspace(RUN), crashed_long_ago, workspace(replace(RUN, state=RunState.FINISHED))):
         assert incidents(seen, [node()], 10**11, 5.0) == []
@@ -205,7 +216,13 @@ UNPROVEN: list[tuple[str, Workspace, list[SeenNode], int | None, set[str]]] = [
         {"run_invalid", "run_stalled", "run_trouble"},
     ),
     ("a disk that does not answer", workspace(), [], None, {"disk_low"}),
+    ("clocks on a disk that takes nothing", replace(workspace(), disk=text("full")), [], 10, {"clocks"}),
 ]
+
+
+def test_a_daemon_that_stalls_in_a_restart_loop_is_both() -> None:
+    found = wrong(with_daemon("trainer", "stalled", crash_loop="restart loop: x"), [], 10**11, 5.0)
+    assert {each.kind for each in found} == {"daemon_crashed", "daemon_stalled"}
 
 
 @pytest.mark.parametrize(("seen", "nodes", "free_gb", "kinds"), [each[1:] for each in UNPROVEN], ids=lambda each: "")

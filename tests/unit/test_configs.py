@@ -172,9 +172,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_run_config(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="is a folder: must be a regular file"):
         load_run_config(tmp_path)
-    (tmp_path / "b.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigParseError, match=r"not UTF-8 text \(byte 0\): save it as UTF-8"):
-        load_run_config(tmp_path / "b.toml")
+    for data, words in (
+        (b"a = '\xe9'", r"not UTF-8 text \(byte 5\): save it as UTF-8"),
+        (b"\xff\xfe", "begins with a byte order mark of UTF-16: save it as UTF-8"),
+        (MINIMAL.encode("utf-16"), "begins with a byte order mark of UTF-16: save it as UTF-8"),
+    ):
+        (tmp_path / "b.toml").write_bytes(data)
+        with pytest.raises(ConfigParseError, match=words):
+            load_run_config(tmp_path / "b.toml")
 
 
 def test_a_byte_order_mark_of_utf8_changes_nothing(tmp_path: Path) -> None:

@@ -484,6 +484,10 @@ def test_a_folder_that_was_renamed_or_copied_is_named_as_that_and_goes_on_under_
     actions.delete_run(workspace, "run_moved-fork")
     moved.path.rename(run.path)
     assert look(manager).id_2_idx == {"run_a": 0} and not run.config_error.exists()
+    actions.evict_run(workspace, "run_a", "asked")
+    assert look(manager).id_2_idx == {} and view(run).state is RunState.EVICTED
+    actions.readmit_run(workspace, "run_a")
+    assert look(manager).id_2_idx == {"run_a": 0} and view(run).state is not RunState.EVICTED
 
 
 def test_an_edit_changes_nothing_for_the_supervisor(run: RunDir) -> None:

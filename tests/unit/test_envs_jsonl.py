@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import AsyncIterator
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFa
 from prime_rl.orchestrator.envs.jsonl_env import SCORERS, JsonlEnvironment
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from prime_rl.orchestrator.report import environment_figures
+from prime_rl.utils import runtime
 from tests.orchestrator_support import FakeInference, config_data, make_model, serving, stand_in_trainer
 from tui.actions import add_draft, check_draft
 from tui.readers.compare import CompareReader, CompareRequest
@@ -468,6 +470,33 @@ def test_a_package_that_is_not_installed_is_named_by_validate(tmp_path: Path, mo
     assert "its entry point names the module 'own.tak', which has no such file" in found["module"]
     assert "its entry point names the module 'onw', which is not installed" in found["top"]
     assert "env.0.id: found 'plugin:none': no installed package has the entry point 'none'" in found["none"]
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        (
+            {"id": "jsonl", "args": {"path": "data.jsonl", "scorer": "math"}},
+            "args.scorer: found 'math': {}: math_verify",
+        ),
+        ({"id": "jsonl", "args": {"path": "data.jsonl", "scorer": "exact"}}, ""),
+        ({"id": "verifiers:gsm8k"}, "env.0.id: found 'verifiers:gsm8k': {}: verifiers; "),
+        ({"id": "reasoning-gym:chain_sum"}, "env.0.id: found 'reasoning-gym:chain_sum': {}: reasoning_gym; "),
+    ],
+)
+def test_a_library_that_an_environment_needs_is_named_by_validate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, Any], told: str
+) -> None:
+    write_rows(tmp_path / "data.jsonl", CAPITALS)
+    (tmp_path / "own.toml").write_text(tomli_w.dumps(config_data(Path("none"), env=[env])), encoding="utf-8")
+    absent = {"math_verify", "verifiers", "reasoning_gym"}
+    monkeypatch.setattr(runtime, "find_spec", lambda name: None if name in absent else find_spec(name))
+    told = told.format("not installed")
+    found = "; ".join(map(str, actions.check_file(tmp_path / "workspace", tmp_path / "own.toml")))
+    assert told in found and bool(told) == bool(found) == ("pip install" in found or "EXTRAS" in found)
+    if told:
+        with pytest.raises(ActionError, match="not installed"):
+            actions.add_run(tmp_path / "workspace", tmp_path / "own.toml")
 
 
 async def test_a_run_trains_with_its_copies(tmp_path: Path) -> None:

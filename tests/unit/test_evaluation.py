@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import stat
 import statistics
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from daemons.commands import serving
+from daemons.commands.common import end_as_interrupted
 from daemons.commands.serving import ALL_ROWS, NUM_EXAMPLES, Evaluated, eval_config, evaluate, load_source
 from daemons.errors import ActionError
 from prime_rl.configs.base import ConfigError
@@ -127,6 +129,21 @@ def test_no_other_account_can_lock_the_folder_of_an_evaluation_before_it_does(
     source = load_source(tmp_path, ["run_a"], None, None)
     evaluate(tmp_path, ["base"], source, changes={"client": {"base_url": "http://127.0.0.1:9/v1"}})
     assert modes == [0o700, 0o750]
+
+
+def test_below_nohup_a_closed_terminal_ends_no_command() -> None:
+    before = {name: signal.getsignal(name) for name in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        for handler in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(signal.SIGHUP, handler)
+            end_as_interrupted()
+            assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) is (handler is signal.SIG_IGN)
+        for num_raised in (1, 0):
+            with pytest.raises(KeyboardInterrupt) if num_raised else contextlib.nullcontext():
+                signal.raise_signal(signal.SIGHUP)
+    finally:
+        for name, old in before.items():
+            signal.signal(name, old)
 
 
 def test_what_failed_or_was_not_done_counts_for_no_figure() -> None:

@@ -21,12 +21,23 @@ from daemons.workspace_reader import WorkspaceReader
 from prime_rl.contract.files import append_line, mark_stable, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.metrics import REWARD, RULES, Learning, Sign, sign_texts
-from prime_rl.contract.status import Crash, DaemonStatus, RunState, RunStatus, TrainerStatus, read_status
+from prime_rl.contract.status import (
+    LOST,
+    LOST_AFTER_S,
+    STALLED,
+    Crash,
+    DaemonStatus,
+    RunState,
+    RunStatus,
+    TrainerStatus,
+    read_status,
+)
 from prime_rl.orchestrator.report import LearningWatch
 from prime_rl.utils.text import CleanText, one_line
 from tests.alerts_support import Troubles
-from tui.model.snapshot import make_snapshot
+from tui.model.snapshot import STALL_MIN_S, make_snapshot
 from tui.readers.machine import Alert
+from tui.readers.workspace_metrics import RunTail
 from tui.screens.system import key_of
 
 ROOT = Path(__file__).parents[2]
@@ -197,6 +208,26 @@ def test_each_trouble_of_a_run_is_a_problem_of_its_own_with_the_alerts_of_the_ru
     assert len({key_of(each) for each in found}) == len(found), "the cursor tells them apart"
     assert {each.alerts for each in own} == {("x run_trouble",)} and {each.note for each in own} == {"muted by me"}
     assert [each.text for each in found if each.name == other] == ["t"]
+
+
+@pytest.mark.parametrize("state", [STALLED, LOST, "stalled orchestrator"])
+def test_a_run_that_stands_still_keeps_its_troubles_among_the_problems(troubles: Troubles, state: str) -> None:
+    now = time.time()
+    workspace = WorkspaceReader(troubles.output.path).read()
+    view = workspace.run("run_trouble")
+    assert view is not None
+    view = replace(view, updated_at=now, started_at=None, edited=CleanText("edited, not in effect: seed"))
+    if state == "stalled orchestrator":  # the note has the reason, and the edit
+        view = replace(view, stalled_since=now - 60, reason=CleanText("no turn of its loop"))
+    tails = {} if state == LOST else {"run_trouble": RunTail(last_step_at=now - 2 * STALL_MIN_S)}
+    alive_at = {"run_trouble": now - (2 * LOST_AFTER_S if state == LOST else 0)}
+    snapshot = make_snapshot(replace(workspace, runs=(view,)), tails, now, alive_at=alive_at)
+    row = snapshot.row("run_trouble")
+    assert row is not None and row.state == state.split(maxsplit=1)[0] and row.is_problem
+    texts = [each.text for each in snapshot.problems if each.name == "run_trouble"]
+    assert texts[0] == f"{row.state}: {row.note}"
+    assert [each for each in view.troubles if "\n".join(texts).count(each) != 1] == []
+    assert len({key_of(each) for each in snapshot.problems}) == len(snapshot.problems)
 
 
 @pytest.mark.parametrize("problem", [None, "env x: 5 % of rollouts dropped: KeyError: 'answer' in example 7"])

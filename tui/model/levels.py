@@ -95,8 +95,8 @@ def with_alerts(problems: Iterable[Problem], alerts: Sequence[Alert]) -> list[Pr
 
 def _of_alerts(same: Sequence[Alert]) -> Problem:
     subject = same[0].subject
-    is_run, is_node = subject.startswith("run_"), subject.startswith("node ")
-    target: Target = "run" if is_run else "node" if is_node else "workspace" if subject == "disk" else "daemon"
+    is_run, is_node, is_place = subject.startswith("run_"), subject.startswith("node "), subject in ("disk", "clocks")
+    target: Target = "run" if is_run else "node" if is_node else "workspace" if is_place else "daemon"
     text = one_line("; ".join(each.text for each in same), 1000)
     return Problem(subject, text, target, Level.WARN, min(each.since for each in same))
 

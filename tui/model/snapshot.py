@@ -354,8 +354,8 @@ def find_problems(
     found += [
         Problem(one_line(row.run_id), one_line(trouble, MAX_TROUBLE_CHARS), "run", Level.WARN, kind=one_line(kind))
         for row in rows
-        if not row.is_problem
         for trouble in row.view.troubles
+        if not (row.is_problem and trouble in row.note)
         for kind in [trouble.partition(":")[0]]
     ]
     named = {problem.name for problem in found}

@@ -84,7 +84,7 @@ class Alert:
     """One open incident.
 
     Attributes:
-        name: KIND:SUBJECT, as it is acknowledged and muted; `subject` is a run, a daemon, a node or "disk".
+        name: KIND:SUBJECT, as it is acknowledged and muted; `subject` is a run, a daemon, a node, "disk" or "clocks".
         since: Unix seconds.
         note: who acknowledged or muted it, and why; "" when no person has.
     """

@@ -307,7 +307,7 @@ class Table:
     def heading(self) -> Text:
         """The heads of the columns: the end of each config key stands for it."""
         heads = (f"  {fmt.shorten_middle(head.upper(), width):<{width}}" for _, head, width in self._columns)
-        spread = f" {'±':>7}" if self._has_groups else ""
+        spread = f" {'± S.D.':>7}" if self._has_groups else ""
         return Text(f"     {'RUN':<{self._name}} {'STEP':>6} {'RESULT':>7}{spread}{''.join(heads)}")
 
     @property

@@ -325,8 +325,9 @@ class LogView(Vertical, can_focus=False):
         self._say()
 
     def action_ask(self) -> None:
-        """Show the input for the words and focus it."""
+        """Show the input for the words, empty, and focus it."""
         self.add_class("-asking")
+        self.input.value = ""
         self.input.can_focus = True
         self.input.focus()
 

@@ -240,9 +240,9 @@ class RolloutsView(Vertical, can_focus=False):
         page.scroll_relative(y=direction * max(page.size.height - 1, 1), animate=False)
 
     def action_ask(self) -> None:
-        """Show the input of the search with the current search in it, and focus it."""
+        """Show the input of the search, empty, and focus it."""
         self.add_class("-asking")
-        self.input.value = self.search.text
+        self.input.value = ""
         self.input.can_focus = True
         self.input.focus()
 

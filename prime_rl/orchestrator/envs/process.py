@@ -28,7 +28,7 @@ from typing import Any, Literal
 import msgspec
 
 from prime_rl.configs.base import ConfigError, ConfigProblem
-from prime_rl.configs.envs import EnvConfig
+from prime_rl.configs.envs import MODULES, EnvConfig
 from prime_rl.orchestrator.envs.base import Example, Message, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.checked import FAULTS, EnvironmentFault, Interrupted, TimedOut, Transient
 from prime_rl.utils.process import end_orphans, kill_tree, orphans
@@ -168,8 +168,6 @@ BASE_VARIABLES = frozenset(
 BASE_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_")
 # The processes of environments that this one has started, and has not reaped.
 _STARTED: set[int] = set()
-# What must be installed for a provider; the extra that installs it has the provider's name.
-MODULES = {"verifiers": "verifiers", "reasoning-gym": "reasoning_gym"}
 
 
 def environment_of_its_own(environ: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
