@@ -232,8 +232,10 @@ async def test_vllm_gets_no_request_that_is_out_of_range(tmp_path: Path) -> None
             assert (await client.post(route, json=good)).status_code == 200
             assert passed.pop() == good | {"priority": number}
             stops = [("stop", "x" * 257), ("stop", ["x", "y" * 257]), ("stop", ["x"] * 17)]
-            numbers = [("temperature", 1e-320), ("repetition_penalty", 0), ("max_tokens", 2**70)]
-            for name, value in stops + numbers:
+            numbers = [("temperature", 1e-320), ("repetition_penalty", 0), ("max_tokens", 2**70), ("n", 300.0)]
+            # vLLM takes a text with a number in it as that number.
+            texts = [("temperature", "1e-39"), ("repetition_penalty", "1e-320"), ("n", "10000"), ("top_p", " 1e-9")]
+            for name, value in stops + numbers + texts:
                 response = await client.post(route, json={"prompt": "x", name: value})
                 assert response.status_code == 400 and response.json()["error"]["param"] == name
         body = {"token_ids": [1], "sampling_params": {"temperature": 1e-39}}
@@ -267,7 +269,7 @@ def test_runs_get_places_in_turn_however_many_one_asks_for() -> None:
         ({"prompt": ["x", "y"], "n": 4}, 8),
         ({"prompt": [[1, 2], [3], [4]], "n": None}, 3),
         ({"messages": [], "n": 5}, 5),
-        ({"prompt": [], "n": "x"}, 1),
+        ({"prompt": "x", "n": 200.0}, 200),
         ({"prompt": [[7] * 500] * 32}, 32 + 250),
         ({"prompt": "x" * 512, "n": 4}, 6),
         ({"messages": [{"content": [{"text": "x" * 1020}, {"text": "y" * 4}]}]}, 5),

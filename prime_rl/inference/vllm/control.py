@@ -280,13 +280,14 @@ PROMPT_TOKENS, PROMPT_CHARS = 64, 256
 
 
 def num_places(body: Mapping[str, Any]) -> int:
-    """Return how many choices a request asks for, and its prompts in as many; vLLM refuses what is of another type."""
+    """Return how many choices a request asks for, and its prompts in as many; vLLM takes 200.0 as 200."""
     prompt, n = body.get("prompt"), body.get("n")
     many = prompt if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt) else [prompt]
     num_tokens = sum(len(each) for each in many if isinstance(each, list))
     texts = [each for each in many if isinstance(each, str)]
     chars = num_chars([texts, body.get("messages")])
-    return len(many) * (n if isinstance(n, int) else 1) + num_tokens // PROMPT_TOKENS + chars // PROMPT_CHARS
+    num_choices = len(many) * (int(n) if isinstance(n, int | float) else 1)
+    return num_choices + num_tokens // PROMPT_TOKENS + chars // PROMPT_CHARS
 
 
 @dataclass
