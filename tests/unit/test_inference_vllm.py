@@ -147,6 +147,27 @@ def test_an_adapter_that_is_not_of_the_model_reaches_no_vllm(tmp_path: Path) -> 
         assert caught.value.message.startswith(f"adapter 'run_a@v1' is refused: {problem}")
 
 
+def bytes_read() -> int:
+    """Of this process, from files and whatever else."""
+    return int(Path("/proc/self/io").read_text(encoding="utf-8").split()[1])
+
+
+def test_an_adapter_that_is_not_of_the_model_is_not_read(tmp_path: Path) -> None:
+    """A file takes no room on a disk for zeros, and would in memory."""
+    model, size = make_model(tmp_path / "base"), 256 << 20
+    folder = make_adapter(tmp_path / "run_a", model, seed=1)
+    gate = AdapterGate(InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}}))
+    name = min(load_file(folder / "adapter_model.safetensors"))
+    head = json.dumps({name: {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    with open(folder / "adapter_model.safetensors", "wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + size)
+    before = bytes_read()
+    with pytest.raises(ApiError, match="adapter does not fit the model") as caught:
+        gate("run_a@v1", folder)
+    assert caught.value.status == 422 and bytes_read() - before < size // 16
+
+
 def loading(config: InferenceConfig, size: tuple[float, float], logprob: float) -> tuple[VllmControl, list[int]]:
     """A vLLM whose layers hold `size`, and whose next token has `logprob`; and what it unloaded."""
     requests: dict[str, Any] = {}

@@ -40,11 +40,8 @@ from prime_rl.inference.serve import Snapshot
 from prime_rl.lora.adapter_state import (
     DIVERGED,
     AdapterConfig,
-    check_finite,
-    check_served_adapter,
-    load_peft,
     mismatch,
-    shapes_of,
+    served_parts,
 )
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
 
@@ -398,12 +395,11 @@ class AdapterGate:
     def __call__(self, name: str, folder: Path) -> str:
         """Check the adapter's names, shapes and numbers, and keep its size for `check_sizes`."""
         try:
-            tensors, config = load_peft(folder, num=2 * len(self._layers))
-            check_served_adapter(self._layers, shapes_of(tensors), config, self._base)
-            check_finite(tensors)
+            parts = served_parts(self._layers, folder, base=self._base)
+            sizes_A, sizes_B = zip(*(_size(part.tensors, part.config) for part in parts), strict=True)
         except (ValueError, OSError) as error:
             raise adapter_refused(name, error) from error
-        self._sizes[name] = _size(tensors, config)
+        self._sizes[name] = math.fsum(sizes_A), math.fsum(sizes_B)
         # The same folder, spelled differently every time a name is loaded again: vLLM's prefix cache identifies an
         # adapter by name and path. A run that was rolled back publishes other weights under a version that was served
         # before, and must not meet the keys and values of those.
