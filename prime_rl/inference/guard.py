@@ -31,7 +31,7 @@ from prime_rl.contract.files import UNDECODABLE
 from prime_rl.contract.layout import stable_marker
 from prime_rl.contract.served import refusal
 from prime_rl.lora.adapter_state import Shapes, mismatch, read_shapes, shapes_of
-from prime_rl.utils.runtime import http_refusal
+from prime_rl.utils.runtime import http_refusal, is_out_of_memory
 from prime_rl.utils.text import one_line, printable
 
 MAX_MESSAGE_CHARS = 1000
@@ -75,8 +75,15 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
 
-def adapter_refused(name: str, error: ValueError | OSError) -> ApiError:
-    """The error for an adapter that is not loaded: 422 for what is in its files, 400 when they cannot be read now."""
+# A full queue moves on within a second or so.
+RETRY_AFTER_S = 1
+
+
+def adapter_refused(name: str, error: Exception) -> ApiError:
+    """The error for an adapter that is not loaded: 422 for what is in its files, 429 while memory lacks, else 400."""
+    if is_out_of_memory(error):
+        message = f"adapter {name!r} is not loaded: inference is out of memory, try again in {RETRY_AFTER_S} s"
+        return ApiError(429, message, retry_after_s=RETRY_AFTER_S)
     status = 422 if isinstance(error, ValueError) else 400
     return ApiError(status, f"adapter {name!r} is refused: {error}", param="lora_path")
 
