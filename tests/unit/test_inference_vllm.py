@@ -265,6 +265,26 @@ async def test_vllm_gets_no_request_that_is_out_of_range(tmp_path: Path) -> None
     assert not passed
 
 
+async def test_an_answer_of_vllm_that_is_not_finite_is_the_fault_of_its_adapter(tmp_path: Path) -> None:
+    """As vLLM tells it: as a bad request, when it cannot write such numbers."""
+    model = make_model(tmp_path / "base")
+    config = InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}})
+    message = "Out of range float values are not JSON compliant: nan"
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps({"error": {"message": message}}).encode()})
+
+    control = VllmControl(config, vllm, SimpleNamespace(errored=False), {"run_a@v3": None}, AdapterGate(config))
+    asked = httpx.ASGITransport(build_app(control, config))
+    async with httpx.AsyncClient(transport=asked, base_url="http://127.0.0.1") as client:
+        for route, body in (("/v1/completions", {"prompt": [1]}), ("/inference/v1/generate", {"token_ids": [1]})):
+            response = await client.post(route, json={"model": "run_a@v3", **body})
+            error = response.json()["error"]
+            assert (response.status_code, error["type"]) == (422, "InvalidAdapterError")
+            assert error["message"].startswith("run_a@v3: logits are not finite")
+
+
 def test_runs_get_places_in_turn_however_many_one_asks_for() -> None:
     order, ended = FairOrder(), contextlib.ExitStack()
     many = ended.enter_context(order.place("run_many", 1000))

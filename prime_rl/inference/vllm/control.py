@@ -322,10 +322,16 @@ class FairOrder:
                 self._ends.pop(run_id, None)
 
 
-def _error_of(status: int, body: bytes) -> ApiError:
+# Of vLLM, with status 400, when the log-probabilities that it would answer are not finite.
+_NOT_JSON = "Out of range float values are not JSON compliant"
+
+
+def _error_of(status: int, body: bytes, model: object = None) -> ApiError:
     """The error for a refusal of vLLM's, which has many lines at times, and not always the form of its own."""
     try:
         error = msgspec.json.decode(body, type=dict[str, Any])["error"]
+        if str(error["message"]).startswith(_NOT_JSON):  # in the words of the embedded engine
+            return ApiError(422, f"{model or 'the base model'}: {NOT_FINITE}")
         return ApiError(status, str(error["message"]), param=error.get("param"))
     except (*UNDECODABLE, KeyError, TypeError):
         return ApiError(status, body.decode(errors="replace") or "vLLM refuses this request without a reason.")
@@ -348,7 +354,8 @@ class ToldAsOurs:
             refusal.append(message)
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 body = b"".join(each.get("body", b"") for each in refusal)
-                await error_response(_error_of(refusal[0]["status"], body))(scope, receive, send)
+                model = scope.get("state", {}).get("model")
+                await error_response(_error_of(refusal[0]["status"], body, model))(scope, receive, send)
 
         await self._app(scope, receive, tell)
 
