@@ -37,12 +37,7 @@ from prime_rl.inference.guard import (
     weights_label,
 )
 from prime_rl.inference.serve import Snapshot
-from prime_rl.lora.adapter_state import (
-    DIVERGED,
-    AdapterConfig,
-    mismatch,
-    served_parts,
-)
+from prime_rl.lora.adapter_state import DIVERGED, AdapterConfig, mismatch, served_parts
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
 
 logger = logging.getLogger(__name__)
@@ -283,8 +278,7 @@ def num_places(body: Mapping[str, Any]) -> int:
     num_tokens = sum(len(each) for each in many if isinstance(each, list))
     texts = [each for each in many if isinstance(each, str)]
     chars = num_chars([texts, body.get("messages")])
-    num_choices = len(many) * (int(n) if isinstance(n, int | float) else 1)
-    return num_choices + num_tokens // PROMPT_TOKENS + chars // PROMPT_CHARS
+    return len(many) * int(n if isinstance(n, int | float) else 1) + num_tokens // PROMPT_TOKENS + chars // PROMPT_CHARS
 
 
 @dataclass
@@ -322,15 +316,11 @@ class FairOrder:
                 self._ends.pop(run_id, None)
 
 
-# Of vLLM, with status 400, when the log-probabilities that it would answer are not finite.
-_NOT_JSON = "Out of range float values are not JSON compliant"
-
-
 def _error_of(status: int, body: bytes, model: object = None) -> ApiError:
     """The error for a refusal of vLLM's, which has many lines at times, and not always the form of its own."""
     try:
         error = msgspec.json.decode(body, type=dict[str, Any])["error"]
-        if str(error["message"]).startswith(_NOT_JSON):  # in the words of the embedded engine
+        if str(error["message"]).startswith("Out of range float values"):  # of log-probabilities, with status 400
             return ApiError(422, f"{model or 'the base model'}: {NOT_FINITE}")
         return ApiError(status, str(error["message"]), param=error.get("param"))
     except (*UNDECODABLE, KeyError, TypeError):
