@@ -112,6 +112,7 @@ class FakeInference:
     Attributes:
         gate: awaited by every completion with its request body; a test lets it go when it likes.
         letter: the text of every completion; None: a letter by its seed.
+        logprob: of every token.
         logprobs_mode: what every answer names as such; None: no answer does.
         weights: the whole weights in force, by the name that its answers give them; they change between requests.
         num_cancelled: requests whose client hung up before the gate let them go.
@@ -122,6 +123,7 @@ class FakeInference:
         self.model = str(model)
         self.adapters: dict[str, str] = {}
         self.weights = BASE_WEIGHTS
+        self.logprob: float | None = -0.5
         self.logprobs_mode: str | None = None
         self._weights_lock = ReadWriteLock()
         self.requests: list[tuple[str, dict[str, Any]]] = []
@@ -244,7 +246,7 @@ class FakeInference:
         token_ids = token_ids[:2] if stops else token_ids
         return {
             "token_ids": token_ids,
-            "logprobs": {"token_logprobs": [-0.5] * len(token_ids)},
+            "logprobs": {"token_logprobs": [self.logprob] * len(token_ids)},
             "finish_reason": "stop" if stops or token_ids[-1] == IM_END else "length",
             "stop_reason": chr(letter) if stops else None,
             "text": "",

@@ -121,13 +121,15 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 256
 
 
 def refusal(params: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first parameter outside of its range, and the reason. A value of another type is not looked at."""
+    """The first parameter outside of its range, and the reason. A text is outside: vLLM would take it as a number."""
     stop = params.get("stop")
     stops = stop if isinstance(stop, list) else [stop]
     if len(stops) > MAX_STOPS or any(isinstance(each, str) and len(each) > MAX_STOP_CHARS for each in stops):
         return "stop", f"stop: must be at most {MAX_STOPS} texts of at most {MAX_STOP_CHARS} characters"
     for name, limits in RANGES.items():
         value = params.get(name)
+        if isinstance(value, str):
+            return name, f"{name}: found a text: must be {limits}"
         if isinstance(value, int | float) and not isinstance(value, bool) and (problem := limits.problem(value)):
             return name, f"{name}: {problem}"
     return None

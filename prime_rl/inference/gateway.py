@@ -399,7 +399,7 @@ def _in_turn(app: ASGIApp, gateway: Gateway, room: Room | None) -> ASGIApp:
         await gateway.find(request, wanted.model)
         item = gateway.item_of(request.headers, wanted.model)
         asked = Asked(item.run_id if item else "")
-        request.state.run_id = asked.run_id
+        request.state.run_id, request.state.model = asked.run_id, wanted.model
         async with gateway.turns.work(item) if item else contextlib.nullcontext(Outcome()) as outcome:
             with await gateway.weights_lock.enter(asked), gateway.using(wanted.model, asked):
                 sent = streams = False

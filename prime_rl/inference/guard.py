@@ -31,12 +31,14 @@ from prime_rl.contract.files import UNDECODABLE
 from prime_rl.contract.layout import stable_marker
 from prime_rl.contract.served import refusal
 from prime_rl.lora.adapter_state import Shapes, mismatch, read_shapes, shapes_of
-from prime_rl.utils.runtime import http_refusal
+from prime_rl.utils.runtime import http_refusal, is_out_of_memory
 from prime_rl.utils.text import one_line, printable
 
 MAX_MESSAGE_CHARS = 1000
 # What a client reads of an adapter whose numbers overflow.
 NOT_FINITE = "logits are not finite: its weights are too large, lower optim.lr"
+# A full queue moves on within a second or so.
+RETRY_AFTER_S = 1
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -75,8 +77,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
 
-def adapter_refused(name: str, error: ValueError | OSError) -> ApiError:
-    """The error for an adapter that is not loaded: 422 for what is in its files, 400 when they cannot be read now."""
+def adapter_refused(name: str, error: Exception) -> ApiError:
+    """The error for an adapter that is not loaded: 422 for what is in its files, 429 while memory lacks, else 400."""
+    if is_out_of_memory(error):
+        message = f"adapter {name!r} is not loaded: inference is out of memory, try again in {RETRY_AFTER_S} s"
+        return ApiError(429, message, retry_after_s=RETRY_AFTER_S)
     status = 422 if isinstance(error, ValueError) else 400
     return ApiError(status, f"adapter {name!r} is refused: {error}", param="lora_path")
 
@@ -90,6 +95,8 @@ def check_ranges(body: Mapping[str, Any]) -> None:
 
 # A thousand prompts of 2,000 tokens, as text.
 MAX_BODY_BYTES = 16 * 2**20
+# To decode a body holds up the event loop, in a thread too; lists and objects most. After a large one others go on.
+MAX_BRACKETS, LARGE_BODY_BYTES, LARGE_BYTES_PER_S = 2**20, 2**20, 16 * 2**20
 # A client that sends so slowly would hold its connection, and what it has sent, for ever.
 BODY_TIMEOUT_S = 60.0
 # Beyond this the connection is closed in the middle of the body.
@@ -160,6 +167,7 @@ class Guard:
         self._app = app
         self._api_key = api_key
         self._hosts = hosts if api_key is None else None
+        self._large_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that is refused, and pass any other to `app`."""
@@ -170,11 +178,22 @@ class Guard:
                     raise ApiError(*refused)
                 if scope["path"] not in OPEN_ROUTES and not self._has_key(scope):
                     raise ApiError(401, "A valid API key is required: Authorization: Bearer KEY.")
-                receive = replay(await _read_body(receive), receive)
+                body = await _read_body(receive)
+                await self._hold_large(body)
+                receive = replay(body, receive)
             except ApiError as error:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    async def _hold_large(self, body: bytes) -> None:
+        """Wait until a large body may be decoded. Raises ApiError (400) for one that would become too many objects."""
+        if len(body) > LARGE_BODY_BYTES:
+            if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
+                raise ApiError(400, f"The body has more than {MAX_BRACKETS} brackets: ask for less at a time.")
+            begins = max(now := asyncio.get_running_loop().time(), self._large_at)
+            self._large_at = begins + len(body) / LARGE_BYTES_PER_S
+            await asyncio.sleep(begins - now)
 
     def _has_key(self, scope: Scope) -> bool:
         if self._api_key is None:

@@ -24,9 +24,8 @@ from starlette.types import Message, Receive
 
 from prime_rl.contract.notes import Item, WorkNote
 from prime_rl.contract.served import served_run
-from prime_rl.inference.guard import ApiError
+from prime_rl.inference.guard import RETRY_AFTER_S, ApiError
 
-RETRY_AFTER_S = 1
 # How long requests of nobody, or of another run, may hold up the weights of a run that is trained whole: at most so
 # long at once, and at most this share of the time since they last did.
 GUESTS_S, GUESTS_SHARE = 10.0, 0.2

@@ -21,7 +21,7 @@ import msgspec
 from prime_rl.configs.base import SamplingConfig
 from prime_rl.contract.files import UNDECODABLE
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.served import LOGPROBS_HEADER, WEIGHTS_HEADER
+from prime_rl.contract.served import BASE_WEIGHTS, LOGPROBS_HEADER, WEIGHTS_HEADER, parse_adapter_name
 from prime_rl.contract.status import InferenceStatus, is_there, read_status
 
 MAX_ERROR_TEXT = 500
@@ -60,7 +60,7 @@ class RequestRefused(InferenceError):
 
 
 class AdapterRefused(InferenceError):
-    """The adapter is at fault (422): its files, or logits that are not finite. The message is the server's own."""
+    """The version is at fault (422): its files, or logits that are not finite. A server's message is its own."""
 
 
 class UnknownModel(RequestRefused):
@@ -118,7 +118,7 @@ class CompletionRequest:
 
 
 class _Logprobs(msgspec.Struct):
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]  # None: of a number that JSON does not have
 
 
 class _Choice(msgspec.Struct):
@@ -238,7 +238,7 @@ class ServerClient:
             found = f"{len(answer.choices)} completions instead of {request.num_choices}"
             raise InferenceError(f"inference at {url} returned {found}")
         self.weights = response.headers.get(WEIGHTS_HEADER)
-        return [_checked(choice, url, self.weights) for choice in answer.choices]
+        return [_checked(choice, url, self.weights, request.model) for choice in answer.choices]
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the PEFT folder `path` under `name`. Loading it twice is not an error: names are never reused."""
@@ -314,12 +314,15 @@ def _decoded(response: httpx.Response, url: str, kind: type[_AnswerT]) -> _Answe
         raise InferenceError(f"inference at {url}: {path} returned an invalid answer: {error}") from error
 
 
-def _checked(choice: _Choice, url: str, weights: str | None) -> Completion:
-    logprobs = choice.logprobs.token_logprobs
+def _checked(choice: _Choice, url: str, weights: str | None, model: str) -> Completion:
+    logprobs = [math.nan if each is None else each for each in choice.logprobs.token_logprobs]
     if not choice.token_ids or len(choice.token_ids) != len(logprobs):
         found = f"{len(choice.token_ids)} tokens with {len(logprobs)} logprobs"
         raise InferenceError(f"inference at {url} returned {found}")
-    if not (max(logprobs) <= LOGPROB_SLACK and math.isfinite(sum(logprobs))):  # a NaN in it makes the sum one
+    version = model if parse_adapter_name(model) else weights
+    if not math.isfinite(sum(logprobs)) and version not in (None, BASE_WEIGHTS):  # a NaN in it makes the sum one
+        raise AdapterRefused(f"{version}: its log-probabilities are not finite: its weights are too large")
+    if not max(logprobs) <= LOGPROB_SLACK or not math.isfinite(sum(logprobs)):
         raise InferenceError(f"inference at {url} returned an invalid logprob: must be a finite number and at most 0")
     stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
     return Completion(choice.token_ids, logprobs, choice.finish_reason, weights, stop)

@@ -255,12 +255,12 @@ async def test_every_part_of_a_load_lets_a_token_through(
     after: list[int] = []
     change = engine.change
 
-    async def counted(action: Callable[[], None]) -> None:
+    async def counted(action: Callable[[], None], **kwargs: Any) -> None:
         def noted() -> None:
             action()
             after.append(engine.stats().num_tokens)  # in the engine's thread, before its next step
 
-        await change(noted)
+        await change(noted, **kwargs)
 
     monkeypatch.setattr(engine, "change", counted)
     endless = engine.submit([PROMPT], params(ENDLESS))
@@ -416,6 +416,35 @@ async def test_a_row_that_does_not_fit_alone_ends_and_the_next_is_taken(
         assert len(await tokens(engine)) == 12
 
 
+async def test_a_load_without_memory_is_refused_for_now_and_leaves_its_slot_free(
+    engine: Engine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = make_adapter(tmp_path / "adapter", folder, seed=1)
+    numbers = sum(map(math.prod, read_shapes(adapter / ADAPTER_FILE).values()))
+    monkeypatch.setattr("prime_rl.lora.adapter_state.PART_SIZE", numbers // 4)
+    put, lacking, done = ServedPart.put, iter(NO_MEMORY), list[ServedPart]()
+
+    def lacks(part: ServedPart, idx: int) -> None:
+        put(part, idx)
+        done.append(part)
+        if len(done) == 2:
+            done.clear()
+            raise next(lacking)
+
+    endless = engine.submit([PROMPT], params(ENDLESS))
+    monkeypatch.setattr(ServedPart, "put", lacks)
+    for _ in NO_MEMORY:
+        with pytest.raises(ApiError, match="'run_a@v1' is not loaded: inference is out of memory") as caught:
+            await within(engine.load_adapter("run_a@v1", adapter))
+        assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+    monkeypatch.setattr(ServedPart, "put", put)
+    assert engine.alive and not engine.adapters() and not endless.ended.is_set()
+    engine.cancel(endless)
+    for name in ("run_a@v1", "run_b@v1"):
+        await within(engine.load_adapter(name, adapter))
+    assert await tokens(engine, adapter="run_a@v1") == await tokens(engine, adapter="run_b@v1") != await tokens(engine)
+
+
 async def test_an_adapter_with_numbers_that_are_not_finite_is_refused(
     engine: Engine, folder: Path, tmp_path: Path
 ) -> None:
@@ -521,6 +550,15 @@ async def test_whole_weights_reach_every_layer_below_its_adapters(
         await within(engine.change(lambda weights=weights: served.weights.apply(weights)))  # type: ignore[misc]
         assert await tokens(engine) == after
     assert before != expected
+
+
+async def test_whole_weights_that_may_be_half_changed_serve_nothing(served: Served) -> None:
+    def lacks() -> None:
+        raise NO_MEMORY[0]
+
+    async with running(new_engine(served, 1)) as engine:
+        with pytest.raises(EngineDead, match="out of memory"):
+            await within(engine.change(lacks))
 
 
 async def test_an_action_that_ends_the_engine_is_told_to_its_caller_and_to_those_behind(served: Served) -> None:

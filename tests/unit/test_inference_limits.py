@@ -200,6 +200,39 @@ async def test_a_head_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert (await said(address, HEAD + b"x: " + b"y" * (most - 500) + b"\r\n" + end)).startswith(b"HTTP/1.1 200")
 
 
+async def test_others_are_served_between_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To decode one takes long, and nothing else goes on meanwhile."""
+    came, hosts = asyncio.Queue[str](), [(b"host", b"localhost"), (b"content-type", b"application/json")]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        came.put_nowait(scope["path"])
+
+    async def send(message: Any) -> None:
+        came.put_nowait(str(message.get("status")))
+
+    guarded = guard.Guard(app, api_key=None)
+
+    async def post(path: str, body: bytes) -> None:
+        scope = {"type": "http", "method": "POST", "path": path, "headers": hosts}
+        await guarded(scope, guard.replay(body, asyncio.Event().wait), send)  # type: ignore[arg-type]
+
+    async def large(path: str) -> None:
+        await post(path, b" " * (guard.LARGE_BODY_BYTES + 1))
+
+    await asyncio.gather(*(large(f"/{number}") for number in range(3)))
+    assert [came.get_nowait() for _ in range(3)] == ["/0", "/1", "/2"]
+    monkeypatch.setattr(guard, "LARGE_BYTES_PER_S", 1)
+    waiting = [asyncio.create_task(large(f"/{number}")) for number in range(3)]
+    assert await asyncio.wait_for(came.get(), PATIENCE_S) == "/0"
+    await post("/small", BODY)
+    await post("/brackets", b"[" * (guard.MAX_BRACKETS + 1))
+    assert [came.get_nowait() for _ in range(2)] == ["/small", "400"]
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    assert came.get_nowait() == "None" and came.empty(), "of the body of that refusal"
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -147,6 +147,27 @@ def test_an_adapter_that_is_not_of_the_model_reaches_no_vllm(tmp_path: Path) -> 
         assert caught.value.message.startswith(f"adapter 'run_a@v1' is refused: {problem}")
 
 
+def bytes_read() -> int:
+    """Of this process, from files and whatever else."""
+    return int(Path("/proc/self/io").read_text(encoding="utf-8").split()[1])
+
+
+def test_an_adapter_that_is_not_of_the_model_is_not_read(tmp_path: Path) -> None:
+    """A file takes no room on a disk for zeros, and would in memory."""
+    model, size = make_model(tmp_path / "base"), 256 << 20
+    folder = make_adapter(tmp_path / "run_a", model, seed=1)
+    gate = AdapterGate(InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}}))
+    name = min(load_file(folder / "adapter_model.safetensors"))
+    head = json.dumps({name: {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    with open(folder / "adapter_model.safetensors", "wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + size)
+    before = bytes_read()
+    with pytest.raises(ApiError, match="adapter does not fit the model") as caught:
+        gate("run_a@v1", folder)
+    assert caught.value.status == 422 and bytes_read() - before < size // 16
+
+
 def loading(config: InferenceConfig, size: tuple[float, float], logprob: float) -> tuple[VllmControl, list[int]]:
     """A vLLM whose layers hold `size`, and whose next token has `logprob`; and what it unloaded."""
     requests: dict[str, Any] = {}
@@ -232,14 +253,36 @@ async def test_vllm_gets_no_request_that_is_out_of_range(tmp_path: Path) -> None
             assert (await client.post(route, json=good)).status_code == 200
             assert passed.pop() == good | {"priority": number}
             stops = [("stop", "x" * 257), ("stop", ["x", "y" * 257]), ("stop", ["x"] * 17)]
-            numbers = [("temperature", 1e-320), ("repetition_penalty", 0), ("max_tokens", 2**70)]
-            for name, value in stops + numbers:
+            numbers = [("temperature", 1e-320), ("repetition_penalty", 0), ("max_tokens", 2**70), ("n", 300.0)]
+            # vLLM takes a text with a number in it as that number.
+            texts = [("temperature", "1e-39"), ("repetition_penalty", "1e-320"), ("n", "10000"), ("top_p", " 1e-9")]
+            for name, value in stops + numbers + texts:
                 response = await client.post(route, json={"prompt": "x", name: value})
                 assert response.status_code == 400 and response.json()["error"]["param"] == name
         body = {"token_ids": [1], "sampling_params": {"temperature": 1e-39}}
         response = await client.post("/inference/v1/generate", json=body)
         assert response.status_code == 400 and "must be 0, or 0.01 to 2" in response.text
     assert not passed
+
+
+async def test_an_answer_of_vllm_that_is_not_finite_is_the_fault_of_its_adapter(tmp_path: Path) -> None:
+    """As vLLM tells it: as a bad request, when it cannot write such numbers."""
+    model = make_model(tmp_path / "base")
+    config = InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}})
+    message = "Out of range float values are not JSON compliant: nan"
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps({"error": {"message": message}}).encode()})
+
+    control = VllmControl(config, vllm, SimpleNamespace(errored=False), {"run_a@v3": None}, AdapterGate(config))
+    asked = httpx.ASGITransport(build_app(control, config))
+    async with httpx.AsyncClient(transport=asked, base_url="http://127.0.0.1") as client:
+        for route, body in (("/v1/completions", {"prompt": [1]}), ("/inference/v1/generate", {"token_ids": [1]})):
+            response = await client.post(route, json={"model": "run_a@v3", **body})
+            error = response.json()["error"]
+            assert (response.status_code, error["type"]) == (422, "InvalidAdapterError")
+            assert error["message"].startswith("run_a@v3: logits are not finite")
 
 
 def test_runs_get_places_in_turn_however_many_one_asks_for() -> None:
@@ -267,7 +310,7 @@ def test_runs_get_places_in_turn_however_many_one_asks_for() -> None:
         ({"prompt": ["x", "y"], "n": 4}, 8),
         ({"prompt": [[1, 2], [3], [4]], "n": None}, 3),
         ({"messages": [], "n": 5}, 5),
-        ({"prompt": [], "n": "x"}, 1),
+        ({"prompt": "x", "n": 200.0}, 200),
         ({"prompt": [[7] * 500] * 32}, 32 + 250),
         ({"prompt": "x" * 512, "n": 4}, 6),
         ({"messages": [{"content": [{"text": "x" * 1020}, {"text": "y" * 4}]}]}, 5),

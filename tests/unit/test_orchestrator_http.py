@@ -16,8 +16,10 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.orchestrator.client import (
     AccessDenied,
+    AdapterRefused,
     CompletionRequest,
     Endpoint,
+    InferenceError,
     InferenceUnavailable,
     RequestRefused,
     ServedModel,
@@ -119,6 +121,23 @@ async def test_server_errors_are_tried_again_and_named_meanwhile(model: Path, tm
     ]
     sent = {json.dumps(body, sort_keys=True) for path, body in fake.requests if path == "/v1/completions"}
     assert len(sent) == 1  # the same request, seed and all
+
+
+async def test_a_logprob_that_is_not_finite_is_the_fault_of_the_version_that_gave_it(
+    model: Path, tmp_path: Path
+) -> None:
+    fake = FakeInference(model)
+    fake.adapters["run_a@v3"], fake.logprob = "a folder", None
+    async with serving(fake) as url:
+        client = make_client(url, tmp_path)
+        with pytest.raises(AdapterRefused, match=r"^run_a@v3: its log-probabilities are not finite"):
+            await sample(client, "run_a@v3")
+        with pytest.raises(InferenceError, match="returned an invalid logprob"):
+            await sample(client, str(model))
+        fake.weights = "run_a/broadcast/step_7"
+        with pytest.raises(AdapterRefused, match=r"^run_a/broadcast/step_7: its log-probabilities"):
+            await sample(client, str(model))
+        await client.close()
 
 
 @pytest.mark.parametrize(("status", "kind"), [(400, RequestRefused), (404, UnknownModel), (401, AccessDenied)])

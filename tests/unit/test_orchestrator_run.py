@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -328,6 +329,15 @@ async def test_an_adapter_that_inference_refuses_ends_the_run_with_its_reason(
     assert await workspace.run_to_the_end(**over) == 1
     assert (workspace.status.state, workspace.status.reason) == ("failed", "injected 422")
     assert len(refused) in num_asked, "one more may be under way"
+
+
+async def test_an_adapter_whose_logprobs_are_not_finite_ends_the_run_with_its_name(workspace: Workspace) -> None:
+    def diverge(path: str, body: dict[str, Any]) -> None:
+        workspace.fake.logprob = None if "@v" in str(body.get("model")) else -0.5
+
+    workspace.fake.fault = diverge
+    assert await workspace.run_to_the_end(max_steps=4, max_async_level=1) == 1
+    assert re.match(r"run_a@v\d: its log-probabilities are not finite", str(workspace.status.reason))
 
 
 async def test_an_adapter_that_some_prompts_break_costs_those_rollouts_only(workspace: Workspace) -> None:

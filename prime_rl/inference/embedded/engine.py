@@ -219,18 +219,19 @@ class Engine:
         job.is_cancelled = True
         self._end(self._waiting.drop(job))
 
-    async def change(self, action: Callable[[], None]) -> None:
+    async def change(self, action: Callable[[], None], *, is_whole: bool = True) -> None:
         """Run `action` in the engine's thread while no forward runs.
 
-        What it raises ends the engine, ValueError and OSError apart: bad weights are their loader's trouble.
+        What it raises ends the engine, ValueError and OSError apart: bad weights are their loader's trouble. So is a
+        lack of memory, unless the whole model `is_whole`: weights that are half of one version serve nothing.
         """
         self._refuse_when_dead()
         self._has_news.set()
         try:
             await self._on_thread(action)
-        except (ValueError, OSError):
-            raise
         except Exception as error:
+            if isinstance(error, ValueError | OSError) or (is_out_of_memory(error) and not is_whole):
+                raise
             self._fail(error)
         self._refuse_when_dead()
 
@@ -241,17 +242,20 @@ class Engine:
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Check it, then read a part beside a round and copy it after that round, until it is in its slot.
 
-        One adapter at a time. Raises ApiError, 400 or 422, with one clear line.
+        One adapter at a time. Raises ApiError, 400, 422 or 429, with one clear line; a later load fills that slot.
         """
         slot = await self._free_slot()
         # Not closed when this is cancelled: its thread still reads, and closes it by dropping it.
         parts = served_parts(self.served.layers, folder, base=self.served.model.name_or_path)
         try:
             while (part := await asyncio.to_thread(next, parts, None)) is not None:
-                await self.change(partial(part.put, slot))
+                await self.change(partial(part.put, slot), is_whole=False)
                 self.served.routing.scaling[slot] = part.config.scaling
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:
             parts.close()
+            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                raise
+            torch.cuda.empty_cache()
             raise adapter_refused(name, error) from error
         self._adapters[name] = slot, str(folder)
 

@@ -36,6 +36,7 @@ from prime_rl.inference.embedded.model import Served, load_model
 from prime_rl.inference.gateway import serve_engine
 from prime_rl.inference.guard import (
     MAX_PROMPTS,
+    RETRY_AFTER_S,
     ApiError,
     Room,
     check_ranges,
@@ -377,8 +378,6 @@ async def _serve(context: ServerContext, served: Served, text: Text) -> None:
 
 # Tokens and logprobs of one answer: it is put together in memory, some 20 bytes each.
 MAX_ANSWER_SIZE = 4_000_000
-# A full queue moves on within a second or so.
-RETRY_AFTER_S = 1
 # Each holds some hundred bytes for each character of its text.
 NUM_TEXT_THREADS = 2
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

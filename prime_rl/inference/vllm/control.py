@@ -37,15 +37,7 @@ from prime_rl.inference.guard import (
     weights_label,
 )
 from prime_rl.inference.serve import Snapshot
-from prime_rl.lora.adapter_state import (
-    DIVERGED,
-    AdapterConfig,
-    check_finite,
-    check_served_adapter,
-    load_peft,
-    mismatch,
-    shapes_of,
-)
+from prime_rl.lora.adapter_state import DIVERGED, AdapterConfig, mismatch, served_parts
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
 
 logger = logging.getLogger(__name__)
@@ -280,13 +272,13 @@ PROMPT_TOKENS, PROMPT_CHARS = 64, 256
 
 
 def num_places(body: Mapping[str, Any]) -> int:
-    """Return how many choices a request asks for, and its prompts in as many; vLLM refuses what is of another type."""
+    """Return how many choices a request asks for, and its prompts in as many; vLLM takes 200.0 as 200."""
     prompt, n = body.get("prompt"), body.get("n")
     many = prompt if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt) else [prompt]
     num_tokens = sum(len(each) for each in many if isinstance(each, list))
     texts = [each for each in many if isinstance(each, str)]
     chars = num_chars([texts, body.get("messages")])
-    return len(many) * (n if isinstance(n, int) else 1) + num_tokens // PROMPT_TOKENS + chars // PROMPT_CHARS
+    return len(many) * int(n if isinstance(n, int | float) else 1) + num_tokens // PROMPT_TOKENS + chars // PROMPT_CHARS
 
 
 @dataclass
@@ -324,10 +316,12 @@ class FairOrder:
                 self._ends.pop(run_id, None)
 
 
-def _error_of(status: int, body: bytes) -> ApiError:
+def _error_of(status: int, body: bytes, model: object = None) -> ApiError:
     """The error for a refusal of vLLM's, which has many lines at times, and not always the form of its own."""
     try:
         error = msgspec.json.decode(body, type=dict[str, Any])["error"]
+        if str(error["message"]).startswith("Out of range float values"):  # of log-probabilities, with status 400
+            return ApiError(422, f"{model or 'the base model'}: {NOT_FINITE}")
         return ApiError(status, str(error["message"]), param=error.get("param"))
     except (*UNDECODABLE, KeyError, TypeError):
         return ApiError(status, body.decode(errors="replace") or "vLLM refuses this request without a reason.")
@@ -350,7 +344,8 @@ class ToldAsOurs:
             refusal.append(message)
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 body = b"".join(each.get("body", b"") for each in refusal)
-                await error_response(_error_of(refusal[0]["status"], body))(scope, receive, send)
+                model = scope.get("state", {}).get("model")
+                await error_response(_error_of(refusal[0]["status"], body, model))(scope, receive, send)
 
         await self._app(scope, receive, tell)
 
@@ -397,12 +392,11 @@ class AdapterGate:
     def __call__(self, name: str, folder: Path) -> str:
         """Check the adapter's names, shapes and numbers, and keep its size for `check_sizes`."""
         try:
-            tensors, config = load_peft(folder, num=2 * len(self._layers))
-            check_served_adapter(self._layers, shapes_of(tensors), config, self._base)
-            check_finite(tensors)
+            parts = served_parts(self._layers, folder, base=self._base)
+            sizes_A, sizes_B = zip(*(_size(part.tensors, part.config) for part in parts), strict=True)
         except (ValueError, OSError) as error:
             raise adapter_refused(name, error) from error
-        self._sizes[name] = _size(tensors, config)
+        self._sizes[name] = math.fsum(sizes_A), math.fsum(sizes_B)
         # The same folder, spelled differently every time a name is loaded again: vLLM's prefix cache identifies an
         # adapter by name and path. A run that was rolled back publishes other weights under a version that was served
         # before, and must not meet the keys and values of those.
