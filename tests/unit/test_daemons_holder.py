@@ -23,7 +23,6 @@ from daemons.launchers.base import LaunchError
 from daemons.launchers.local import Local
 from daemons.pidfile import SupervisorInfo, SupervisorLock, find_rival, read_info
 from daemons.specs import save_devices, saved_devices, service_specs, settle_devices, write_component_configs
-from daemons.submit import script_file, start_job
 from daemons.supervisor_process import down, prepare
 from daemons.up_and_down import choose_system, start_workspace, take_workspace
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
@@ -296,22 +295,6 @@ def test_devices_that_are_saved_are_read_again(output: OutputDir) -> None:
     for devices in ("0,1", "", None):
         save_devices(output, devices)
         assert saved_devices(output) == devices
-
-
-@pytest.mark.parametrize("name", ["PRL_MODULES", "PRL_TORCHRUN", "PRL_TRAINER_GPUS"])
-def test_a_variable_of_an_earlier_version_is_refused_before_anything_is_touched(
-    output: OutputDir, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, "x")
-    system = SystemConfig.model_validate({"output_dir": str(output.path)})
-
-    def as_a_job() -> None:
-        start_job(system, {}, output, stop=lambda: False, say=print, on_look=print)
-
-    for start in (lambda: prepare(system, output, print), as_a_job):
-        with pytest.raises(LaunchError, match=rf"^{name} is not read any more: set deployment\.\w+"):
-            start()
-    assert not output.supervisor_lock.exists() and not script_file(output).exists()
 
 
 def test_a_workspace_whose_supervisor_on_another_machine_beats_is_refused(output: OutputDir) -> None:
