@@ -490,7 +490,9 @@ class ConcurrencyControl:
             if self._rounds_to_wait:
                 self._rounds_to_wait -= 1
             elif self._last_rise_paid(tokens_per_s):
-                self._rise(tokens_per_s)
+                self._before = (self.limit, tokens_per_s)
+                step = self.limit if self._is_doubling else max(1, self.limit // 8)
+                self.limit = min(self._maximum, self.limit + step)
             elif self._before is not None:
                 self.limit, _ = self._before
                 self._is_doubling = False
@@ -503,11 +505,6 @@ class ConcurrencyControl:
             return True
         limit, before_per_s = self._before
         return tokens_per_s >= before_per_s * (1 + MIN_GAIN * (self.limit / limit - 1))
-
-    def _rise(self, tokens_per_s: float) -> None:
-        self._before = (self.limit, tokens_per_s)
-        step = self.limit if self._is_doubling else max(1, self.limit // 8)
-        self.limit = min(self._maximum, self.limit + step)
 
     def _begin_round(self) -> None:
         self._num_answered = 0

@@ -508,13 +508,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
+    """`x` at its positions; with `sign` -1 the gradient of what is at them."""
     first, second = x.chunk(2, -1)
-    sin_first, sin_second = sin.chunk(2, -1)
+    sin_first, sin_second = sin.chunk(2, -1)[::sign]
     out = x * cos
     out_first, out_second = out.chunk(2, -1)
-    out_first.addcmul_(second, sin_first, value=-1)
-    out_second.addcmul_(first, sin_second)
+    out_first.addcmul_(second, sin_first, value=-sign)
+    out_second.addcmul_(first, sin_second, value=sign)
     return out
 
 
@@ -528,10 +529,4 @@ class _Rotary(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        first, second = grad.chunk(2, -1)
-        sin_first, sin_second = sin.chunk(2, -1)
-        out = grad * cos
-        out_first, out_second = out.chunk(2, -1)
-        out_first.addcmul_(second, sin_second)
-        out_second.addcmul_(first, sin_first, value=-1)
-        return out, None, None
+        return _rotated(grad, cos, sin, sign=-1), None, None

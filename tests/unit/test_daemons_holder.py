@@ -30,6 +30,7 @@ from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import Crash, DaemonStatus, Handle, InferenceStatus, read_status
 from prime_rl.utils.process import ProcessId, boot_id
+from tests.daemons_support import handle_of
 
 HERE = socket.gethostname()
 LIMITS = SupervisorConfig(drain_s=0.3, grace_s=0.3)
@@ -61,8 +62,7 @@ def record(output: OutputDir, name: str, process: ProcessId, *, host: str = HERE
         name=name,
         state="running",
         argv=list(spec.argv),
-        host=host,
-        boot_id=boot_id() if boot is None else boot,
+        handle=handle_of(name, process, host=host, boot=boot),
         crashes=[Crash(at=1.0, kind="crash", reason="killed by signal 9", exit_code=-9)],
         log_tail=["last words"],
         num_restarts=1,
