@@ -148,16 +148,11 @@ class FrozenRMSNorm(nn.Module):
             fused = nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
             remember(fused, nn.functional.rms_norm, x, self.weight.shape, self.weight, self.eps)
             return fused
-        scale = _norm_scale(x.detach(), self.eps)
+        norm = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True, dtype=torch.float32)
+        scale = norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
         out: Tensor = _RMSNorm.apply(x, self.weight, scale)  # type: ignore[no-untyped-call]
         remember(out, _normalized, x, self.weight, scale)
         return out
-
-
-def _norm_scale(x: Tensor, eps: float) -> Tensor:
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    scale: Tensor = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return scale
 
 
 def _normalized(x: Tensor, weight_D: Tensor, scale: Tensor) -> Tensor:
