@@ -161,11 +161,6 @@ def copy_start(start: Start, folder: Path) -> None:
             raise ActionError(f"{start.name} was removed while it was copied: choose a newer version")
 
 
-def has_optimizer(init: Path) -> bool:
-    """True when the `init/` of a run has moments of an optimizer too."""
-    return all((init / name).exists() for name in _OPTIMIZER_FILES)
-
-
 def _config(folder: Path) -> AdapterConfig:
     try:
         return read_adapter_config(folder, follow_links=True)
@@ -497,8 +492,10 @@ def fork_run(
             _check_moments(output, run, config, start.config.rank, start.config.alpha)
         same = output.run(new_id) if new_id is not None else None
         new = NewRun(text, config, run.data_file, mode_like(run.orch_toml), start)
-        if same is not None and is_same(same, new) and has_optimizer(same.init) == with_optimizer:
-            return Fork(same.run_id, version.name, with_optimizer, added=False)
+        if same is not None and is_same(same, new):
+            has_optimizer = all((same.init / name).exists() for name in _OPTIMIZER_FILES)
+            if has_optimizer == with_optimizer:
+                return Fork(same.run_id, version.name, with_optimizer, added=False)
         names = candidates(new_id, f"{run_id[:_MAX_FORKED_CHARS]}-fork")
         if dry_run:
             return Fork(free_id(output, names), version.name, with_optimizer, added=False)

@@ -170,9 +170,12 @@ def decide(snapshot: Snapshot, now: float) -> list[Action]:
     for name in names:
         daemon, spec = snapshot.daemons.get(name), snapshot.wanted.get(name)
         seen = snapshot.seen.get(name, Seen())
-        judged = _excused(daemon, now) if daemon and snapshot.disk else daemon
-        if snapshot.disk:
-            seen = replace(seen, work=None)  # what ends it there is no run's fault
+        judged = daemon
+        if snapshot.disk:  # nothing that happens meanwhile counts against it or a run, nor the time that it starts
+            seen = replace(seen, work=None)
+            if daemon is not None:
+                started_at = now if daemon.state is State.STARTING else daemon.started_at
+                judged = replace(daemon, num_early_ends=0, num_crashes=0, num_looped=0, started_at=started_at)
         action = _decide_one(judged, spec, seen, name in snapshot.requests, snapshot.config, now)
         if action is None or (action.do is Do.NOTE and action.daemon == daemon):
             continue
@@ -186,12 +189,6 @@ def decide(snapshot: Snapshot, now: float) -> list[Action]:
             room -= 1
         actions.append(action)
     return actions
-
-
-def _excused(daemon: Daemon, now: float) -> Daemon:
-    """Nothing that happens while the disk takes nothing counts against a daemon, nor the time that it starts."""
-    started_at = now if daemon.state is State.STARTING else daemon.started_at
-    return replace(daemon, num_early_ends=0, num_crashes=0, num_looped=0, started_at=started_at)
 
 
 def _starts(daemon: Daemon, now: float) -> bool:

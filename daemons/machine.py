@@ -82,7 +82,9 @@ class MachineReader:
 
         A daemon's child processes count with it, unless they are daemons themselves.
         """
-        busy_s, all_s = _machine_seconds()
+        times = psutil.cpu_times()  # of all cores, since boot
+        all_s = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        busy_s = all_s - times.idle - getattr(times, "iowait", 0.0)
         before = self._machine_s
         passed_s = all_s - before[1] if before else 0.0
         self._machine_s = (busy_s, all_s)
@@ -130,14 +132,6 @@ class MachineReader:
                     cores += max(total_s - self._cores_s[process], 0.0) / wall_s
             todo += children.get(each, [])
         return DaemonUse(cores if known else None, rss_bytes, num, started_at) if num else None
-
-
-def _machine_seconds() -> tuple[float, float]:
-    """(seconds of all cores that were busy, all their seconds) since boot."""
-    times = psutil.cpu_times()
-    idle_s = times.idle + getattr(times, "iowait", 0.0)
-    all_s = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    return all_s - idle_s, all_s
 
 
 def _children(daemons: Container[int]) -> dict[int, list[int]]:

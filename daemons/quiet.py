@@ -35,12 +35,10 @@ class Named(Protocol):
     @property
     def kind(self) -> str:
         """One of `ALERT_KINDS`."""
-        ...
 
     @property
     def subject(self) -> str:
         """The subject of the incident: a run, a daemon, `node RANK` or `disk`."""
-        ...
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):

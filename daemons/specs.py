@@ -54,12 +54,6 @@ MERGE_MODULE = "prime_rl.trainer.merge"
 # Decides which GPUs daemons see beside their command lines. `prl up` saves it: a later one comes from another shell.
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 MOVED_BY_DEVICES = frozenset({TRAINER, INFERENCE})
-# What earlier versions read, and what has taken its place.
-REMOVED_VARIABLES = {
-    "PRL_MODULES": "deployment.modules",
-    "PRL_TORCHRUN": "deployment.trainer.ranks_per_node and nodes",
-    "PRL_TRAINER_GPUS": "deployment.trainer.gpus",
-}
 _ENVIRONMENT_FILE = "environment"
 _FOLDER = "folder"
 

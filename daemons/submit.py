@@ -33,7 +33,6 @@ from daemons.supervisor_process import (
     check_writable,
     down_timeout_s,
     is_ready,
-    refuse_removed,
     waits,
     with_log,
 )
@@ -115,7 +114,6 @@ def start_job(
     """
     if (workspace := read_workspace(output.path)).supervisor_alive:
         raise LaunchError(f"already running: {workspace.output_dir}; stop it with prl down")
-    refuse_removed(os.environ)
     check_writable(output)
     job = submit(system, said, output)
     say(f"submitted job {job}; its log: {output.log(JOB_LOG)}")

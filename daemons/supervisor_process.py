@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from daemons.launchers import launcher_of
@@ -28,7 +28,6 @@ from daemons.specs import (
     MAKE_BASE_MODULE,
     MONITORS,
     MOVED_BY_DEVICES,
-    REMOVED_VARIABLES,
     TRAINER,
     all_keys,
     find_model,
@@ -127,7 +126,6 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
     Raises LaunchError.
     """
     check_writable(output)
-    refuse_removed(os.environ)
     output = OutputDir(output.path.resolve())  # as in the command lines of what runs
     lock = SupervisorLock.acquire(output)
     if lock is None:
@@ -164,15 +162,6 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
         lock.release()
         raise
     return lock
-
-
-def refuse_removed(environ: Mapping[str, str]) -> None:
-    """A variable of an earlier version would be ignored, and daemons started in another place. Raises LaunchError."""
-    for name, place in REMOVED_VARIABLES.items():
-        if environ.get(name):
-            raise LaunchError(
-                f"{name} is not read any more: set {place} in the system file (docs/deploy.md), and unset it"
-            )
 
 
 def _check_alerts(system: SystemConfig) -> None:

@@ -51,7 +51,7 @@ from prime_rl.configs import EXAMPLES
 from prime_rl.configs.base import ConfigError, build, load_config, load_toml, merge, read_argv, without_nulls
 from prime_rl.configs.explain import check_kind
 from prime_rl.configs.inference import WHOLE_GPU
-from prime_rl.configs.system import SystemConfig, TrainerDeployment
+from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import STALLED
@@ -368,7 +368,7 @@ def _question(system: SystemConfig, devices: str | None) -> dict[str, Any]:
         **system.model_dump(mode="json", include=_DECIDES),
         "devices": devices,
         "gpus": trainer.gpus,
-        "ranks": _ranks(trainer),
+        "ranks": trainer.ranks * trainer.nodes,
     }
 
 
@@ -388,10 +388,6 @@ def _numbers(answer: Mapping[str, Any], is_shared: bool) -> dict[str, float]:
     return {SLOTS: answer["runs"], SHARE: min(share or WHOLE_GPU, WHOLE_GPU)}
 
 
-def _ranks(trainer: TrainerDeployment) -> int:
-    return trainer.ranks * trainer.nodes
-
-
 def _ask(
     system: SystemConfig, devices: str | None, folder: Path, stop: Callable[[], bool], wanted: Sequence[str]
 ) -> dict[str, Any] | None:
@@ -402,7 +398,8 @@ def _ask(
         file.write_text(
             tomli_w.dumps(without_nulls(system.model_dump(mode="json", exclude_unset=True))), encoding="utf-8"
         )
-        ranks = str(_ranks(system.deployment.trainer))
+        trainer = system.deployment.trainer
+        ranks = str(trainer.ranks * trainer.nodes)
         argv = python_module(FIT_MODULE, "@", str(file), "--gpus", ranks, "--json")
         # A model of the hub may be asked for its config.json, which the trainer will load anyway.
         env = {"HF_HUB_OFFLINE": "0", **_with_devices(devices)}

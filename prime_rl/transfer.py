@@ -269,7 +269,11 @@ class WeightSender:
             logger.warning("inference requested %s: %s", request.label, problem)
             return
         group_id = self._common_group(hellos, backend) or uuid.uuid4().hex
-        self._put(request.ticket, Answer(None, group_id, backend, _descriptions(offer.tensors)))
+        described = tuple(
+            Description(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in offer.tensors.items()
+        )
+        self._put(request.ticket, Answer(None, group_id, backend, described))
         try:
             group = self._group(group_id, backend, request, offer)
             for tensor in offer.tensors.values():
@@ -360,13 +364,6 @@ def choose_backend(sender: str | None, receivers: Sequence[str | None]) -> str:
     if shared := {gpu for gpu in receivers if receivers.count(gpu) > 1}:
         raise ValueError(f"workers of the server share the GPU {min(map(str, shared))}: NCCL needs one GPU for each")
     return "nccl"
-
-
-def _descriptions(tensors: Mapping[str, Tensor]) -> tuple[Description, ...]:
-    return tuple(
-        Description(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    )
 
 
 class TransferError(RuntimeError):

@@ -13,6 +13,7 @@ import contextlib
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ import pytest
 from daemons.workspace import DaemonView, RunView
 from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.contract.files import wait_for
+from prime_rl.contract.status import Handle
+from prime_rl.utils.process import ProcessId, boot_id
 from tests.patience import PATIENCE_S
 from tests.warm import warm
 
@@ -332,6 +335,21 @@ def in_this_process(module: str, main: Callable[[Sequence[str]], int]) -> Callab
         return code
 
     return run
+
+
+def handle_of(name: str, process: ProcessId, host: str | None = None, boot: str | None = None) -> Handle:
+    """As the launcher of this machine records a start; by default one of this machine since it booted."""
+    host, boot = socket.gethostname() if host is None else host, boot_id() if boot is None else boot
+    return Handle(
+        engine="local",
+        name=name,
+        start_id="0123456789ab",
+        host=host,
+        boot_id=boot,
+        pid=process.pid,
+        create_time=process.create_time,
+        start=process.start,
+    )
 
 
 def step_clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:

@@ -190,7 +190,9 @@ class WorkspaceWatcher:
             if workspace.num_unread:
                 self._show(self._reader.read(with_configs=False))
             while not self._stopped.is_set():
-                at_rest = self._take_wake() or self._rest.is_over
+                if is_woken := self._woken.is_set():
+                    self._woken.clear()  # only then, and before the look: a wake that comes later stays
+                at_rest = is_woken or self._rest.is_over
                 working = None if at_rest else self._hinted(watcher)
                 workspace = self._look(at_rest=at_rest, working=working)
                 while self._metrics.read_slice(workspace, self._stopped.is_set, SLICE_S, working):
@@ -202,13 +204,6 @@ class WorkspaceWatcher:
                 if watcher.wait(self._pause_s(workspace)) and not self._woken.is_set():
                     self._stopped.wait(SETTLE_S)
                     watcher.wait(0.0)
-
-    def _take_wake(self) -> bool:
-        """True when it was woken. Cleared only where it was set, and before the look: a wake that comes later stays."""
-        woken = self._woken.is_set()
-        if woken:
-            self._woken.clear()
-        return woken
 
     def _pause_s(self, workspace: Workspace) -> float:
         """The seconds to wait for a hint. A silent run is looked at again in the moment in which it is lost."""

@@ -59,48 +59,39 @@ class Launcher(Protocol):
 
     def start(self, spec: DaemonSpec) -> Handle:
         """Start a daemon; does not wait until it runs. Raises OSError or LaunchError."""
-        ...
 
     def look(self, handle: Handle) -> Alive | Ended:
         """Return the state of a start. Cheap: called at every look, and asks no network.
 
         A start that has ended is looked at until `stop` has killed what it left behind, and nothing is left.
         """
-        ...
 
     def has_news(self) -> bool:
         """True when a start that was looked at may have ended since. Called at every tick: costs a few system calls."""
-        ...
 
     def stop(self, handle: Handle, grace_s: float) -> None:
         """Ask a daemon to end; what lives `grace_s` later is killed.
 
         With infinity never; with 0 now, and all that it left behind. Does not wait, and may be called again.
         """
-        ...
 
     def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
         """End daemons side by side, and prove it: each may finish and save for `drain_s`, then has `grace_s` to end.
 
         Waits, and calls `tick` meanwhile. Returns what could not be ended.
         """
-        ...
 
     def adopt(self, record: DaemonStatus) -> Handle | None:
         """The recorded start, also of an earlier supervisor, if it still lives; a launcher may watch it then."""
-        ...
 
     def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
         """All processes that run for daemons of this workspace, recorded or not, except for those named in `but`."""
-        ...
 
     def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
         """SIGKILL some `strays`, and wait until they are gone, calling `tick`. Returns what could not be ended."""
-        ...
 
     def logs(self, handle: Handle) -> Path:
         """The daemon's log, in the workspace; `logs.node_log` has those of its other nodes."""
-        ...
 
 
 def new_start_id() -> str:

@@ -248,17 +248,14 @@ class Local:
         )
 
     def adopt(self, record: DaemonStatus) -> Handle | None:
-        """A record of the version before has no handle, but the process."""
+        """`Launcher.adopt`; None for a start of another engine or machine."""
         handle = record.handle
-        if handle is not None and handle.engine != ENGINE:
+        if handle is None or handle.engine != ENGINE or not is_this_boot(handle.host, handle.boot_id):
             return None
-        host, boot, process = record.host, record.boot_id, record.child
-        if handle is not None:
-            host, boot, process = handle.host, handle.boot_id, _process(handle)
-        if process is None or not is_this_boot(host, boot) or not process.is_running():
+        if not _process(handle).is_running():
             return None
         # Its start by the clock as it is now, which may have been set since.
-        return _handle(record.name, ProcessId.of(process.pid), handle.start_id if handle else new_start_id())
+        return _handle(record.name, ProcessId.of(handle.pid), handle.start_id)
 
     def logs(self, handle: Handle) -> Path:
         """`Launcher.logs`: all starts of the daemon append to it."""

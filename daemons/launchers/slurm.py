@@ -66,7 +66,6 @@ class Step(Protocol):
 
     def poll(self) -> int | None:
         """The exit code of srun, or None while it runs."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -225,14 +225,11 @@ def _read_positions(path: Path) -> dict[str, dict[str, int]]:
         return {}
     if not isinstance(found, dict):
         return {}
-    # One position for all monitors, as the version before kept it.
-    shared = _whole_numbers({writer: found.pop(writer, None) for writer in ("orchestrator", "trainer")})
-    before = dict.fromkeys(("wandb", "tensorboard"), shared) if shared else {}
-    return before | {name: _whole_numbers(each) for name, each in found.items() if isinstance(each, dict)}
-
-
-def _whole_numbers(found: Mapping[str, Any]) -> dict[str, int]:
-    return {key: value for key, value in found.items() if type(value) is int and value >= 0}
+    return {
+        name: {writer: position for writer, position in each.items() if type(position) is int and position >= 0}
+        for name, each in found.items()
+        if isinstance(each, dict)
+    }
 
 
 # A run without a slot is followed until its files have not changed for so long: a scrape or two of Prometheus.

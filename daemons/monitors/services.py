@@ -200,15 +200,12 @@ class Monitor(Protocol):
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
         """Called once, before all else. `config` is the run's whole config, as plain data."""
-        ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of a metrics file. Names begin with the writer: "orchestrator/reward/mean", "trainer/loss"."""
-        ...
 
     def close(self) -> None:
         """Called once, also when `start` failed half way."""
-        ...
 
 
 @contextmanager

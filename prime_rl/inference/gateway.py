@@ -284,21 +284,15 @@ class Gateway:
     async def _update(self, request: Request) -> Response:
         asked = await decoded(request, _UpdateRequest)
         folder = await asyncio.to_thread(confined_weights, self._output_dir, asked.weight_dir)
-        await asyncio.to_thread(self._check_trainer)
+        trainer = await asyncio.to_thread(self._trainer)
+        # Other whole weights would take the base from all runs. Also while the trainer is away: it comes back.
+        if trainer is not None and trainer.max_rank is not None:
+            message = "The trainer of this workspace trains adapters: the weights are those of the base model."
+            raise ApiError(409, message, param="weight_dir")
         # It goes into a header, where not every character of a file name may stand.
         label = quote(weights_label(self._output_dir.resolve(), folder))
         async with self.turns.work(Item(self._known(label.partition("/")[0]), f"loaded {label}")):
             return await self._change_weights(folder, label)
-
-    def _check_trainer(self) -> None:
-        """Raises ApiError where adapters are trained: other whole weights would take the base from all runs.
-
-        Also while the trainer is away: it comes back.
-        """
-        trainer = self._trainer()
-        if trainer is not None and trainer.max_rank is not None:
-            message = "The trainer of this workspace trains adapters: the weights are those of the base model."
-            raise ApiError(409, message, param="weight_dir")
 
     async def _reload(self, request: Request) -> Response:
         return await self._change_weights(None, BASE_WEIGHTS)

@@ -206,7 +206,11 @@ class _GatedMLP(torch.autograd.Function):
         product_NW = silu(gate_NW).mul_(up_NW)
         grad_NW = grad_NI @ down_IW
         _accumulate(down.leaves, plan.differentiate(grad_NI, grad_NW, product_NW, *of_down))
-        grad_up_NW, grad_gate_NW = _differentiate_gated(grad_NW, up_NW, gate_NW, product_NW)
+        # In the order and with the rounding of torch's own; what is needed no more is overwritten: memory that the
+        # system must clear first costs more than the operation.
+        grad_up_NW = torch.ops.aten.silu.out(gate_NW, out=product_NW).mul_(grad_NW)
+        grad_NW.mul_(up_NW)
+        grad_gate_NW = torch.ops.aten.silu_backward.grad_input(grad_NW, gate_NW, grad_input=grad_NW)
         del product_NW, grad_NW, gate_NW, up_NW
         grad_x_NI = grad_up_NW @ up_WI if ctx.needs_input_grad[0] else None
         _accumulate(up.leaves, plan.differentiate(grad_up_NW, grad_x_NI, x_NI, *of_up))
@@ -216,16 +220,6 @@ class _GatedMLP(torch.autograd.Function):
         if grad_x_NI is not None:
             grad_x_NI.add_(rest_NI)
         return grad_x_NI, *[None] * 7
-
-
-def _differentiate_gated(grad_NW: Tensor, up_NW: Tensor, gate_NW: Tensor, spare_NW: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of up and of the gate, in the order and with the rounding of torch's own.
-
-    `grad_NW` and `spare_NW` are overwritten: memory that the system must clear first costs more than the operation.
-    """
-    grad_up_NW = torch.ops.aten.silu.out(gate_NW, out=spare_NW).mul_(grad_NW)
-    grad_NW.mul_(up_NW)
-    return grad_up_NW, torch.ops.aten.silu_backward.grad_input(grad_NW, gate_NW, grad_input=grad_NW)
 
 
 def _accumulate(leaves: Sequence[Tensor], grads: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
@@ -323,7 +317,8 @@ class GroupedPlan:
 
     def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
         """`scale * (x A^T)`, `[N, K]`."""
-        self._move_to(x_NI)
+        if self._ends_G.device != x_NI.device or self._scales_N1.dtype != x_NI.dtype:
+            self._ends_G, self._scales_N1 = self._ends_G.to(x_NI.device), self._scales_N1.to(x_NI)
         return torch._grouped_mm(x_NI, A_GKI.mT, offs=self._ends_G).mul_(self._scales_N1)
 
     def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:
@@ -340,10 +335,6 @@ class GroupedPlan:
             grad_x_NI.add_(torch._grouped_mm(grad_h_NK, A_GKI, offs=self._ends_G))
         grad_A_GKI = torch._grouped_mm(grad_h_NK.T, x_NI, offs=self._ends_G)
         return _unbind(grad_A_GKI), _unbind(torch._grouped_mm(grad_NO.T, h, offs=self._ends_G))
-
-    def _move_to(self, x_NI: Tensor) -> None:
-        if self._ends_G.device != x_NI.device or self._scales_N1.dtype != x_NI.dtype:
-            self._ends_G, self._scales_N1 = self._ends_G.to(x_NI.device), self._scales_N1.to(x_NI)
 
 
 def _widened(grad: Tensor) -> Tensor:
@@ -394,11 +385,6 @@ class AdapterRouting:
         self._is_packed = lengths is not None
         self.num_rows = 1 if self._is_packed else len(adapter_idxs)
         self._plan = None
-
-    @property
-    def all_base(self) -> bool:
-        """True when all rows use the base model alone."""
-        return all(group.adapter is None for group in self.groups)
 
     def plan(self, num_tokens: int, *, one_kernel: bool = False) -> Plan:
         """The plan of the products of rows of `num_tokens`: worked out once, and the same for all layers."""
@@ -464,7 +450,7 @@ class MultiLoRALinear(nn.Module):
         routing = self.routing
         if x_RTI.shape[0] != routing.num_rows:
             raise ValueError(f"activations have {x_RTI.shape[0]} rows, the routing was set for {routing.num_rows}")
-        if routing.all_base:
+        if all(group.adapter is None for group in routing.groups):
             return None
         # A rank that is no multiple of eight has strides that the kernel does not take.
         one_kernel = x_RTI.is_cuda and x_RTI.dtype == torch.bfloat16 and self.rank % 8 == 0

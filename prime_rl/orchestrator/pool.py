@@ -487,27 +487,19 @@ class ConcurrencyControl:
         # Little's law: what is under way, over how long each takes.
         tokens_per_s = self.limit * self._num_tokens / self._rollout_s if self._rollout_s else float("inf")
         if self._was_full and self.limit < self._maximum:
+            before, before_per_s = self._before or (self.limit, 0.0)
             if self._rounds_to_wait:
                 self._rounds_to_wait -= 1
-            elif self._last_rise_paid(tokens_per_s):
-                self._rise(tokens_per_s)
-            elif self._before is not None:
-                self.limit, _ = self._before
+            elif tokens_per_s >= before_per_s * (1 + MIN_GAIN * (self.limit / before - 1)):
+                self._before = (self.limit, tokens_per_s)
+                step = self.limit if self._is_doubling else max(1, self.limit // 8)
+                self.limit = min(self._maximum, self.limit + step)
+            else:  # the last rise did not pay
+                self.limit = before
                 self._is_doubling = False
                 self._before = None
                 self._rounds_to_wait = ROUNDS_ON_PLATEAU
         self._begin_round()
-
-    def _last_rise_paid(self, tokens_per_s: float) -> bool:
-        if self._before is None:
-            return True
-        limit, before_per_s = self._before
-        return tokens_per_s >= before_per_s * (1 + MIN_GAIN * (self.limit / limit - 1))
-
-    def _rise(self, tokens_per_s: float) -> None:
-        self._before = (self.limit, tokens_per_s)
-        step = self.limit if self._is_doubling else max(1, self.limit // 8)
-        self.limit = min(self._maximum, self.limit + step)
 
     def _begin_round(self) -> None:
         self._num_answered = 0

@@ -148,16 +148,11 @@ class FrozenRMSNorm(nn.Module):
             fused = nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
             remember(fused, nn.functional.rms_norm, x, self.weight.shape, self.weight, self.eps)
             return fused
-        scale = _norm_scale(x.detach(), self.eps)
+        norm = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True, dtype=torch.float32)
+        scale = norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
         out: Tensor = _RMSNorm.apply(x, self.weight, scale)  # type: ignore[no-untyped-call]
         remember(out, _normalized, x, self.weight, scale)
         return out
-
-
-def _norm_scale(x: Tensor, eps: float) -> Tensor:
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    scale: Tensor = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return scale
 
 
 def _normalized(x: Tensor, weight_D: Tensor, scale: Tensor) -> Tensor:
@@ -508,13 +503,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
+    """`x` at its positions; with `sign` -1 the gradient of what is at them."""
     first, second = x.chunk(2, -1)
-    sin_first, sin_second = sin.chunk(2, -1)
+    sin_first, sin_second = sin.chunk(2, -1)[::sign]
     out = x * cos
     out_first, out_second = out.chunk(2, -1)
-    out_first.addcmul_(second, sin_first, value=-1)
-    out_second.addcmul_(first, sin_second)
+    out_first.addcmul_(second, sin_first, value=-sign)
+    out_second.addcmul_(first, sin_second, value=sign)
     return out
 
 
@@ -528,10 +524,4 @@ class _Rotary(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        first, second = grad.chunk(2, -1)
-        sin_first, sin_second = sin.chunk(2, -1)
-        out = grad * cos
-        out_first, out_second = out.chunk(2, -1)
-        out_first.addcmul_(second, sin_second)
-        out_second.addcmul_(first, sin_first, value=-1)
-        return out, None, None
+        return _rotated(grad, cos, sin, sign=-1), None, None

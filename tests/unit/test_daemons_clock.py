@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -30,8 +29,8 @@ from prime_rl.contract.status import (
     is_alive,
     read_status,
 )
-from prime_rl.utils.process import ProcessId, StopFlag, boot_id
-from tests.daemons_support import step_clock
+from prime_rl.utils.process import ProcessId, StopFlag
+from tests.daemons_support import handle_of, step_clock
 from tests.patience import PATIENCE_S
 
 # Each of these ends a daemon at once when an hour seems to have passed.
@@ -57,9 +56,8 @@ class Workspace:
                 name=spec.name,
                 state="running" if spec.name == "trainer" else "starting",
                 argv=list(spec.argv),
-                host=socket.gethostname(),
-                boot_id=boot_id(),
                 started_at=time.time(),
+                handle=handle_of(spec.name, self.processes[spec.name]),
             )
             status.child = self.processes[spec.name]
             self.write(self.output.daemon_status(spec.name), status)

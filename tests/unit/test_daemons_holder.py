@@ -23,7 +23,6 @@ from daemons.launchers.base import LaunchError
 from daemons.launchers.local import Local
 from daemons.pidfile import SupervisorInfo, SupervisorLock, find_rival, read_info
 from daemons.specs import save_devices, saved_devices, service_specs, settle_devices, write_component_configs
-from daemons.submit import script_file, start_job
 from daemons.supervisor_process import down, prepare
 from daemons.up_and_down import choose_system, start_workspace, take_workspace
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
@@ -31,6 +30,7 @@ from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import Crash, DaemonStatus, Handle, InferenceStatus, read_status
 from prime_rl.utils.process import ProcessId, boot_id
+from tests.daemons_support import handle_of
 
 HERE = socket.gethostname()
 LIMITS = SupervisorConfig(drain_s=0.3, grace_s=0.3)
@@ -62,8 +62,7 @@ def record(output: OutputDir, name: str, process: ProcessId, *, host: str = HERE
         name=name,
         state="running",
         argv=list(spec.argv),
-        host=host,
-        boot_id=boot_id() if boot is None else boot,
+        handle=handle_of(name, process, host=host, boot=boot),
         crashes=[Crash(at=1.0, kind="crash", reason="killed by signal 9", exit_code=-9)],
         log_tail=["last words"],
         num_restarts=1,
@@ -296,22 +295,6 @@ def test_devices_that_are_saved_are_read_again(output: OutputDir) -> None:
     for devices in ("0,1", "", None):
         save_devices(output, devices)
         assert saved_devices(output) == devices
-
-
-@pytest.mark.parametrize("name", ["PRL_MODULES", "PRL_TORCHRUN", "PRL_TRAINER_GPUS"])
-def test_a_variable_of_an_earlier_version_is_refused_before_anything_is_touched(
-    output: OutputDir, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, "x")
-    system = SystemConfig.model_validate({"output_dir": str(output.path)})
-
-    def as_a_job() -> None:
-        start_job(system, {}, output, stop=lambda: False, say=print, on_look=print)
-
-    for start in (lambda: prepare(system, output, print), as_a_job):
-        with pytest.raises(LaunchError, match=rf"^{name} is not read any more: set deployment\.\w+"):
-            start()
-    assert not output.supervisor_lock.exists() and not script_file(output).exists()
 
 
 def test_a_workspace_whose_supervisor_on_another_machine_beats_is_refused(output: OutputDir) -> None:

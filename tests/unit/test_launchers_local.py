@@ -78,17 +78,13 @@ def test_what_a_dead_daemon_left_behind_is_killed_and_counts_until_it_is_gone(
     assert local.look(handle) == Ended(-signal.SIGKILL)
 
 
-def test_a_start_is_adopted_by_its_handle_or_by_the_process_that_an_earlier_version_recorded(local: Local) -> None:
+def test_a_start_is_adopted_by_its_handle(local: Local) -> None:
     handle = start(local, WAITS)
     process = ProcessId(handle.pid, handle.create_time, handle.start)
-    now = msgspec.json.decode(msgspec.json.encode(DaemonStatus(name="trainer", state="running", handle=handle)))
-    before = DaemonStatus(name="trainer", state="running", host=handle.host, boot_id=handle.boot_id)
-    before.child = process
-    other = Local(local.output)
-    assert other.adopt(msgspec.convert(now, DaemonStatus)) == handle
-    old = other.adopt(before)
-    assert old is not None and other.look(old) == Alive(process)
-    assert other.end([old], 1.0, PATIENCE_S, lambda: None) == set()
-    assert isinstance(other.look(old), Ended) and other.adopt(before) is None
+    data = msgspec.json.decode(msgspec.json.encode(DaemonStatus(name="trainer", state="running", handle=handle)))
+    record, other = msgspec.convert(data, DaemonStatus), Local(local.output)
+    assert other.adopt(record) == handle and other.look(handle) == Alive(process)
+    assert other.end([handle], 1.0, PATIENCE_S, lambda: None) == set()
+    assert isinstance(other.look(handle), Ended) and other.adopt(record) is None
     elsewhere = msgspec.structs.replace(handle, host="elsewhere")
     assert other.adopt(DaemonStatus(name="trainer", state="running", handle=elsewhere)) is None

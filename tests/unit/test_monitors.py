@@ -136,18 +136,6 @@ def test_a_feed_that_starts_again_goes_on_after_the_last_line(run: RunDir, feeds
     assert monitor.calls[2:] == [(1, {"trainer/x": 4})], "another file is read from its start"
 
 
-def test_the_place_that_the_version_before_kept_holds_for_all_monitors(run: RunDir, feeds: Feeds) -> None:
-    write(run, "trainer", 1, x=1)
-    run.monitors.mkdir()
-    size = run.trainer_metrics.stat().st_size
-    (run.monitors / "state.json").write_text(json.dumps({"trainer": size, "orchestrator": 0, "trainer_step": 1}))
-    write(run, "trainer", 2, x=2)
-    monitor = Recorder("tensorboard")
-    feeds.start(monitor)
-    feeds.end()
-    assert monitor.calls[1:] == [(2, {"trainer/x": 2}), "close"]
-
-
 @pytest.mark.parametrize(
     "state", ["", "[]", "{", '{"recorder": "x"}', '{"recorder": {"trainer": 999999}}', "[" * 9999], ids=range(6)
 )

@@ -102,11 +102,10 @@ def read_alerts(output: OutputDir, now: float) -> list[Alert]:
         return []
     from daemons import quiet
     from daemons.alerts.targets import sentence
-    from daemons.quiet import read_open
 
     silences = quiet.read_silences(output, now)
     found = []
-    for incident in read_open(output).values():
+    for incident in quiet.read_open(output).values():
         said = quiet.acknowledgement(incident, silences), quiet.muting(incident, silences)
         name, subject = one_line(quiet.name_of(incident)), one_line(incident.subject)
         found.append(Alert(name, subject, one_line(sentence(incident)), incident.since, _note(filter(None, said))))

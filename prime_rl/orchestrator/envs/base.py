@@ -102,11 +102,9 @@ class Policy(Protocol):
     @property
     def answer_lens(self) -> Sequence[int]:
         """Tokens of each answer so far, with the token that ended it."""
-        ...
 
     async def complete(self, messages: Sequence[Message]) -> str:
         """One assistant turn that follows `messages`. Raises RolloutError, and what inference raises."""
-        ...
 
 
 class Environment(Protocol):
@@ -115,12 +113,9 @@ class Environment(Protocol):
     @property
     def id(self) -> str:
         """The `id` of its `[[env]]` table."""
-        ...
 
     def examples(self, split: Split) -> Sequence[Example]:
         """All examples of a split, always the same ones in the same order; the splits share no example."""
-        ...
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         """Let `policy` work on `example` and score what it did."""
-        ...

@@ -10,7 +10,7 @@ import operator
 import random
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal, Self
+from typing import Generic, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -71,15 +71,18 @@ class BuiltInArgs(BaseConfig):
     """Examples to evaluate on."""
 
 
-class BuiltIn:
+ArgsT = TypeVar("ArgsT", bound=BuiltInArgs)
+
+
+class BuiltIn(Generic[ArgsT]):
     """The examples of one environment, drawn at the start. Raises ValueError when there are not enough different ones.
 
     Those who inherit have two functions. `_draw(split, count, seed)` returns so many different texts, of which
     `_example` makes examples.
     """
 
-    def __init__(self, env_id: str, args: BuiltInArgs, seed: int) -> None:
-        self.id = env_id
+    def __init__(self, env_id: str, args: ArgsT, seed: int) -> None:
+        self.id, self._args = env_id, args
         counts: dict[Split, int] = {"train": args.num_examples, "eval": args.num_eval_examples}
         self._examples = {
             split: [self._example(f"{split}-{i}", text) for i, text in enumerate(self._draw(split, count, seed))]
@@ -117,12 +120,8 @@ class TextArgs(BuiltInArgs):
         return self
 
 
-class TextEnvironment(BuiltIn):
+class TextEnvironment(BuiltIn[TextArgs]):
     """One `TextTask` over one generated word, scored by how many letters are in place."""
-
-    def __init__(self, env_id: str, args: TextArgs, seed: int) -> None:
-        self._args = args
-        super().__init__(env_id, args, seed)
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         """One turn: the answer is compared letter by letter."""
@@ -150,16 +149,12 @@ class ArithmeticArgs(BuiltInArgs):
     """What is done with them."""
 
 
-class ArithmeticEnvironment(BuiltIn):
+class ArithmeticEnvironment(BuiltIn[ArithmeticArgs]):
     """One sum to work out, scored by the digits that are right.
 
     The last whole number of the answer counts, so that a chat model may talk first. A wrong number earns at most half,
     the more the nearer its digits are.
     """
-
-    def __init__(self, env_id: str, args: ArithmeticArgs, seed: int) -> None:
-        self._args = args
-        super().__init__(env_id, args, seed)
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         """One turn: the last whole number is the answer."""
@@ -195,16 +190,12 @@ class GuessNumberArgs(BuiltInArgs):
     """Guesses until the game is lost."""
 
 
-class GuessNumberEnvironment(BuiltIn):
+class GuessNumberEnvironment(BuiltIn[GuessNumberArgs]):
     """Several turns: guess a number, get "higher" or "lower", guess again.
 
     Fewer turns earn more. A rollout that never finds the number earns a little for coming near, always less than one
     that finds it in the last turn.
     """
-
-    def __init__(self, env_id: str, args: GuessNumberArgs, seed: int) -> None:
-        self._args = args
-        super().__init__(env_id, args, seed)
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         """Up to `max_turns` turns. The last whole number of an answer is the guess; an answer without one is a turn."""
