@@ -55,7 +55,7 @@ def _first_problem(args: JsonlArgs, place: Place) -> tuple[str, str] | None:
     except (ValueError, OSError) as error:
         return name, str(error)
     sentence = missing("math", "math_verify") if args.scorer == "math" and not args.reward else None
-    return sentence and ("scorer", f"found 'math': {sentence}")
+    return ("scorer", f"found 'math': {sentence}") if sentence else None
 
 
 def _check_code(path: Path, function: str) -> None:
