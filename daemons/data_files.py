@@ -27,8 +27,7 @@ def data_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProble
     """What is wrong with the files, and the libraries that environments need. Reads the files, and runs no code."""
     problems, taken = [], dict[Path, str]()
     for key, env in _envs(config):
-        module = MODULES.get(env.id.partition(":")[0])
-        if module and (sentence := missing("environments", module)):
+        if sentence := missing("environments", *MODULES.get(env.id.partition(":")[0], [])):
             problems.append(ConfigProblem(f"{key}.id", f"found {env.id!r}: {sentence}"))
         if env.jsonl is None:
             continue

@@ -1,4 +1,4 @@
-"""Entry of `prl`, which loads all commands: Ctrl-C meanwhile ends it as quietly as later. Imports next to nothing."""
+"""Entry of `prl`, which loads all commands; what ends them as Ctrl-C does. Imports next to nothing."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ def quiet_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, lambda signum, frame: os._exit(EXIT_INTERRUPTED))
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def end_as_interrupted() -> None:
+    """SIGTERM and the first SIGHUP of a closed terminal end the command as Ctrl-C does; below nohup SIGHUP is left."""
+
+    def hang_up(*_: object) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # its shell sends another, a second Ctrl-C would unload nothing
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, hang_up)
 
 
 def main() -> None:

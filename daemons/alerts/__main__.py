@@ -162,8 +162,8 @@ def _of_daemon(daemon: DaemonView, now: float, *, is_service: bool) -> Iterator[
         yield Incident("daemon_stalled", daemon.name, _line(f"{daemon.reason or 'no progress'}{waits}"))
     if is_down or crashed_lately or loop:
         last = f"; its log ends with: {daemon.log_tail[-1]}" if daemon.log_tail else ""
-        why = loop or daemon.reason or "it ended"
-        yield Incident("daemon_crashed", daemon.name, _line(f"{daemon.state}: {why}{last}"))
+        why = f"{daemon.state}: {loop or daemon.reason or 'it ended'}{last}"
+        yield Incident("daemon_crashed", daemon.name, _line(why))
     elif daemon.state == "starting":
         yield from unproven(daemon.name, "daemon_crashed", "daemon_stalled")
 

@@ -10,12 +10,10 @@ import contextlib
 import difflib
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -211,21 +209,6 @@ def short_time(seconds: float | None) -> str:
         return ""
     unit = max((each for each in "smhd" if seconds >= _UNIT_S[each]), key=_UNIT_S.__getitem__, default="s")
     return f"{max(seconds, 0.0) / _UNIT_S[unit]:.0f}{unit}"
-
-
-def end_as_interrupted() -> None:
-    """SIGTERM and SIGHUP end the command as Ctrl-C does, which gives back what it holds; below nohup SIGHUP is left.
-
-    The second SIGHUP of a terminal that is closed, which its shell sends, ends nothing at once.
-    """
-
-    def hang_up(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, hang_up)
 
 
 def watch(render: Callable[[], Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import tempfile
 import time
@@ -22,20 +21,13 @@ import typer
 from daemons.adding import trainer_limits
 from daemons.chat import BASE, Chat
 from daemons.commands import complete
-from daemons.commands.common import (
-    JsonOption,
-    OutputDirOption,
-    choose_output,
-    end_as_interrupted,
-    number,
-    print_json,
-    say,
-)
+from daemons.commands.common import JsonOption, OutputDirOption, choose_output, number, print_json, say
 from daemons.commands.runs import FileArgument
 from daemons.data_files import data_problems, plugin_problems
 from daemons.errors import ActionError, need_cpu
 from daemons.process import log_tail, python_module
 from daemons.specs import INFERENCE, module_of, saved_folder
+from daemons.start import end_as_interrupted
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.jsonl import place_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -102,10 +94,8 @@ def _tried(output: OutputDir, file: Path, num: int, model: str) -> dict[str, Any
     if problems := [*data_problems(config, place_of(file)), *plugin_problems(config)]:
         raise ConfigError(str(file), problems)
     argv, folder = python_module(_MODULE, str(file.absolute()), str(num)), saved_folder(output)
+    end_as_interrupted()
     with contextlib.ExitStack() as stack:
-        for name in (signal.SIGTERM, signal.SIGHUP):
-            stack.callback(signal.signal, name, signal.getsignal(name))
-        end_as_interrupted()
         if model != ECHO:
             limits = trainer_limits(output.path)
             seq_len = config.seq_len or (limits.max_seq_len if limits else DEFAULT_SEQ_LEN)

@@ -26,7 +26,6 @@ from daemons.commands.common import (
     OutputDirOption,
     complain,
     console,
-    end_as_interrupted,
     existing_output,
     make_table,
     number,
@@ -38,6 +37,7 @@ from daemons.details import Difference, diff_runs
 from daemons.errors import ActionError, WrongUseError, one_line_errors
 from daemons.exports import export_run
 from daemons.ranking import RUN, TAG, RunValues, Standing, notes, num_last, rank, read_contestants
+from daemons.start import end_as_interrupted
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id

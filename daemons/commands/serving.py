@@ -38,7 +38,6 @@ from daemons.commands.common import (
     OutputDirOption,
     complain,
     console,
-    end_as_interrupted,
     existing_output,
     make_table,
     print_json,
@@ -49,6 +48,7 @@ from daemons.details import find_version, parse_version
 from daemons.errors import ActionError, WrongUseError, need_cpu, one_line_errors, record_act
 from daemons.process import python_module
 from daemons.specs import saved_folder
+from daemons.start import end_as_interrupted
 from daemons.trash import existing_run
 from prime_rl.configs.admitted import read_effect
 from prime_rl.configs.base import build, load_toml, merge

@@ -26,7 +26,7 @@ PLUGGED_ENV = re.compile(r"(?:verifiers|reasoning-gym|plugin):[A-Za-z0-9][A-Za-z
 # Installed packages name their environments under this group: NAME = "module:factory", called with (args, seed).
 PLUGIN, PLUGIN_GROUP = "plugin", "prime_rl.environments"
 # What must be installed for a provider; the extra "environments" has both.
-MODULES = {"verifiers": "verifiers", "reasoning-gym": "reasoning_gym"}
+MODULES = {"verifiers": ["verifiers"], "reasoning-gym": ["reasoning_gym"]}
 # In a template: where the environment's own question goes.
 QUESTION = "{prompt}"
 

@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from daemons.commands import serving
-from daemons.commands.common import end_as_interrupted
 from daemons.commands.serving import ALL_ROWS, NUM_EXAMPLES, Evaluated, eval_config, evaluate, load_source
 from daemons.errors import ActionError
+from daemons.start import end_as_interrupted
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.files import locked
 from prime_rl.contract.layout import OutputDir

@@ -307,8 +307,7 @@ class ProcessEnvironment:
     async def start(self) -> None:
         """Start the process and wait until it has the environment. Raises ConfigError."""
         source = f"env {self.id!r}"
-        module = MODULES.get(self.provider)
-        if module and (sentence := missing("environments", module)):
+        if sentence := missing("environments", *MODULES.get(self.provider, [])):
             raise ConfigError(source, [ConfigProblem("", sentence)])
         try:
             child = await self._living()
