@@ -28,7 +28,6 @@ from typing import Any
 import tomli_w
 
 from daemons.adding import add_run, check_doubts, check_file, trainer_limits, validate_file
-from daemons.details import hidden
 from daemons.errors import ActionError, WrongUseError, printable, record_act
 from daemons.trash import Progress, acting_on, delete_run, list_trash, undelete_run, users, wait_until_released
 from daemons.workspace import IDLE, RunView, why_idle
@@ -37,6 +36,7 @@ from prime_rl.configs.admitted import (
     Edit,
     apply,
     config_in_effect,
+    hidden,
     in_words,
     read_effect,
     request,

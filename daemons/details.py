@@ -25,8 +25,23 @@ from daemons.errors import ActionError, one_line_errors
 from daemons.machine import Use, disk_use
 from daemons.trash import existing_run
 from daemons.workspace import DaemonView, RunView
-from prime_rl.configs import admitted
-from prime_rl.configs.admitted import Differences, added_data, changed_data, differing, flatten, read_effect
+from prime_rl.configs.admitted import (
+    MAX_CHANGE_CHARS,
+    MAX_CHANGES,
+    Effect,
+    added_data,
+    changed_data,
+    changed_data_text,
+    differing,
+    flatten,
+    hide_secret,
+    hide_secrets,
+    in_words,
+    plain_text,
+    read_effect,
+    resolved,
+    short,
+)
 from prime_rl.configs.base import ConfigError, parse_toml
 from prime_rl.configs.jsonl import MAX_CODE_BYTES
 from prime_rl.contract.files import read_file
@@ -41,11 +56,6 @@ from prime_rl.utils.text import CleanText, clean_strings, clean_text, one_line
 NUM_ERRORS = 5
 _TAIL_BYTES = 256 * 1024
 _ERROR = re.compile(r"^\S+ (WARNING|ERROR|CRITICAL) |^[\w.]*(Error|Exception)\b.*:|^fatal\b", re.IGNORECASE)
-# Names of secret values; `api_key_var` is a name and `max_tokens` a number.
-_SECRET = re.compile(r"(^|_)(api_?key|access_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
-HIDDEN = "(hidden)"
-# Of a change in words.
-_CHANGED = re.compile(r"(?:^|, )([A-Za-z0-9_.-]+) (.*?) -> ")
 
 # Errors of figures, and those about the evaluation itself.
 _NOT_RESULTS = ("_se", "/truncated", "/num_failed")
@@ -100,65 +110,44 @@ def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunD
         disk={one_line(name, 40): use.num_bytes for name, use in uses.items()},
         disk_complete=all(use.complete for use in uses.values()),
         log_tail=daemon.log_tail if daemon else (),
-        data_changed=tuple(admitted.changed_data_text(paths)),
+        data_changed=tuple(changed_data_text(paths)),
         changes=change_texts(paths),
     )
 
 
-def hide_secrets(value: Any) -> Any:
-    """A copy of a config's values in which those with the name of a key are hidden."""
-    if isinstance(value, Mapping):
-        return {k: HIDDEN if _SECRET.search(str(k)) and v else hide_secrets(v) for k, v in value.items()}
-    return [hide_secrets(item) for item in value] if isinstance(value, list) else value
-
-
-def hide_secret(key: str, value: Any) -> Any:
-    """The value of a dotted key, hidden when a part of the key is the name of one."""
-    return HIDDEN if value and any(map(_SECRET.search, key.split("."))) else hide_secrets(value)
-
-
-def hidden(keys: Differences) -> Differences:
-    """Differences of two configs, (key, value, other value), with their secrets hidden."""
-    return [(key, hide_secret(key, one), hide_secret(key, other)) for key, one, other in keys]
-
-
-def changes_of(run: RunDir) -> list[tuple[int, Differences]]:
-    """The changes of a run's config since its first step, oldest first: after which step, and which keys, as text.
+def changes_of(run: RunDir, effect: Effect | None = None) -> list[Change]:
+    """The changes of a run's config since its first step, oldest first.
 
     The last may be in effect and not admitted yet. A change from before the run went back holds from where it went on.
     """
     if (known := read_admitted(run)) is None:
         return []
-    history = known.history[-admitted.MAX_CHANGES :]
+    history = known.history[-MAX_CHANGES:]
     with contextlib.suppress(ConfigError, OSError):
         newest = max(list_steps(run.broadcast, stable_only=True), default=0)
-        if newest and (effect := read_effect(run)).text != known.text:
-            keys = differing(parse_toml(known.text, str(run.admitted)), effect.data)
-            history = [*history, Change(0.0, newest, admitted.in_words(keys))]
-    found: list[tuple[int, Differences]] = []
-    for change in reversed(history):
-        step = min([change.step, *(each for each, _ in found[-1:])])
-        parts = _CHANGED.split(change.what[: admitted.MAX_CHANGE_CHARS])[1:]
-        found.append((step, hidden(list(zip(parts[::3], parts[1::3], parts[2::3], strict=True)))))
-    return [(step, keys) for step, keys in reversed(found) if step > 0 and keys]
+        if newest and (now := effect or read_effect(run)).text != known.text:
+            keys = short(differing(parse_toml(known.text, str(run.admitted)), now.data))
+            history = [*history, Change(0.0, newest, keys)]
+    steps = [min(each.step for each in history[at:]) for at in range(len(history))]
+    return [Change(each.at, step, each.keys) for each, step in zip(history, steps, strict=True) if step and each.keys]
 
 
 def change_texts(run: RunDir) -> tuple[CleanText, ...]:
     """`changes_of` in words, such as "from step 86: optim.lr 0.0015 -> 0.01"."""
-    texts = (f"from step {step}: {admitted.in_words(keys)}" for step, keys in changes_of(run))
-    return tuple(one_line(text, admitted.MAX_CHANGE_CHARS) for text in texts)
+    texts = (f"from step {change.step}: {in_words(change.keys)}" for change in changes_of(run))
+    return tuple(one_line(text, MAX_CHANGE_CHARS) for text in texts)
 
 
-def told_config(run: RunDir) -> dict[str, Any]:
-    """All values of the config in effect by dotted key, without secrets. Raises ConfigError when it is invalid.
+def told_config(run: RunDir, effect: Effect) -> dict[str, Any]:
+    """All values of the config in effect by dotted key, secrets too. Raises ConfigError when it is invalid.
 
     A value that changed since the first step is a text with all that it was: "0.001 -> 0.002".
     """
-    told = dict(flatten(hide_secrets(admitted.resolved(read_effect(run).data))))
-    for _, keys in reversed(changes_of(run)):
-        for key, before, _ in (each for each in keys if each[0] in told or "." in each[0]):
-            after = admitted.plain_text(told.get(key, "unset"))
-            told[key] = one_line(f"{before} -> {after}", admitted.MAX_CHANGE_CHARS)
+    told = dict(flatten(resolved(effect.data)))
+    for change in reversed(changes_of(run, effect)):
+        for key, before, _ in (each for each in change.keys if each[0] in told or "." in each[0]):
+            after = plain_text(hide_secret(key, told.get(key, "unset")))
+            told[key] = one_line(f"{before} -> {after}", MAX_CHANGE_CHARS)
     return told
 
 
@@ -296,24 +285,26 @@ def diff_runs(output_dir: Path, one: str, other: str) -> RunDifference:
         runs = [existing_run(output, run_id) for run_id in (one, other)]
         results = [figures_of(read_result(run)) for run in runs]
         config = diff_configs(*runs)
+        files = [changed_data(run) for run in runs]
+    config += tuple(
+        Difference(one_line(f"data/{name}"), (files[0].get(name), files[1].get(name))) for name in files[0] | files[1]
+    )
     names = dict.fromkeys(name for result in results for name in result)
     figures = tuple(Difference(name, (results[0].get(name), results[1].get(name))) for name in names)
     return RunDifference((one, other), config, figures)
 
 
 def diff_configs(*runs: RunDir) -> tuple[Difference, ...]:
-    """What differs in the configs of two runs, all that they were, and in their files. Raises ConfigError."""
-    configs = [read_effect(run).data for run in runs]
+    """What differs in the configs of two runs, all that they were, and in their code. Raises ConfigError."""
+    effects = [read_effect(run) for run in runs]
+    configs: list[Mapping[str, Any]] = [effect.data for effect in effects]
     codes = [codes_of(run, config) for run, config in zip(runs, configs, strict=True)]
     with contextlib.suppress(ConfigError):
-        configs = [told_config(run) for run in runs]
-    files = [changed_data(run) for run in runs]
-    since = tuple(
-        Difference(one_line(f"data/{name}"), (files[0].get(name), files[1].get(name))) for name in files[0] | files[1]
-    )
+        told = [told_config(run, effect) for run, effect in zip(runs, effects, strict=True)]
+        configs = [{key: hide_secret(key, value) for key, value in each.items()} for each in told]
     keys = [key for key in codes[0] if codes[1].get(key, codes[0][key]) != codes[0][key]]
     changed = tuple(Difference(one_line(f"{key} (code)"), (codes[0][key], codes[1][key])) for key in keys)
-    return config_differences(*configs) + changed + since
+    return config_differences(*configs) + changed
 
 
 def codes_of(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:

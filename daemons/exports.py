@@ -21,13 +21,13 @@ from typing import Any
 
 import tomli_w
 
-from daemons.details import RunResult, Version, change_texts, find_version, hide_secrets, read_result, versions_of
+from daemons.details import RunResult, Version, change_texts, find_version, read_result, versions_of
 from daemons.errors import ActionError, WrongUseError, need, need_cpu, record_act
 from daemons.process import python_module, run_child
 from daemons.specs import MERGE_MODULE, saved_folder
 from daemons.trash import Progress, acting_on
 from prime_rl import __version__
-from prime_rl.configs.admitted import read_effect
+from prime_rl.configs.admitted import hide_secrets, read_effect
 from prime_rl.configs.base import without_nulls
 from prime_rl.contract.files import locked, open_file, sync_path
 from prime_rl.contract.layout import OutputDir, RunDir

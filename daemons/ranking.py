@@ -20,12 +20,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from daemons.details import codes_of, hide_secret, told_config
+from daemons.details import codes_of, told_config
 from daemons.workspace import RunView
-from prime_rl.configs.admitted import plain_text, read_effect
+from prime_rl.configs.admitted import hide_secret, plain_text, read_effect
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.metrics import bounded_mean, series
+from prime_rl.contract.notes import digest_of
 from prime_rl.contract.status import RunState
 from prime_rl.utils.tail import whole_lines
 from prime_rl.utils.text import CleanText, one_line
@@ -214,11 +215,18 @@ def read_contestants(output_dir: Path, runs: Sequence[RunView], metric: str) -> 
 def compared_config(run: RunDir) -> dict[str, str]:
     """What a run is compared by: all values as text, of a reward in a file also its code; {} for an invalid config."""
     try:
-        config: dict[str, str] = {one_line(key): _text(value) for key, value in told_config(run).items()}
-        codes = codes_of(run, read_effect(run).data)
+        effect = read_effect(run)
+        config: dict[str, str] = {one_line(key): _shown(key, value) for key, value in told_config(run, effect).items()}
+        codes = codes_of(run, effect.data)
     except ConfigError:
         return {}
     return config | {key: one_line(f"{config[key]}@{code}") for key, code in codes.items() if key in config}
+
+
+def _shown(key: str, value: object) -> CleanText:
+    """A value as text; one with the name of a secret is hidden, and still differs from another."""
+    text, shown = _text(value), _text(hide_secret(key, value))
+    return text if shown == text else one_line(f"{shown} {digest_of(text.encode())[:4]}")
 
 
 def _text(value: object) -> CleanText:

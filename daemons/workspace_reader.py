@@ -308,8 +308,7 @@ def edit_text(run: RunDir, edit: Edit | None) -> str | None:
     apply, restore = f"prl runs apply {run.run_id} (pause it first)", f"prl runs restore {run.run_id}"
     if edit.problem is not None:
         return f"edited, not in effect: orch.toml is invalid ({edit.problem}): correct it, or {restore}"
-    from daemons.details import hidden
-    from prime_rl.configs.admitted import in_words
+    from prime_rl.configs.admitted import hidden, in_words
 
     return f"edited, not in effect: {in_words(hidden(edit.keys))}: {apply}, or {restore}"
 

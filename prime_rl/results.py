@@ -20,11 +20,11 @@ from typing import Any
 
 import msgspec
 
-from daemons.details import change_texts, hide_secrets, metrics_lines
+from daemons.details import change_texts, metrics_lines
 from daemons.errors import ActionError
 from daemons.workspace import RunView
 from daemons.workspace_reader import read_workspace
-from prime_rl.configs.admitted import read_effect
+from prime_rl.configs.admitted import hide_secrets, read_effect
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.metrics import REWARD
 from prime_rl.contract.samples import Sample, clean_sample, read_samples

@@ -25,10 +25,9 @@ from daemons.commands.common import (
     say,
 )
 from daemons.commands.runs import SetOption, parse_overrides
-from daemons.details import hide_secret
 from daemons.errors import WrongUseError
 from prime_rl.configs import EXAMPLES
-from prime_rl.configs.admitted import flatten, read_effect
+from prime_rl.configs.admitted import flatten, hide_secret, read_effect
 from prime_rl.configs.base import BaseConfig, build, merge, parse_toml, read_text
 from prime_rl.configs.explain import (
     KINDS,

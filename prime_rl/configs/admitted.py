@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -29,7 +30,11 @@ from prime_rl.contract.notes import MAX_FILE_BYTES, Admission, Change, digest_of
 from prime_rl.utils.text import CleanText, one_line
 
 MAX_CHANGES = 50
-MAX_CHANGE_CHARS = 2_000
+# A changed key costs FORM_CHARS besides its own.
+MAX_CHANGE_CHARS, MAX_VALUE_CHARS, FORM_CHARS = 2_000, 300, 50
+# Names of secret values; `api_key_var` is a name and `max_tokens` a number.
+_SECRET = re.compile(r"(^|_)(api_?key|access_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+HIDDEN = "(hidden)"
 # Of a run that names more data files only the first are looked at again.
 MAX_FILES = 32
 
@@ -129,14 +134,42 @@ def write_admitted(run: RunDir, effect: Effect, step: int) -> None:
     if before is None or changes or before.sha256 != effect.sha256:
         history = list(before.history) if before else []
         if changes:
-            history.append(Change(now, step, in_words(changes)[:MAX_CHANGE_CHARS]))
+            history.append(Change(now, step, short(changes)))
         admission = Admission(run.run_id, now, step, effect.sha256, effect.text, history[-MAX_CHANGES:])
         text = tomli_w.dumps(msgspec.to_builtins(admission), multiline_strings=True)
         write_atomic(run.admitted, text, mode=_mode(run))
     remove_file(run.applied)
 
 
-def in_words(keys: Differences) -> str:
+def hide_secrets(value: Any) -> Any:
+    """A copy of a config's values in which those with the name of a key are hidden."""
+    if isinstance(value, Mapping):
+        return {k: HIDDEN if _SECRET.search(str(k)) and v else hide_secrets(v) for k, v in value.items()}
+    return [hide_secrets(item) for item in value] if isinstance(value, list) else value
+
+
+def hide_secret(key: str, value: Any) -> Any:
+    """The value of a dotted key, hidden when a part of the key is the name of one."""
+    return HIDDEN if value and any(map(_SECRET.search, key.split("."))) else hide_secrets(value)
+
+
+def hidden(keys: Differences) -> Differences:
+    """Differences of two configs, (key, value, other value), with their secrets hidden."""
+    return [(key, hide_secret(key, one), hide_secret(key, other)) for key, one, other in keys]
+
+
+def short(keys: Differences) -> list[tuple[str, str, str]]:
+    """Differences as texts without secrets: the first of MAX_CHANGE_CHARS together, long values cut."""
+    texts, room = list[tuple[str, str, str]](), MAX_CHANGE_CHARS
+    for key, one, other in hidden(keys):
+        texts.append((key, one_line(_value(one), MAX_VALUE_CHARS), one_line(_value(other), MAX_VALUE_CHARS)))
+        room -= FORM_CHARS + sum(map(len, texts[-1]))
+        if room < 0:
+            return texts[:-1]
+    return texts
+
+
+def in_words(keys: Iterable[tuple[str, Any, Any]]) -> str:
     """Such as "optim.lr 0.0015 -> 0.01, seed 1 -> 2"."""
     return ", ".join(f"{key} {_value(before)} -> {_value(after)}" for key, before, after in keys)
 

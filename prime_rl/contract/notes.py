@@ -27,7 +27,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import tomli
@@ -150,12 +150,15 @@ def done_request(run: RunDir) -> ResumeRequest | None:
 MAX_ADMITTED_BYTES = 1200 << 10
 
 
+Step = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
 class Change(msgspec.Struct, frozen=True):
-    """A change of the admitted config: when (Unix seconds), from which step, and the keys with both values."""
+    """A change of the admitted config: when (Unix seconds), after which step, and (key, value before, value after)."""
 
     at: float
-    step: int
-    what: str
+    step: Step
+    keys: list[tuple[str, str, str]] = []  # as short texts without secrets
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -171,7 +174,7 @@ class Admission(msgspec.Struct, frozen=True):
 
     run_id: str
     at: float
-    step: int
+    step: Step
     sha256: str
     text: str
     history: list[Change] = []

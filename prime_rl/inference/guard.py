@@ -96,7 +96,7 @@ def check_ranges(body: Mapping[str, Any]) -> None:
 # A thousand prompts of 2,000 tokens, as text.
 MAX_BODY_BYTES = 16 * 2**20
 # To decode a body holds up the event loop, in a thread too; lists and objects most. After a large one others go on.
-MAX_BRACKETS, LARGE_BODY_BYTES, LARGE_BYTES_PER_S = 2**20, 2**20, 16 * 2**20
+MAX_BRACKETS, LARGE_BODY_BYTES, LARGE_BYTES_PER_S, LARGE_WAIT_S = 2**20, 2**20, 16 * 2**20, 5
 # A client that sends so slowly would hold its connection, and what it has sent, for ever.
 BODY_TIMEOUT_S = 60.0
 # Beyond this the connection is closed in the middle of the body.
@@ -187,11 +187,13 @@ class Guard:
         await self._app(scope, receive, send)
 
     async def _hold_large(self, body: bytes) -> None:
-        """Wait until a large body may be decoded. Raises ApiError (400) for one that would become too many objects."""
+        """Wait until a large body may be decoded. Raises ApiError: 429 behind many, 400 for one of too many objects."""
         if len(body) > LARGE_BODY_BYTES:
             if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
                 raise ApiError(400, f"The body has more than {MAX_BRACKETS} brackets: ask for less at a time.")
             begins = max(now := asyncio.get_running_loop().time(), self._large_at)
+            if begins - now > LARGE_WAIT_S:
+                raise ApiError(429, "Too many large requests at once.", retry_after_s=LARGE_WAIT_S)
             self._large_at = begins + len(body) / LARGE_BYTES_PER_S
             await asyncio.sleep(begins - now)
 

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from prime_rl.configs.orchestrator import OptimConfig, OrchestratorConfig, SchedulerConfig
 from prime_rl.trainer.world import World
 from prime_rl.utils.runtime import is_out_of_memory
+from prime_rl.utils.text import one_line
 
 Params = list[nn.Parameter]
 # An optimizer's state: by number of the parameter, its own names and values.
@@ -160,7 +161,7 @@ class RunOptimizer:
         except Exception as error:
             is_held = "without overflow" not in str(error)  # else float32 does not hold the rate
             if is_held:
-                raised = NO_MEMORY if is_out_of_memory(error) else f"{RAISED} {type(error).__name__}: {error}"
+                raised = NO_MEMORY if is_out_of_memory(error) else one_line(f"{RAISED} {type(error).__name__}: {error}")
         self.weights.drop_gradients()
         are_good = is_held and self.weights.are_within(self._limit)
         found = [raised == NO_MEMORY, bool(raised), not are_good]

@@ -102,7 +102,7 @@ async def test_an_edit_is_applied_to_a_paused_run_and_taken_back(living: Workspa
     living.prl("runs", "continue", RUN)
     living.wait(lambda: published(living, RUN) > step, "the run to go on")
     admitted = read_admitted(run)
-    assert admitted is not None and [each.what for each in admitted.history] == ["optim.lr 0.0015 -> 0.01"]
+    assert admitted is not None and [each.keys for each in admitted.history] == [[("optim.lr", "0.0015", "0.01")]]
     assert (admitted.history[0].step, living.runs()[RUN]["edited"]) == (step, None)
     assert read_metrics(run.trainer_metrics)[-1]["lr"] == 0.01
     edit(living, "lr = 0.01", "lr = 0.5")

@@ -22,15 +22,18 @@ from daemons.errors import ActionError
 from daemons.exports import export_run
 from daemons.halving import Halving
 from daemons.observe import Observer
-from daemons.ranking import read_contestants
+from daemons.ranking import compared_config, read_contestants
 from daemons.workspace import RunView
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.admitted import (
+    HIDDEN,
     MAX_CHANGE_CHARS,
     MAX_CHANGES,
     apply,
     config_in_effect,
+    in_words,
     read_effect,
+    short,
     write_admitted,
 )
 from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError, dump_toml, load_toml, parse_toml
@@ -176,12 +179,15 @@ def test_what_a_run_puts_in_the_place_of_its_admitted_config_ends_no_trainer(run
 
 
 def test_the_largest_config_is_admitted_and_more_of_a_history_than_is_kept_is_not_looked_through(run: RunDir) -> None:
-    change, late = Change(0.0, 1, "\x01" * MAX_CHANGE_CHARS), Change(0.0, 1, f"{'x' * MAX_CHANGE_CHARS}, seed 1 -> 2")
+    many, long = ([(str(key), "\x01" * size, "é" * size) for key in range(1000)] for size in (1, 2000))
+    kept = [Change(0.0, 1, short(keys)) for keys in (many, long)]
+    assert all(change.keys and len(in_words(change.keys)) <= MAX_CHANGE_CHARS for change in kept)
+    change = max(kept, key=lambda change: len(tomli_w.dumps(msgspec.to_builtins(change))))
     largest = Admission("run_a", 0.0, 0, "", '"' * MAX_TOML_BYTES, [change] * MAX_CHANGES)
     assert len(tomli_w.dumps(msgspec.to_builtins(largest), multiline_strings=True)) <= MAX_ADMITTED_BYTES
-    early = Change(0.0, 1, "seed 3 -> 1")
+    early, late = Change(0.0, 1, [("seed", "3", "1")]), Change(0.0, 1, [("seed", "1", "2")])
     run.admitted.write_bytes(msgspec.toml.encode(Admission("run_a", 0.0, 0, "", "", [early, *[late] * MAX_CHANGES])))
-    assert changes_of(run) == []
+    assert changes_of(run) == [late] * MAX_CHANGES
 
 
 ESCAPED = "\\" * 200_000
@@ -260,7 +266,7 @@ def test_apply_takes_the_edit_at_the_next_admission_and_keeps_a_history(run: Run
     assert restarted(run).run(0).config.optim.lr == 0.01
     admitted = read_admitted(run)
     assert admitted is not None and not run.applied.exists()
-    assert [change.what for change in admitted.history] == ["max_steps 25 -> 30, optim.lr 0.0015 -> 0.01"]
+    assert [change.keys for change in admitted.history] == [[("max_steps", "25", "30"), ("optim.lr", "0.0015", "0.01")]]
     lines = [json.loads(line) for line in OutputDir(run.path.parent).audit.read_text().splitlines()]
     assert [(line["action"], line["reason"]) for line in lines] == [("apply", "faster")]
     assert "nothing to apply" in actions.apply_edit(run.path.parent, "run_a")
@@ -294,8 +300,12 @@ def test_a_key_that_changed_while_the_run_trained_is_compared_with_all_that_it_w
     """Else a result is credited to a learning rate that came after it."""
     admitted = restarted(run) and read_admitted(run)
     assert admitted is not None
-    whats = {0: "seed 0 -> 1", 20: "optim.lr 0.001 -> 0.002, seed 1 -> 2", 29: "optim.lr 0.002 -> 0.0015"}
-    history = [Change(0.0, step, what) for step, what in whats.items()]
+    keys = {
+        0: [("seed", "0", "1")],
+        20: [("optim.lr", "0.001", "0.002"), ("seed", "1", "2")],
+        29: [("optim.lr", "0.002", "0.0015")],
+    }
+    history = [Change(0.0, step, changed) for step, changed in keys.items()]
     run.admitted.write_bytes(msgspec.toml.encode(msgspec.structs.replace(admitted, history=history)))
     [found] = read_contestants(run.path.parent, [view(run)], "reward/mean")
     assert (found.config["optim.lr"], found.config["seed"]) == ("0.001 -> 0.002 -> 0.0015", "1 -> 42")
@@ -338,17 +348,56 @@ def test_a_change_of_the_config_is_told_by_every_reader_from_when_it_is_applied(
     assert sentence in (export_run(workspace, "run_a", out / "v11").out / "README.md").read_text()
 
 
-def test_a_change_holds_from_where_the_run_went_back_to_and_tells_no_secret(run: RunDir) -> None:
+def test_a_change_holds_from_where_the_run_went_back_to(run: RunDir) -> None:
     admitted = read_admitted(run)
     assert admitted is not None
-    whats = {86: "env.0.args.api_key sk-one -> sk-two", 20: "ckpt.resume_step -1 -> 20"}
-    history = [Change(0.0, step, what) for step, what in whats.items()]
+    keys = {86: [("env.0.args.max_len", "4", "8")], 20: [("ckpt.resume_step", "-1", "20")]}
+    history = [Change(0.0, step, changed) for step, changed in keys.items()]
     run.admitted.write_bytes(msgspec.toml.encode(msgspec.structs.replace(admitted, history=history)))
     assert change_texts(run) == (
-        "from step 20: env.0.args.api_key (hidden) -> (hidden)",
+        "from step 20: env.0.args.max_len 4 -> 8",
         "from step 20: ckpt.resume_step -1 -> 20",
     )
-    assert told_config(run)["env.0.args.api_key"] == "(hidden) -> unset"
+    assert told_config(run, read_effect(run))["env.0.args.max_len"] == "4 -> unset"
+
+
+def test_a_change_tells_texts_of_any_form_and_no_secret(run: RunDir) -> None:
+    """Neither of a long text before it, nor of a list around it, nor of its own line breaks and commas."""
+    long = "one, two -> three\n" * 200
+    secret = {"judge_api_key": "sk-\none, two", "keys": [["a", {"api_key": "sk-1"}]]}
+    put_version(run, 5)
+    for asked in ({"system_prompt": long, **secret}, {"system_prompt": "b -> c", "judge_api_key": "sk-2"}):
+        edit(run, env=[{"id": "plugin:judged", "args": asked}])
+        apply(run, run.orch_toml.read_text())
+        write_admitted(run, read_effect(run), 5)
+    texts = change_texts(run)
+    assert "env.0.args.system_prompt unset -> one, two -> three" in texts[0] and len(texts[0]) <= MAX_CHANGE_CHARS
+    assert texts[1].startswith("from step 5: env.0.args.system_prompt one, two -> three") and "-> b -> c" in texts[1]
+    assert "sk-" not in run.admitted.read_text().partition("[[history]]")[2] and "sk-" not in str(texts)
+    effect = read_effect(run)
+    assert told_config(run, effect)["env.0.args.system_prompt"].endswith("-> b -> c")
+    assert "sk-" not in str(compared_config(run))
+
+
+def test_values_with_the_name_of_a_secret_are_hidden_and_still_compared(run: RunDir) -> None:
+    add(run.path.parent, "run_b", env=[{"id": "plugin:p", "args": {"stop_token": "<0>"}}])
+    add(run.path.parent, "run_c", env=[{"id": "plugin:p", "args": {"stop_token": "<1>"}}])
+    one, other = (
+        compared_config(RunDir(run.path.parent / name))["env.0.args.stop_token"] for name in ("run_b", "run_c")
+    )
+    assert one != other and one.startswith(HIDDEN) and "<" not in one + other
+
+
+@pytest.mark.parametrize("step", ["0x" + "f" * 5000, "-1", str(2**60)])
+def test_an_admission_after_a_step_that_no_run_reaches_is_none(run: RunDir, step: str) -> None:
+    admitted = restarted(run) and read_admitted(run)
+    assert admitted is not None
+    changed = msgspec.structs.replace(admitted, history=[Change(0.0, 7, [("seed", "1", "2")])])
+    text = msgspec.toml.encode(changed).decode()
+    assert "step = 7" in text
+    run.admitted.write_text(text.replace("step = 7", f"step = {step}"))
+    assert read_admitted(run) is None and change_texts(run) == ()
+    assert read_details(run, view(run), None).changes == ()
 
 
 def test_a_new_run_is_not_offered_an_edit_that_is_not_in_effect(run: RunDir) -> None:
@@ -404,7 +453,7 @@ def test_live_keys_of_an_edit_are_taken_at_once_and_written_down(run: RunDir) ->
     look(manager)
     assert (manager.run(0).config.weight, manager.run(0).config.optim.lr) == (3.0, 0.0015)
     admitted = read_admitted(run)
-    assert admitted is not None and [change.what for change in admitted.history] == ["weight 1.0 -> 3.0"]
+    assert admitted is not None and [change.keys for change in admitted.history] == [[("weight", "1.0", "3.0")]]
     assert "weight" not in (view(run).edited or "") and view(run).weight == 3.0
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from daemons.commands.runs import details_view
-from daemons.details import HIDDEN, RunDetails, hide_secrets, read_details
+from daemons.details import RunDetails, read_details
 from daemons.machine import MIN_FORECAST_S, DiskReader, disk_use
 from daemons.workspace_reader import read_workspace
+from prime_rl.configs.admitted import HIDDEN, hide_secrets
 from prime_rl.contract.layout import RunDir
 from tests.daemons_support import RUN_TOML
 from tui.readers.run_config import measure

@@ -222,6 +222,7 @@ async def test_others_are_served_between_large_bodies(monkeypatch: pytest.Monkey
     await asyncio.gather(*(large(f"/{number}") for number in range(3)))
     assert [came.get_nowait() for _ in range(3)] == ["/0", "/1", "/2"]
     monkeypatch.setattr(guard, "LARGE_BYTES_PER_S", 1)
+    monkeypatch.setattr(guard, "LARGE_WAIT_S", 10 * guard.LARGE_BODY_BYTES)
     waiting = [asyncio.create_task(large(f"/{number}")) for number in range(3)]
     assert await asyncio.wait_for(came.get(), PATIENCE_S) == "/0"
     await post("/small", BODY)
@@ -231,6 +232,10 @@ async def test_others_are_served_between_large_bodies(monkeypatch: pytest.Monkey
         task.cancel()
     await asyncio.wait(waiting)
     assert came.get_nowait() == "None" and came.empty(), "of the body of that refusal"
+    monkeypatch.setattr(guard, "LARGE_WAIT_S", 5)  # no body waits in memory for longer
+    for number in range(3):
+        await large(f"/late {number}")
+    assert [came.get_nowait() for _ in range(6)] == ["429", "None"] * 3
 
 
 @pytest.mark.parametrize(

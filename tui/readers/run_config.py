@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import calendar
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -30,7 +29,7 @@ from daemons.machine import disk_use
 from daemons.workspace import SUPERVISOR, shown
 from daemons.workspace_reader import edit_text, stamp_of
 from prime_rl.configs import admitted
-from prime_rl.configs.admitted import MAX_FILES, plain_text, read_effect
+from prime_rl.configs.admitted import plain_text, read_effect
 from prime_rl.configs.base import ConfigError, build, parse_toml
 from prime_rl.configs.explain import key_lines
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -120,10 +119,8 @@ class ConfigReader:
 
 def config_stamp(run: RunDir) -> tuple[object, ...]:
     """Changes whenever the run's config in effect, or the files that it names, may be others."""
-    files: list[Path] = []
-    with contextlib.suppress(OSError), os.scandir(run.data) as found:
-        files = sorted(Path(each.path) for each in itertools.islice(found, MAX_FILES))
-    return tuple(map(stamp_of, (run.orch_toml, run.admitted, run.applied, run.data_digests, *files)))
+    named = (run.data_file(name) for name in admitted.added_data(run))
+    return tuple(map(stamp_of, (run.orch_toml, run.admitted, run.applied, run.data_digests, *named)))
 
 
 def read_config(run: RunDir) -> CleanText | None:

@@ -20,10 +20,10 @@ from textual.message import Message
 from textual.widgets import Static
 
 from daemons.details import Difference
-from prime_rl.utils.text import one_line
+from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
 from tui.messages import TabAsked
-from tui.readers.run_config import ConfigData, ConfigRequest, Event, EventsData, Value
+from tui.readers.run_config import ConfigData, ConfigRequest, Event, EventsData, Value, toml_text
 from tui.readers.tabs import CONFIG
 
 MAX_LINES = 2_000
@@ -71,11 +71,11 @@ def describe_values(values: Sequence[Value]) -> Text:
     return text
 
 
-def value_text(value: object) -> str:
-    """A value of a difference; a dash for none."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    return fmt.DASH if value is None else one_line(str(value))
+def value_text(value: object) -> CleanText:
+    """A value of a difference, as TOML but for texts; a dash for none."""
+    if value is None:
+        return one_line(fmt.DASH)
+    return one_line(value) if isinstance(value, str) else toml_text(value)
 
 
 def describe_differences(mine: str, other: str, differences: Sequence[Difference], width: int) -> Text:
