@@ -133,8 +133,8 @@ def changes_of(run: RunDir, effect: Effect | None = None) -> list[Change]:
 
 
 def change_texts(run: RunDir) -> tuple[CleanText, ...]:
-    """`changes_of` in words, such as "from step 86: optim.lr 0.0015 -> 0.01"."""
-    texts = (f"from step {change.step}: {in_words(change.keys)}" for change in changes_of(run))
+    """`changes_of` in words, such as "after step 86: optim.lr 0.0015 -> 0.01"."""
+    texts = (f"after step {change.step}: {in_words(change.keys)}" for change in changes_of(run))
     return tuple(one_line(text, MAX_CHANGE_CHARS) for text in texts)
 
 

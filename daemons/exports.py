@@ -274,7 +274,7 @@ class CardFacts:
 def model_card(facts: CardFacts) -> str:
     """A README.md in the form that the Hugging Face hub reads."""
     result, title = facts.result, f"{facts.run_id}, version {facts.step}"
-    changed = f"This is the newest. It changed; what changed from step {facts.step} on came after this version:"
+    changed = f"This is the newest. It changed while the run trained; this is the version after step {facts.step}:"
     what = "A LoRA adapter" if facts.is_adapter else "A whole model"
     parts = [
         "\n".join(["---", *_metadata(facts), "---"]),

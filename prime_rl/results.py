@@ -64,7 +64,7 @@ class Run:
 
     @property
     def changes(self) -> list[str]:
-        """Its changes since the first step, such as "from step 86: optim.lr 0.0015 -> 0.01"; oldest first."""
+        """Its changes since the first step, such as "after step 86: optim.lr 0.0015 -> 0.01"; oldest first."""
         return [*change_texts(self.paths)]
 
     def metrics(self) -> list[dict[str, float]]:

@@ -432,7 +432,8 @@ def _passes(results: list[EvalResult]) -> list[str]:
 def _row(result: EvalResult, names: list[str]) -> list[object]:
     def cell(name: str) -> str:
         value = result.figures.get(name)
-        return "-" if value is None else f"{value:.3f} ± {result.figures.get(f'{name}_se', 0.0):.3f}"
+        error = f" ± {result.figures.get(f'{name}_se', 0.0):.3f}" * (result.num_examples > 1)  # one example has none
+        return "-" if value is None else f"{value:.3f}{error}"
 
     counts = (result.num_examples, result.num_rollouts, result.num_failed)
     return [one_line(result.target), one_line(result.env), *counts, *map(cell, names)]

@@ -318,7 +318,7 @@ async def test_the_config_tab_tells_what_the_config_was(workspace: OutputDir) ->
     apply(run, run.orch_toml.read_text().replace("rank = 8", "rank = 4"))
     write_admitted(run, read_effect(run), 10)
     async with opened_run(workspace.path) as o:
-        await see(o, "config", "from step 10: model.lora.rank 8 -> 4")
+        await see(o, "config", "after step 10: model.lora.rank 8 -> 4")
 
 
 @pytest.mark.slow

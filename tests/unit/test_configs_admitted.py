@@ -322,7 +322,7 @@ def test_a_change_of_the_config_is_told_by_every_reader_from_when_it_is_applied(
         put_version(run, step)
     edit(run, optim={"lr": 0.01})
     actions.apply_edit(workspace, "run_a")
-    told, sentence = "0.0015 -> 0.01", "from step 10: optim.lr 0.0015 -> 0.01"
+    told, sentence = "0.0015 -> 0.01", "after step 10: optim.lr 0.0015 -> 0.01"
     for name in ("applied", "admitted"):
         assert run.applied.exists() is (name == "applied")
         assert read_details(run, view(run), None).changes == (sentence,)
@@ -338,7 +338,7 @@ def test_a_change_of_the_config_is_told_by_every_reader_from_when_it_is_applied(
         assert compared is not None and compared.keys == ("optim.lr",)
         assert Workspace(workspace).run("run_a").changes == [sentence]
         card = export_run(workspace, "run_a", out / name, step=5).out / "README.md"
-        assert f"what changed from step 5 on came after this version:\n\n```\n{sentence}" in card.read_text()
+        assert f"this is the version after step 5:\n\n```\n{sentence}" in card.read_text()
         assert prl(["runs", "show", "run_a", "--output-dir", str(workspace)]) == 0
         assert sentence in capsys.readouterr().out
         assert prl(["runs", "show", "run_a", "--json", "--output-dir", str(workspace)]) == 0
@@ -355,8 +355,8 @@ def test_a_change_holds_from_where_the_run_went_back_to(run: RunDir) -> None:
     history = [Change(0.0, step, changed) for step, changed in keys.items()]
     run.admitted.write_bytes(msgspec.toml.encode(msgspec.structs.replace(admitted, history=history)))
     assert change_texts(run) == (
-        "from step 20: env.0.args.max_len 4 -> 8",
-        "from step 20: ckpt.resume_step -1 -> 20",
+        "after step 20: env.0.args.max_len 4 -> 8",
+        "after step 20: ckpt.resume_step -1 -> 20",
     )
     assert told_config(run, read_effect(run))["env.0.args.max_len"] == "4 -> unset"
 
@@ -372,7 +372,7 @@ def test_a_change_tells_texts_of_any_form_and_no_secret(run: RunDir) -> None:
         write_admitted(run, read_effect(run), 5)
     texts = change_texts(run)
     assert "env.0.args.system_prompt unset -> one, two -> three" in texts[0] and len(texts[0]) <= MAX_CHANGE_CHARS
-    assert texts[1].startswith("from step 5: env.0.args.system_prompt one, two -> three") and "-> b -> c" in texts[1]
+    assert texts[1].startswith("after step 5: env.0.args.system_prompt one, two -> three") and "-> b -> c" in texts[1]
     assert "sk-" not in run.admitted.read_text().partition("[[history]]")[2] and "sk-" not in str(texts)
     effect = read_effect(run)
     assert told_config(run, effect)["env.0.args.system_prompt"].endswith("-> b -> c")

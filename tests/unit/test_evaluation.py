@@ -168,3 +168,6 @@ def test_no_figure_of_an_evaluation_is_cut_on_a_narrow_terminal(
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) == num_lines and "…" not in shown and "run_letters-2@v12" in shown
     assert all(shown.count(value) == 2 for value in ("0.500 ± 0.125", "0.250 ± 0.000", "0.625 ± 0.000"))
+    one = EvalResult("base", "jsonl", 1, 1, 0, {"reward": 0.057, "reward_se": 0.0})
+    serving._print(Evaluated((one,), Path("samples.jsonl"), False), as_json=False)
+    assert "0.057 \n" in f"{capsys.readouterr().out.splitlines()[1].strip()} \n", "one example has no standard error"
