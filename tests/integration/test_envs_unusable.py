@@ -1,4 +1,4 @@
-"""Examples of which no rollout can be made, on a living system: the runs that have them finish."""
+"""Examples of which no rollout can be made, on a living system: the runs that have them finish, and so do others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from prime_rl.contract.status import RunStatus, read_status
+from tests.integration.test_neighbours import add_good, check_good
 from tests.system_support import ROOT, Workspace, closed, make_workspace, read_metrics
 
 # Every fourth row of 40, and the seq_len of the workspace is 96.
@@ -27,7 +28,7 @@ def system(tmp_path: Path, untaught_model: Path, monkeypatch: pytest.MonkeyPatch
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rows\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[prime_rl.environments]\nrows = rows_env:Rows\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, ROOT / "tests" / "files", ROOT))))
-    yield from closed(make_workspace(tmp_path, untaught_model, slots=3))
+    yield from closed(make_workspace(tmp_path, untaught_model, slots=5))
 
 
 def add(system: Workspace, name: str, spoil: Callable[[dict[str, Any]], object], every: int = 4) -> Path:
@@ -45,12 +46,13 @@ def add(system: Workspace, name: str, spoil: Callable[[dict[str, Any]], object],
 
 @pytest.mark.release
 def test_runs_with_unusable_examples_finish_and_tell_which_they_are(system: Workspace) -> None:
+    """Two good runs beside them have the weights of undisturbed ones."""
     files = {
         "long": add(system, "long", lambda row: row.update(question=LONG)),
         "null": add(system, "null", lambda row: row.update(question=None)),
         "lone": add(system, "lone", lambda row: row.pop("answer")),
     }
-    system.up()
+    add_good(system)
     ids = [f"run_{name}" for name in files]
     system.wait(lambda: {system.state(run_id) for run_id in ids} == {"finished"}, "the three runs to finish")
     reasons = {
@@ -69,6 +71,7 @@ def test_runs_with_unusable_examples_finish_and_tell_which_they_are(system: Work
         last = [line for line in read_metrics(run.orchestrator_metrics) if "reward/mean" in line][-1]
         assert last["examples_unusable"] <= status.examples_unusable
         assert (last["step"], last["groups_dropped"]) == (4, 0)
+    check_good(system)
 
 
 @pytest.mark.release
