@@ -72,9 +72,9 @@ def describe_values(values: Sequence[Value]) -> Text:
 
 
 def value_text(value: object) -> CleanText:
-    """A value of a difference, as TOML but for texts; a dash for none."""
-    if value is None:
-        return one_line(fmt.DASH)
+    """A value of a difference: as TOML, but a text as it is and a float with six digits; a dash for none."""
+    if value is None or isinstance(value, float):
+        return one_line(fmt.DASH if value is None else f"{value:g}")
     return one_line(value) if isinstance(value, str) else toml_text(value)
 
 
