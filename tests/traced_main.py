@@ -222,7 +222,8 @@ def update_with(kinds: Sequence[str], model: PolicyModel, world: World, workspac
     for seed in range(2):
         step.forward_backward(micro_batch(seed))
     for run in manager.used:
-        assert step.update(run, ReadyRun(run.run_idx, 10, 1)).problem is None
+        report = step.update(run, ReadyRun(run.run_idx, 10, 1))
+        assert report.problem is None, report.problem
         taken = snapshots.whole(run)
         weights = cast(AdapterSnapshot, taken.weights).tensors
         assert taken.state is not None
@@ -233,7 +234,8 @@ def update_with(kinds: Sequence[str], model: PolicyModel, world: World, workspac
         run.training.load_state_dict(taken.state)
     step.forward_backward(micro_batch())
     for run in manager.used:
-        assert step.update(run, ReadyRun(run.run_idx, 10, 1)).problem is None
+        report = step.update(run, ReadyRun(run.run_idx, 10, 1))
+        assert report.problem is None, report.problem
         assert {leaf.device for _, leaf in manager.get_named_parameters_for_run(run.run_idx)} == {GPU}
 
 

@@ -166,9 +166,9 @@ class RunOptimizer:
         are_good = is_held and self.weights.are_within(self._limit)
         found = [raised == NO_MEMORY, bool(raised), not are_good]
         no_memory, any_raised, any_bad = self._world.sum(torch.tensor(found, dtype=torch.float32)).tolist()
-        if any_raised:
-            return NO_MEMORY if no_memory else raised or f"{RAISED} on another rank"
-        return "the weights after it" if any_bad else None
+        if any_raised >= 1:
+            return NO_MEMORY if no_memory >= 1 else raised or f"{RAISED} on another rank"
+        return "the weights after it" if any_bad >= 1 else None
 
     def _update(self, grad_norm: float) -> None:
         limit = self._config.optim.max_norm

@@ -240,9 +240,9 @@ async def test_problems_newest_first_and_each_opens_what_has_it(workspace: Outpu
     workspace.run("run_collapsed").evicted.write_text("the reward collapsed")
     os.utime(workspace.run("run_collapsed").evicted, (NOW - 1, NOW - 1))
     async with opened(workspace, "5") as (app, pilot):
-        await until(pilot, lambda: len(keys_of(app)) == 5, "the problems")
+        await until(pilot, lambda: len(keys_of(app)) == 7, "the problems")
         assert keys_of(app)[0] == "run run_collapsed" and keys_of(app)[-1] == "entry run_bad name"
-        await sees(app, pilot, "▲ 5 problems", "the reward collapsed")
+        await sees(app, pilot, "▲ 7 problems", "the reward collapsed")
         assert problems(app).target_row() is not None and problems(app).target_daemon() == "run_collapsed"
         await pilot.press("enter")
         assert isinstance(app.screen, RunScreen) and app.screen.run_id == "run_collapsed"
