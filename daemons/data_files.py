@@ -24,7 +24,7 @@ from prime_rl.utils.runtime import missing
 
 
 def data_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProblem]:
-    """What is wrong with the files, and the libraries that environments need. Reads the files, and runs no code."""
+    """Problems of the files, and libraries that environments lack. Reads the files, and runs no code."""
     problems, taken = [], dict[Path, str]()
     for key, env in _envs(config):
         if sentence := missing("environments", *MODULES.get(env.id.partition(":")[0], [])):

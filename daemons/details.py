@@ -295,7 +295,7 @@ def diff_runs(output_dir: Path, one: str, other: str) -> RunDifference:
 
 
 def diff_configs(*runs: RunDir) -> tuple[Difference, ...]:
-    """What differs in the configs of two runs, all that they were, and in their code. Raises ConfigError."""
+    """Differences of the configs of two runs, with all that they were, and of their code. Raises ConfigError."""
     effects = [read_effect(run) for run in runs]
     configs: list[Mapping[str, Any]] = [effect.data for effect in effects]
     codes = [codes_of(run, config) for run, config in zip(runs, configs, strict=True)]

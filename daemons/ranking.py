@@ -213,7 +213,7 @@ def read_contestants(output_dir: Path, runs: Sequence[RunView], metric: str) -> 
 
 
 def compared_config(run: RunDir) -> dict[str, str]:
-    """What a run is compared by: all values as text, of a reward in a file also its code; {} for an invalid config."""
+    """The values a run is compared by, as text, of a reward in a file also its code; {} for an invalid config."""
     try:
         effect = read_effect(run)
         config: dict[str, str] = {one_line(key): _shown(key, value) for key, value in told_config(run, effect).items()}
