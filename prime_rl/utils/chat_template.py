@@ -1,7 +1,7 @@
 """The chat template of a model: from messages to the text that the model reads, as transformers renders it.
 
-Orchestrators, the chat route of the embedded engine and `prl runs validate` render here, without torch and
-transformers; vLLM's chat route uses transformers itself. Those who call make token ids of the text.
+Orchestrators, the chat routes of both engines and `prl runs validate` render here, without torch and transformers.
+Those who call make token ids of the text.
 """
 
 from __future__ import annotations

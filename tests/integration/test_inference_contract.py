@@ -26,6 +26,8 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.served import LOGPROBS_HEADER
 from prime_rl.contract.status import InferenceStatus, is_alive, read_status
+from prime_rl.orchestrator.envs.base import Message
+from prime_rl.orchestrator.policy import ChatTokenizer
 from tests.adapter_sets import TARGET_SETS, TrainedAdapter
 from tests.inference_support import (
     EOS,
@@ -393,6 +395,16 @@ def test_no_more_adapters_than_slots(server: RunningServer, model: Path) -> None
         assert response.status_code == 400 and "slots" in error_of(response)
     server.load("run_m@v1", folder)
     server.unload("run_m@v1")
+
+
+def test_a_chat_is_rendered_by_the_code_of_orchestrators(server: RunningServer) -> None:
+    messages: list[Message] = [{"role": "user", "content": " a b"}, {"role": "assistant", "content": "c"}]
+    chat = {"model": server.model, "messages": messages, "max_tokens": 1, "return_token_ids": True}
+    response = server.post("/v1/chat/completions", **chat)
+    assert response.status_code == 200, response.text
+    assert response.json()["prompt_token_ids"] == ChatTokenizer.load(server.model).prompt(messages)
+    refused = server.post("/v1/chat/completions", **chat, chat_template_kwargs={"messages": []})
+    assert refused.status_code == 400 and "may not set ['messages']" in error_of(refused)
 
 
 def test_bad_requests_are_refused_in_openais_shape(server: RunningServer) -> None:

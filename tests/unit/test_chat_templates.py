@@ -13,6 +13,7 @@ from daemons.adding import add_run, check_file
 from daemons.errors import ActionError
 from prime_rl.inference.embedded.server import Text
 from prime_rl.inference.guard import ApiError
+from prime_rl.inference.vllm.server import render_as_orchestrators
 from prime_rl.orchestrator.envs.base import Message
 from prime_rl.orchestrator.policy import ChatTokenizer, TokenizerError
 from prime_rl.utils.chat_template import ChatTemplate
@@ -87,13 +88,14 @@ def write_config(model: Path, template: str, tokens: Mapping[str, Any] = TOKENS,
 
 
 def check_same(model: Path, messages: list[Message] = MESSAGES, **arguments: Any) -> None:
-    """Both of ours give the ids that transformers gives."""
+    """All of ours give the ids that transformers gives."""
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(model).apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False, **arguments
-    )
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **arguments)
     assert len(theirs) > 0
+    render_as_orchestrators(tokenizer, str(model))  # what vLLM's chat route asks
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **arguments) == theirs
     assert ChatTokenizer.load(str(model), arguments).prompt(messages) == theirs
     assert Text(str(model)).render_chat(messages, arguments) == theirs
 
@@ -162,6 +164,8 @@ def test_the_last_message_is_continued_as_transformers_does(model: Path, form: s
                 text.render_chat(messages, {}, add_generation_prompt=False, continue_final_message=True)
             continue
         assert text.render_chat(messages, {}, add_generation_prompt=False, continue_final_message=True) == wanted
+        render_as_orchestrators(ours := AutoTokenizer.from_pretrained(model), str(model))
+        assert ours.apply_chat_template(messages, continue_final_message=True) == wanted
 
 
 def test_arguments_of_a_request_stand_over_those_of_the_model(model: Path) -> None:
@@ -185,11 +189,26 @@ def test_arguments_of_a_request_stand_over_those_of_the_model(model: Path) -> No
     ],
 )
 def test_what_a_template_refuses_is_told_in_its_own_words(model: Path, template: str, words: str) -> None:
+    from transformers import AutoTokenizer
+
     write_config(model, template)
     with pytest.raises(TokenizerError, match=f"the chat template refuses the conversation: .*{words}"):
         ChatTokenizer.load(str(model)).prompt(MESSAGES)
     with pytest.raises(ApiError, match=words):
         Text(str(model)).render_chat(MESSAGES, {})
+    render_as_orchestrators(tokenizer := AutoTokenizer.from_pretrained(model), str(model))
+    with pytest.raises(TokenizerError, match=words):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
+def test_a_chat_with_vllm_keeps_its_own_way_without_a_template_of_ours(model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    render_as_orchestrators(tokenizer := AutoTokenizer.from_pretrained(model), str(model))
+    with pytest.raises(ValueError, match="chat_template is not set"):
+        tokenizer.apply_chat_template(MESSAGES)
 
 
 def test_an_argument_of_any_name_is_one_for_the_template(model: Path) -> None:

@@ -34,7 +34,7 @@ MEMBERS: Mapping[str, tuple[str, ...]] = {
         *("generate", "engine_core", "pause_generation", "resume_generation", "remove_lora"),
         *("get_supported_tasks", "get_tokenizer", "errored", "model_config", "vllm_config"),
     ),
-    "vllm.tokenizers.protocol.TokenizerLike": ("get_vocab",),
+    "vllm.tokenizers.protocol.TokenizerLike": ("get_vocab", "encode", "apply_chat_template"),
     "vllm.config.vllm.VllmConfig": ("parallel_config",),
     "vllm.config.model.ModelConfig": ("max_model_len",),
     "vllm.config.parallel.ParallelConfig": ("world_size", "data_parallel_size", "data_parallel_index"),

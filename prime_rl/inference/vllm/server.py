@@ -22,7 +22,7 @@ import signal
 import tempfile
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from prime_rl.inference.guard import Room, max_model_len, model_shapes
 from prime_rl.inference.serve import POLL_S, ServerContext
 from prime_rl.inference.vllm.control import AdapterGate, VllmControl
 from prime_rl.lora.adapter_state import Shapes
+from prime_rl.utils.chat_template import ChatTemplate, TokenizerError
 from prime_rl.utils.runtime import StartError
 
 logger = logging.getLogger(__name__)
@@ -116,10 +117,33 @@ async def _serve(context: ServerContext, arguments: dict[str, Any], started: thr
         app = build_vllm(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
         adapters = app.state.openai_serving_models.lora_requests
-        room = Room.of(engine.model_config.max_model_len, engine.get_tokenizer().get_vocab())
+        tokenizer = engine.get_tokenizer()
+        room = Room.of(engine.model_config.max_model_len, tokenizer.get_vocab())
+        if args.chat_template is None and not args.trust_request_chat_template:
+            render_as_orchestrators(tokenizer, context.config.model.name)
         control = VllmControl(context.config, app, engine, adapters, AdapterGate(context.config))
         started.set()
         await serve_engine(control, context, room)
+
+
+def render_as_orchestrators(tokenizer: Any, model: str) -> None:
+    """Let vLLM's chat route, which asks its `tokenizer`, render by our template of `model`, if that is usable."""
+    try:
+        template = ChatTemplate.load(model, local_only=True)
+    except TokenizerError:
+        return
+
+    def apply_chat_template(
+        conversation: Sequence[Mapping[str, Any]], *, tokenize: bool = True, **given: Any
+    ) -> str | list[int]:
+        if "messages" in given:
+            raise TokenizerError("chat_template_kwargs may not set ['messages']")
+        flags = {name: given.pop(name, False) for name in ("add_generation_prompt", "continue_final_message")}
+        arguments = {name: value for name, value in given.items() if name not in ("chat_template", "return_dict")}
+        text = template.render(conversation, arguments, **flags)
+        return tokenizer.encode(text, add_special_tokens=False) if tokenize else text
+
+    tokenizer.apply_chat_template = apply_chat_template
 
 
 def _parse(arguments: dict[str, Any]) -> Namespace:
