@@ -14,7 +14,7 @@ from daemons.commands.results import NO_TAG, By, Use, read_workspace_usage
 from daemons.observe import Observer
 from daemons.specs import RunNow, wants_orchestrator
 from daemons.workspace_reader import read_workspace
-from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.layout import OutputDir, RunDir, stable_marker
 from prime_rl.contract.status import RunState, RunStatus, StatusWriter
 from prime_rl.contract.usage import UsageLog
 
@@ -114,6 +114,22 @@ def test_a_run_that_was_ended_goes_on_when_it_would_not_end_again(output: Output
     assert json.loads(output.audit.read_text().splitlines()[-1])["action"] == "readmit"
     shutil.rmtree(run.path)
     assert read_workspace_usage(output.path).total == TOTAL, "a deleted run stays in the sums"
+
+
+def test_a_run_that_its_stop_rule_has_ended_goes_on_when_the_rule_would_not_end_it_again(output: OutputDir) -> None:
+    run = output.run("run_a")
+    lines = [{"step": step, "reward/mean": reward} for step, reward in ((1, 0.5), (2, 0.4), (3, 0.3), (4, 0.9))]
+    run.orchestrator_metrics.parent.mkdir()
+    run.orchestrator_metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run.broadcast_dir(3).mkdir(parents=True)
+    stable_marker(run.broadcast_dir(3)).touch()
+    run.finished.write_text("stopped early")
+    rule = TOML.format(max_tokens=300) + '[stop]\nmetric = "reward/mean"\npatience = {patience}\n'
+    run.orch_toml.write_text(rule.format(patience=2))
+    with pytest.raises(ActionError, match=r"again at once: stopped early: reward/mean .*: change or remove \[stop\]"):
+        readmit_run(output.path, "run_a")
+    run.orch_toml.write_text(rule.format(patience=3))
+    assert readmit_run(output.path, "run_a") and not run.finished.exists()
 
 
 def test_an_ended_run_has_no_orchestrator_and_one_that_goes_on_has(output: OutputDir) -> None:

@@ -20,6 +20,16 @@ from tests.patience import PATIENCE_S, until_seen
 
 WAITS = "import time; print('ready', flush=True); time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAITS}"
+SAVES = f"""
+import os, signal, sys
+def save(*_):
+    print('saving', flush=True)
+    while not os.path.exists('may_end'): time.sleep(0.01)
+    print('saved', flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+{WAITS}
+"""
 LEAVES_A_CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}]); {WAITS}"
 
 
@@ -54,12 +64,36 @@ def test_an_end_is_news_until_it_is_looked_at(local: Local) -> None:
     assert not local.has_news()
 
 
+def test_the_end_of_an_adopted_start_is_news_until_it_is_settled(local: Local) -> None:
+    handle, other = start(local, WAITS), Local(local.output)
+    assert other.adopt(DaemonStatus(name="trainer", state="running", handle=handle)) == handle
+    assert isinstance(other.look(handle), Alive) and not other.has_news()
+    local.stop(handle, float("inf"))
+    until_seen(other.has_news, "the end to be seen")
+    assert end_of(other, handle) == Ended(None)
+    other.stop(handle, 0.0)
+    assert not other.has_news()
+
+
 def test_what_ignores_sigterm_is_killed_when_its_grace_is_over(local: Local) -> None:
     patient, handle = start(local, STUBBORN), start(local, STUBBORN, 2)
     local.stop(patient, float("inf"))
     local.stop(handle, 0.1)
     local.stop(handle, float("inf"))  # the shortest grace counts
     assert end_of(local, handle).exit_code == -signal.SIGKILL
+
+
+def test_a_daemon_may_finish_and_save_before_all_of_it_is_killed(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(local.output.path)
+    handle, looks = start(local, SAVES), list[bool]()
+
+    def let_it_end() -> None:
+        looks.append("saving" in local.logs(handle).read_text())
+        if sum(looks) == 10:  # it takes its time
+            (local.output.path / "may_end").touch()
+
+    assert local.end([handle], 0.0, PATIENCE_S, let_it_end) == set()
+    assert local.logs(handle).read_text().endswith("\nsaved\n") and local.look(handle) == Ended(0)
 
 
 def test_what_a_dead_daemon_left_behind_is_killed_and_counts_until_it_is_gone(

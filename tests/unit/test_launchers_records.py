@@ -28,8 +28,8 @@ from daemons.launchers.agent import (
     visible_devices,
 )
 from daemons.launchers.base import Alive, Ended, Handle, Place
-from daemons.launchers.ray import RayLauncher
-from daemons.launchers.slurm import SETTLE_S, Allocation, Slurm, Start
+from daemons.launchers.ray import LAST_RESORT_S, RayLauncher
+from daemons.launchers.slurm import NODES_KNOWN_S, SETTLE_S, Allocation, Slurm, Start
 from daemons.specs import DaemonSpec
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
@@ -109,6 +109,22 @@ def test_a_node_whose_agent_is_silent_is_lost_and_not_chosen_again(output: Outpu
     now[0] = FIRST_BEAT_S + 1.0
     assert launcher.look(handle) == Ended(None, "node node1 is lost: its agent is silent", node=0)
     assert Start.parse(launcher.start(spec).ref) == Start("7", "0", Place(("node2",)))
+
+
+def test_daemons_that_start_together_ask_for_the_nodes_once(output: OutputDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked_at = [100.0], list[float]()
+    monkeypatch.setattr(slurm, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Asked(Job):
+        def usable_nodes(self, timeout_s: float | None = None) -> list[str]:
+            asked_at.append(now[0])
+            return super().usable_nodes(timeout_s)
+
+    launcher, spec = Slurm(output, Asked("7", "0")), DaemonSpec("inference", ("true",), output.log("inference"))
+    for passed_s in (0.0, NODES_KNOWN_S, 0.1):
+        now[0] += passed_s
+        launcher.start(spec)
+    assert asked_at == [100.0, now[0]]
 
 
 def test_what_an_agent_wrote_last_is_waited_for_after_the_end_of_its_step(
@@ -221,6 +237,22 @@ def test_an_actor_that_has_died_is_the_reason_and_not_what_its_agent_wrote(launc
     handle, start = started(launcher, trouble="the cluster is gone")
     assert launcher.has_news() and launcher.look(handle) == Ended(None, "the cluster is gone")
     assert launcher.has_news() is False, "it is settled"
+
+
+def test_a_start_of_an_earlier_supervisor_is_looked_after_from_the_first_look(launcher: RayLauncher) -> None:
+    handle = Handle(engine="ray", name="trainer", start_id=START, ref=f"trainer-{START}")
+    assert [launcher.look(handle) for _ in range(2)] == [Alive(None)] * 2
+    (start,) = launcher._cluster.starts  # type: ignore[attr-defined]
+    assert start.ref == handle.ref
+    start.trouble = "its placement group is missing"
+    assert launcher.has_news() and launcher.look(handle) == Ended(None, start.trouble)
+
+
+def test_what_a_start_has_in_the_cluster_is_released_after_the_shortest_grace(launcher: RayLauncher) -> None:
+    handle, start = started(launcher)
+    for grace_s in (500.0, 50.0, 5000.0):
+        launcher.stop(handle, grace_s)
+    assert 0.0 < start.release_at - time.monotonic() <= 50.0 + LAST_RESORT_S
 
 
 def test_a_daemon_gets_its_place_and_nothing_that_belongs_to_this_machine_or_to_ray(

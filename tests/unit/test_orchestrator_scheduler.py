@@ -15,9 +15,10 @@ from prime_rl.orchestrator.envs.checked import ExampleUnusable
 from prime_rl.orchestrator.guard import RunFailed, TrainerWatch
 from prime_rl.orchestrator.metrics import PhaseClock
 from prime_rl.orchestrator.rollout import Group, GroupFailed
-from prime_rl.orchestrator.scheduler import LOAD_REFUSED_LIMIT_S, GroupLedger, Scheduler
+from prime_rl.orchestrator.scheduler import LOAD_REFUSED_LIMIT_S, MAX_FILTERED_BATCHES, GroupLedger, Scheduler
 from prime_rl.utils.watch import Watcher
 from tests.orchestrator_support import make_run, publish
+from tests.patience import PATIENCE_S
 from tests.unit.test_orchestrator_async_bound import settle
 from tests.unit.test_orchestrator_pure import a_group
 
@@ -51,7 +52,7 @@ class Alone:
         with Watcher(rescan_s=60.0) as watcher:
             self.scheduler = Scheduler(
                 *(self.run, ledger, make_group, client, self.policy, watcher, TrainerWatch(folder / "no-trainer")),  # type: ignore[arg-type]
-                phases=PhaseClock(),
+                phases=PhaseClock(lambda: self.now),
                 max_groups=3,
                 clock=lambda: self.now,
             )
@@ -151,8 +152,51 @@ async def test_a_group_whose_example_is_unusable_is_left_out_and_is_none_that_wa
         return a_group(index)
 
     scheduler = Alone(tmp_path, make_group).scheduler
-    assert [group.index for group in await scheduler.next_groups()] == [0, 3]
+    groups = await asyncio.wait_for(scheduler.next_groups(), PATIENCE_S)
+    assert [group.index for group in groups] == [0, 3]
     assert (scheduler.ledger.num_dropped, list(scheduler._outcomes).count(False)) == (1, 1)
+    await scheduler.close()
+
+
+async def test_the_time_in_which_no_group_is_made_is_that_of_what_is_waited_for(tmp_path: Path) -> None:
+    may_end = asyncio.Event()
+
+    async def make_group(index: int, note: Callable[[int], None]) -> Group:
+        await may_end.wait()
+        return a_group(index, version=index)
+
+    alone = Alone(tmp_path, make_group, groups_per_batch=1)
+    scheduler = alone.scheduler
+    scheduler.ledger._max_async_level = 0
+    waiting = asyncio.create_task(scheduler.next_groups())
+    await settle(lambda: True)
+    alone.now = 3.0
+    may_end.set()
+    await waiting
+    may_end.clear()
+    alone.now = 5.0
+    scheduler.published = 1
+    await scheduler.switch_policy()
+    alone.now = 6.0
+    assert {phase: spent for phase, spent in scheduler.phases.lap().items() if spent} == {
+        "generate": 4.0,
+        "wait_for_policy": 2.0,
+    }
+    await scheduler.close()
+
+
+async def test_a_batch_that_is_filled_up_with_groups_without_signal_says_which(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def make_group(index: int, note: Callable[[int], None]) -> Group:
+        return a_group(index)
+
+    scheduler = Alone(tmp_path, make_group, groups_per_batch=1).scheduler
+    scheduler._has_signal = lambda group: group.index > MAX_FILTERED_BATCHES
+    taken = [group.index for _ in range(2) for group in await scheduler.next_groups()]
+    assert taken == [MAX_FILTERED_BATCHES, MAX_FILTERED_BATCHES + 1]
+    (said,) = (each.getMessage() for each in caplog.records if "used anyway" in each.getMessage())
+    assert said.startswith("batch 1: ") and f"/e{MAX_FILTERED_BATCHES} " in said
     await scheduler.close()
 
 
