@@ -321,7 +321,7 @@ class Scheduler:
             while (groups := self.ledger.take()) is None:
                 if self._failure is not None:
                     raise self._failure
-                self._fill()  # a group may have been dropped
+                self._fill()  # a group may have come out too old
                 await self._changed.wait()
         self._stop_too_old()
         self._fill()

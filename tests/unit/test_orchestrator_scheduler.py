@@ -259,3 +259,17 @@ async def test_what_a_group_makes_after_it_was_stopped_counts_for_nothing(tmp_pa
     assert (first.index, second.index, made.count(0), stopped) == (0, 1, 2, [0])
     assert [rollout.reward for rollout in first.rollouts_G] == [1.0], "of the second try"
     await scheduler.close()
+
+
+async def test_a_group_that_comes_out_too_old_is_made_again_while_its_batch_is_waited_for(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    async def make_group(index: int, note: Callable[[int], None]) -> Group:
+        made.append(index)
+        return a_group(index, version=1 if made.count(index) == 2 else 0)  # at first older than it was started with
+
+    alone = Alone(tmp_path, make_group, groups_per_batch=1)
+    alone.scheduler.ledger._max_async_level, alone.scheduler.ledger.step, alone.policy.version = 0, 2, 1
+    (group,) = await asyncio.wait_for(alone.scheduler.next_groups(), PATIENCE_S)
+    assert (group.index, group.oldest_version, made[:2], alone.scheduler.ledger.num_too_old) == (0, 1, [0, 0], 1)
+    await alone.scheduler.close()
