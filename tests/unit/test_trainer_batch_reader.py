@@ -284,6 +284,16 @@ def test_closing_waits_for_no_disk(disk: Disk, monkeypatch: pytest.MonkeyPatch) 
     assert disk.reads == []
 
 
+def test_closing_ends_the_thread_that_has_nothing_to_read(tmp_path: Path) -> None:
+    others = set(threading.enumerate())
+    reader = BatchReader()
+    (thread,) = set(threading.enumerate()) - others
+    reader.want(tmp_path / "none", BatchLimits("run_a", 1, 32, VOCAB, 2), due=True)
+    assert reader.take(PATIENCE_S) == {}, "it waits for the next order"
+    reader.close()
+    assert not thread.is_alive()
+
+
 def test_the_file_that_is_read_is_noted_and_no_file_that_is_not_there(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

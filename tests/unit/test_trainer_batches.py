@@ -19,6 +19,7 @@ import pytest
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.types import BYTES_BESIDES, BadBatchError, BatchColumns, TrainingBatch, read_batch, write_batch
+from prime_rl.trainer import batches
 from prime_rl.trainer.batches import BatchLimits, check_batch, take_batch
 from prime_rl.trainer.fair_queue import rows_of, to_micro_batch
 from prime_rl.trainer.step import Rows
@@ -62,6 +63,10 @@ def test_a_good_batch_passes_and_keeps_every_value(tmp_path: Path) -> None:
         assert np.frombuffer(one.logprobs, "<f4").tolist() == np.float32(good.logprobs).tolist()
     for version in (1, 2):
         check_batch(with_sample(policy_version=version).columns(), LIMITS)
+    largest = batches.MAX_FLOAT
+    check_batch(
+        with_sample(advantage=-largest, logprobs=[-largest] * 12, token_advantages=[largest] * 12).columns(), LIMITS
+    )
 
 
 def test_a_file_of_version_1_that_its_own_program_wrote_is_the_same_batch(tmp_path: Path) -> None:

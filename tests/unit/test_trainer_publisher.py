@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from prime_rl.configs.orchestrator import InitConfig
 from prime_rl.contract.files import WaitTimeout, mark_stable, wait_for
@@ -21,7 +22,7 @@ from prime_rl.trainer.loss import LossSums
 from prime_rl.trainer.metrics import PhaseTimer
 from prime_rl.trainer.publish import BackgroundWriter, FileSystemWeightBroadcast, Publisher, WriteJob, write_version
 from prime_rl.trainer.runs.run import Leaving
-from prime_rl.trainer.runs.sync import ReadyRun
+from prime_rl.trainer.runs.sync import Channel, ReadyRun
 from prime_rl.trainer.step import UpdateReport
 from tests.patience import PATIENCE_S
 from tests.runs_support import add
@@ -51,13 +52,13 @@ class Life:
         self.trainer, self.disk, self.writer = Trainer(workspace), Disk(), BackgroundWriter()
         self.run, self.told = self.trainer.run, list[int]()
         self.waited_for = threading.Event()
-        status: Any = SimpleNamespace(
+        self.status: Any = SimpleNamespace(
             published=lambda run, progress: self.told.append(progress.step),
             waiting=lambda what: self.waited_for.set(),
             close=lambda: None,
         )
         metrics: Any = SimpleNamespace(write=lambda *args: None)
-        parts = (self.trainer.snapshots, self.disk, self.trainer.checkpoints, metrics, status, self.writer)
+        parts = (self.trainer.snapshots, self.disk, self.trainer.checkpoints, metrics, self.status, self.writer)
         self.publisher = Publisher(self.trainer.manager, *parts)
 
     def update(self, problem: str | None = None) -> None:
@@ -164,6 +165,17 @@ def test_a_run_keeps_its_slot_until_the_disk_has_what_it_made_or_had_its_time(
     assert life.told == [1]
 
 
+def test_what_was_not_begun_for_a_run_that_lost_its_slot_is_never_written(life: Life) -> None:
+    """As when the disk had its time, and answers later."""
+    life.disk.is_free.clear()
+    for _ in range(2):
+        life.update()
+    life.publisher.forgotten(life.run)
+    life.disk.is_free.set()
+    life.written()
+    assert life.versions == [1]
+
+
 def test_nothing_is_written_for_a_run_into_another_that_has_its_name_now(life: Life) -> None:
     life.dir.path.rename(life.dir.path.with_name("moved"))
     add(life.dir.path.parent, "run_a")
@@ -185,6 +197,16 @@ def test_a_stop_ends_when_the_last_checkpoint_of_each_run_is_there(life: Life, m
     saved = trainer_steps(life.dir)
     life.waited_for.set()
     assert saved == [1]
+
+
+def test_the_other_ranks_hear_from_rank_0_while_a_stop_waits_for_the_disk(life: Life) -> None:
+    """Else they end with an error, as they do when rank 0 has died."""
+    store = HashStore()
+    life.trainer.manager.channel = Channel(store, rank=0, size=2)
+    job = WriteJob("run_a", "a version", lambda: life.waited_for.wait(PATIENCE_S) and None, lambda: None)
+    life.writer.submit(job)
+    life.publisher.before_exit()
+    assert life.waited_for.is_set() and store.add("beat", 0) > 0
 
 
 def test_a_version_is_marked_when_its_files_are_there(tmp_path: Path) -> None:
@@ -209,11 +231,14 @@ def test_a_disk_that_hangs_for_one_run_costs_no_other_its_last_updates(
     run.progress.step = 5
     life.writer.submit(WriteJob("run_0", "version 9 of run_0", lambda: release.wait(PATIENCE_S) and None, lambda: None))
     monkeypatch.setattr(publish_module, "DISK_TIMEOUT_S", 0.3)
+    saved: dict[str, list[int]] = {}
+    life.status.waiting = lambda what: saved.setdefault(what, trainer_steps(run.dir))
     with pytest.raises(WaitTimeout, match="waiting for the disk to take what run_0 made"):
         life.publisher.before_exit()
     release.set()
     life.writer.finish("run_0")
     assert trainer_steps(run.dir) == [5] and trainer_steps(stuck) == []
+    assert saved["the disk to take version 9 of run_0"] == [5], "the run that waits for the disk is the last"
 
 
 def test_a_checkpoint_is_marked_when_its_files_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

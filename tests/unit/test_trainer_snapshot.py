@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -100,6 +102,24 @@ def test_a_snapshot_is_at_home_in_its_own_folder_and_not_in_another_of_the_same_
     (tmp_path / "run_a").rename(tmp_path / "another")
     (tmp_path / "elsewhere").rename(run.path)
     assert snapshot.is_at_home()
+
+
+@pytest.mark.parametrize(("number", "is_at_home"), [(errno.EIO, True), (errno.ENOENT, False), (errno.ENOTDIR, False)])
+def test_a_disk_that_fails_has_not_lost_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_at_home: bool
+) -> None:
+    """What is written there fails with that reason; what is lost is not written, without a word."""
+    add(tmp_path, "run_a")
+    taken = Trainer(tmp_path)
+    snapshot = taken.snapshots.whole(taken.run)
+
+    def fails(path: Path, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", fails)
+        found = snapshot.is_at_home()
+    assert found is is_at_home
 
 
 def test_a_checkpoint_is_stable_once_its_files_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
