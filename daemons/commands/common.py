@@ -21,6 +21,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from daemons.errors import ActionError, WrongUseError
 from prime_rl.contract.layout import OutputDir, scan_runs
@@ -33,11 +34,11 @@ JSON_VERSION = 1
 DEFAULT_OUTPUT_DIR = Path("outputs")
 WATCH_EVERY_S = 1.0
 MIN_LAST_COLUMN_CHARS = 16
+# Of a flag and its misspelling; `--kind` and `--help` have less, and `--inference.engine` and `--engine`.
+MIN_LIKENESS = 0.8
 # Wider than any row: no text of a view is longer than a tenth of it.
 UNCUT_CHARS = 100_000
-# Lets "@ file.toml" and "--a.b value" through to the config parser.
-EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
-# What such a command takes, in its usage line.
+# What a command takes that is `Passing`, in its usage line.
 FILE_AND_OPTIONS = "[@ FILE] [OPTIONS] [--KEY VALUE ...]"
 
 OutputDirOption = Annotated[
@@ -55,6 +56,21 @@ WatchOption = Annotated[bool, typer.Option("--watch", help="Refresh every second
 
 
 _UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+class Passing(TyperCommand):
+    """Lets `@ file.toml` and `--a.b value` through to a config parser, but no misspelt flag of its own."""
+
+    allow_extra_args = ignore_unknown_options = True
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As click's own complaint about an unknown flag, where one is nearly one that the command has."""
+        flags = [flag for each in self.get_params(ctx) for flag in each.opts]
+        for word in [word.partition("=")[0].replace("_", "-") for word in args]:
+            near = difflib.get_close_matches(word, flags, 1, MIN_LIKENESS)
+            if near and word not in near:
+                ctx.fail(f"No such option: {word} (Possible options: {near[0]})")
+        return super().parse_args(ctx, args)
 
 
 def choose_output_dir(option: Path | None) -> Path:

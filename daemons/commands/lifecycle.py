@@ -29,6 +29,7 @@ from daemons.commands.acts import ReasonOption
 from daemons.commands.common import (
     JsonOption,
     OutputDirOption,
+    Passing,
     WatchOption,
     choose_output_dir,
     complain,
@@ -64,6 +65,7 @@ from daemons.trash import existing_run
 from daemons.workspace import SUPERVISOR, Workspace
 from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.configs.base import ConfigError, build, load_toml, merge
+from prime_rl.configs.explain import walk
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir
@@ -461,6 +463,18 @@ def inference(context: typer.Context) -> None:
     Example: prl inference @ configs/reverse_text/inference.toml --port 8001
     """
     _become(module_of(INFERENCE), context.args)
+
+
+class MakeBase(Passing):
+    """`prl make-base`, whose help names the fields of its config."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write them; they are read from the sources, which takes too long for every start."""
+        from prime_rl.base_model.__main__ import MakeBaseConfig
+
+        fields = walk(MakeBaseConfig, "")
+        with formatter.section("What to make"):
+            formatter.write_dl([(f"--{each.key}", f"{each.help} [{each.type}; {each.default}]") for each in fields])
 
 
 def make_base(context: typer.Context) -> None:

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from prime_rl.configs.base import BaseConfig, ConfigError, help_text, parse_argv
+from prime_rl.configs.base import BaseConfig, ConfigError, parse_argv
 from prime_rl.contract.files import read_text, staged_dir
 from prime_rl.utils.process import EXIT_INTERRUPTED, StopFlag
 from prime_rl.utils.runtime import complain, heavy_imports, missing
@@ -253,9 +253,6 @@ class MakeBaseConfig(BaseConfig):
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 the model is there, 1 failed, 2 wrong config, 130 interrupted."""
-    if {"-h", "--help"} & set(argv):
-        print(f"usage: prl make-base --out DIR [--key value]...\n\n{help_text(MakeBaseConfig)}")
-        return 0
     # On a busy machine, threads that spin while they wait take the core from the thread they wait for. Read by OpenMP
     # when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
