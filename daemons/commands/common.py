@@ -52,6 +52,7 @@ OutputDirOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table; its format is stable.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check only; add nothing.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 WatchOption = Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")]
 
 
@@ -86,13 +87,39 @@ def choose_output(option: Path | None) -> OutputDir:
 def no_workspace(path: Path) -> str | None:
     """The message about a folder that is not there, or has nothing of a workspace; None for one that has."""
     if not path.is_dir():
-        beside = [each.name for each in path.parent.glob("*") if each.is_dir()]
-        near = [f"did you mean {path.with_name(name)}?" for name in difflib.get_close_matches(path.name, beside, 1)]
-        return f"no workspace at {path}: {''.join(near) or 'start one with prl up, or name another'}"
+        meant = f"did you mean {near}?" if (near := near_workspace(path)) else "start one with prl up, or name another"
+        return f"no workspace at {path}: {meant}"
     output = OutputDir(path)  # where a daemon, a node of a group or a run, though deleted, may have left something
     marks = (output.supervisor_lock, output.trainer_status, output.inference_status, output.multinode, output.trash)
     is_one = any(map(os.path.lexists, marks)) or any(scan_runs(path))
     return None if is_one else f"no workspace in {path}: prl up --output-dir {path} makes one"
+
+
+def near_workspace(path: Path) -> Path | None:
+    """The workspace beside `path` whose name is most like it."""
+    names = [each.name for each in path.parent.glob("*") if each.is_dir() and os.access(each, os.R_OK | os.X_OK)]
+    near = (path.with_name(name) for name in difflib.get_close_matches(path.name, names) if name != path.name)
+    return next((each for each in near if no_workspace(each) is None), None)
+
+
+@contextlib.contextmanager
+def told_if_made(place: Path, yes: bool) -> Iterator[None]:
+    """Add runs in here. Asks before a workspace is made beside one whose name is like its own; tells of a new one."""
+    none = no_workspace(place)
+    if none and not place.exists() and near_workspace(place):
+        confirm(f"{none} make a new workspace?", yes)
+    yield
+    if none and not no_workspace(place):
+        complain(f"made a new workspace at {place.absolute()}: prl up starts it; --output-dir names another")
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask on a terminal; elsewhere `--yes` is required."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise WrongUseError(f"{question} cannot ask without a terminal: add --yes")
+    typer.confirm(question, abort=True)
 
 
 def existing_output(option: Path | None, *, may_miss: bool = False, may_be_empty: bool = True) -> OutputDir:

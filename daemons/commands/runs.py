@@ -29,6 +29,7 @@ from daemons.commands.common import (
     JsonOption,
     OutputDirOption,
     WatchOption,
+    YesOption,
     cell,
     choose_output_dir,
     complain,
@@ -40,6 +41,7 @@ from daemons.commands.common import (
     print_json,
     say,
     short_time,
+    told_if_made,
     watch,
 )
 from daemons.details import RunDetails, read_details
@@ -422,6 +424,7 @@ def add(
     ] = None,
     changes: SetOption = None,
     dry_run: DryRunOption = False,
+    yes: YesOption = False,
 ) -> None:
     """Add runs to the workspace.
 
@@ -438,16 +441,9 @@ def add(
             actions.add_run(place, file, overrides=changed, dry_run=True)
     for file in files:
         warn(file, actions.check_doubts(place, file, overrides=changed))
-        is_new = not place.exists()
-        added = actions.add_run(place, file, run_id=run_id, overrides=changed, dry_run=dry_run)
-        say(f"{'would add' if dry_run else 'added'} {added} to {place}")
-        tell_if_made(place, is_new)
-
-
-def tell_if_made(place: Path, is_new: bool) -> None:
-    """Tell of a workspace that was not there: perhaps another one was meant."""
-    if is_new and place.exists():
-        complain(f"made a new workspace at {place.absolute()}: prl up starts it; --output-dir names another")
+        with told_if_made(place, yes or dry_run):
+            added = actions.add_run(place, file, run_id=run_id, overrides=changed, dry_run=dry_run)
+            say(f"{'would add' if dry_run else 'added'} {added} to {place}")
 
 
 def warn(file: Path, warnings: Sequence[ConfigProblem]) -> None:
