@@ -10,8 +10,8 @@ import contextlib
 import difflib
 import json
 import os
+import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -256,17 +256,13 @@ def short_time(seconds: float | None) -> str:
 
 def watch(render: Callable[[], Any]) -> None:
     """Show `render()` every second until Ctrl-C: in place on a terminal, one after another elsewhere."""
-    screen = console()
-    with contextlib.suppress(KeyboardInterrupt):
-        if not screen.is_terminal:
-            while True:
-                screen.print(render())
-                sys.stdout.flush()
-                time.sleep(WATCH_EVERY_S)
-        with Live(render(), console=screen, auto_refresh=False) as live:
-            while True:
-                time.sleep(WATCH_EVERY_S)
-                live.update(render(), refresh=True)
+    screen, stop = console(), StopFlag()
+    signal.signal(signal.SIGINT, lambda *_: stop.set())  # a picture is shown whole, or the next stands below its half
+    with Live(console=screen, auto_refresh=False) if screen.is_terminal else contextlib.nullcontext() as live:
+        while not stop():
+            live.update(render(), refresh=True) if live else screen.print(render())
+            sys.stdout.flush()
+            stop.wait(WATCH_EVERY_S)
 
 
 def flags_help(what: str, example: str, parser: argparse.ArgumentParser) -> str:
