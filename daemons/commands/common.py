@@ -79,11 +79,6 @@ def choose_output_dir(option: Path | None) -> Path:
     return option or Path(os.environ.get("PRL_OUTPUT_DIR") or DEFAULT_OUTPUT_DIR)
 
 
-def choose_output(option: Path | None) -> OutputDir:
-    """The workspace in the folder of `choose_output_dir`."""
-    return OutputDir(choose_output_dir(option))
-
-
 def no_workspace(path: Path) -> str | None:
     """The message about a folder that is not there, or has nothing of a workspace; None for one that has."""
     if not path.is_dir():
@@ -123,11 +118,11 @@ def confirm(question: str, yes: bool) -> None:
 
 
 def existing_output(option: Path | None, *, may_miss: bool = False, may_be_empty: bool = True) -> OutputDir:
-    """The workspace of `choose_output`, which must be there unless it `may_miss`: then a missing one counts as empty.
+    """The workspace that is meant. It must be there unless it `may_miss`: then a missing one counts as empty.
 
     Raises WrongUseError when it is missing, or holds nothing and may not, ActionError when it cannot be read.
     """
-    output = choose_output(option)
+    output = OutputDir(choose_output_dir(option))
     try:
         with os.scandir(output.path):
             none = None if may_be_empty else no_workspace(output.path)

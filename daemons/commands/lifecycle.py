@@ -71,7 +71,7 @@ from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.utils.process import StopFlag
 from prime_rl.utils.tail import FileTail
-from prime_rl.utils.text import clean_text
+from prime_rl.utils.text import clean_text, counted
 
 FOLLOW_EVERY_S = 0.25
 # As in `logs.node_log`: the log of a daemon's node after its first.
@@ -142,7 +142,7 @@ def up(
     same = output.path == choose_output_dir(None)
     where = "" if same else f" --output-dir {output.path}"
     say(
-        f"up: {output.path}, {workspace.max_runs} slots, inference at {url}; "
+        f"up: {output.path}, {counted(workspace.max_runs, 'slot')}, inference at {url}; "
         f"prl status{where} shows it, prl down{where} stops it"
     )
     if not workspace.runs:
@@ -425,7 +425,7 @@ def scale(
     elif before == replicas:
         say(f"{place}: has {replicas} already")
     else:
-        say(f"{place}: {before} -> {replicas} inference servers{'' if is_up else ' at the next prl up'}")
+        say(f"{place}: {before} -> {counted(replicas, 'inference server')}{'' if is_up else ' at the next prl up'}")
 
 
 def _become(module: str, args: Sequence[str]) -> None:

@@ -56,7 +56,7 @@ from prime_rl.configs.validate import key_of
 from prime_rl.contract.layout import OutputDir, check_run_id
 from prime_rl.contract.samples import Sample, read_samples
 from prime_rl.contract.status import STALLED, InferenceStatus, RunState, utc
-from prime_rl.utils.text import clean_strings, clean_text, one_line, size_text
+from prime_rl.utils.text import clean_strings, clean_text, counted, one_line, size_text
 
 _STYLES = {
     RunState.ACTIVE: "green",
@@ -542,7 +542,7 @@ def sample_view(sample: Sample) -> str:
     versions = ", ".join(map(str, sample.policy_versions))
     lines = [
         f"step {sample.step}  {one_line(sample.example_id)}  reward {sample.reward:.3f}  advantage "
-        f"{sample.advantage:+.3f}  policy version {versions}  {sample.num_completion_tokens} tokens"
+        f"{sample.advantage:+.3f}  policy version {versions}  {counted(sample.num_completion_tokens, 'token')}"
     ]
     for title, text in (("prompt", sample.prompt), ("completion", sample.completion)):
         lines += [f"  {title}:", *(f"    {line}" for line in text.splitlines() or [""])]

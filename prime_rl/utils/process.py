@@ -158,10 +158,7 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 class StopFlag:
-    """Set by SIGTERM, SIGINT or SIGHUP. Calling it returns whether the process was asked to stop.
-
-    `then` is called at a signal too, where what runs looks at no flag for seconds.
-    """
+    """Set by SIGTERM, SIGINT or SIGHUP, which call `then` too. Calling it returns whether a stop was asked for."""
 
     def __init__(self) -> None:
         self._is_set = False

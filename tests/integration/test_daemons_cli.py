@@ -509,6 +509,7 @@ def test_a_demo_that_is_ended_while_its_daemons_start_does_not_wait_for_them(
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(timeout=PATIENCE_S)
     assert (child.returncode, err, prl.members()) == (130, "", [])
+    assert "trainer and inference load torch, then the model; the first start on a machine takes longest\n" in out
     _, said = out.split("stopping: what is begun is finished and saved; Ctrl-C again ends it at once\n")
     assert said.startswith("stopping the supervisor") and said.endswith("stopped\n")
 

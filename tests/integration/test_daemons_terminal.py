@@ -9,14 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
+import typer
 from rich.console import Console
 
 from daemons import actions
 from daemons.cli import run
 from daemons.commands.common import watch
+from daemons.commands.results import _talk
 from daemons.commands.runs import runs_table
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import wait_for
@@ -164,6 +168,20 @@ def test_a_watch_that_is_interrupted_as_it_prints_shows_no_half_of_a_table(
     assert (
         shown.count("head") == shown.count("last") == 2 + is_terminal
     )  # where it can be, the last replaces the others
+
+
+@pytest.mark.parametrize(("end", "code"), [(KeyboardInterrupt, 130), (EOFError, 0)])
+def test_a_chat_that_is_ended_at_its_prompt_leaves_a_line_of_its_own_to_the_shell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: type[BaseException], code: int
+) -> None:
+    def ask(prompt: str) -> str:
+        print(prompt, end="")
+        raise end
+
+    monkeypatch.setattr("builtins.input", ask)
+    with pytest.raises(typer.Exit) as ended:
+        _talk(cast(Any, SimpleNamespace(label="base")))
+    assert (ended.value.exit_code, capsys.readouterr().out.splitlines()[-1]) == (code, "> ")
 
 
 def test_the_head_of_a_list_is_enough(prl: Prl) -> None:
