@@ -66,7 +66,7 @@ from daemons.workspace import SUPERVISOR, Workspace
 from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.configs.base import ConfigError, build, load_toml, merge
 from prime_rl.configs.explain import walk
-from prime_rl.configs.system import SystemConfig
+from prime_rl.configs.system import MakeBaseConfig, SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.utils.process import StopFlag
@@ -470,8 +470,6 @@ class MakeBase(Passing):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write them; they are read from the sources, which takes too long for every start."""
-        from prime_rl.base_model.__main__ import MakeBaseConfig
-
         fields = walk(MakeBaseConfig, "")
         with formatter.section("What to make"):
             formatter.write_dl([(f"--{each.key}", f"{each.help} [{each.type}; {each.default}]") for each in fields])

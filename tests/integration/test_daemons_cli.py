@@ -555,11 +555,11 @@ def test_rollouts_are_shown_cleaned(inline: Inline) -> None:
     text = "[bold]x[/bold]\x1b]2;owned\x07\nsecond line"
     run = OutputDir(inline.prl.output_dir).run("run_reverse")
     file = SampleFile(run.samples, keep=9)
-    file.append([Sample(s, "reverse", "reverse/e1", "say x", text, 0.5, 0.25, [s - 1], 9, 4) for s in (1, 2, 3)])
+    file.append([Sample(s, "reverse", "reverse/e1", "say x", text, 0.5, 0.25, [s - 1], 9, 4 - s) for s in (1, 2, 3)])
     shown = inline("runs", "samples", "run_reverse", "-n", "2").stdout
     assert "step 1 " not in shown and "\x1b" not in shown and "owned" not in shown
     assert shown.splitlines()[-6:] == [
-        "step 3  reverse/e1  reward 0.500  advantage +0.250  policy version 2  4 tokens",
+        "step 3  reverse/e1  reward 0.500  advantage +0.250  policy version 2  1 token",
         "  prompt:",
         "    say x",
         "  completion:",

@@ -15,7 +15,7 @@ from typer.main import get_command
 from daemons import actions
 from daemons.cli import app, run
 from prime_rl import __version__
-from prime_rl.base_model.__main__ import MakeBaseConfig
+from prime_rl.configs.system import MakeBaseConfig
 from tests.daemons_support import ROOT, RUN_TOML
 
 
