@@ -14,7 +14,7 @@ import typer
 
 from daemons.actions import ActionError
 from daemons.commands import acts, alerts, config, deploy, envs, lifecycle, multinode, results, serving
-from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, complain, flags_help
+from daemons.commands.common import FILE_AND_OPTIONS, Passing, complain, flags_help
 from daemons.commands.runs import runs_app
 from daemons.demo import demo
 from daemons.launchers.base import LaunchError
@@ -31,8 +31,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 # In the order of `prl --help`.
-app.command(context_settings=EXTRA)(demo)
-app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(lifecycle.up)
+app.command(cls=Passing)(demo)
+app.command(cls=Passing, options_metavar=FILE_AND_OPTIONS)(lifecycle.up)
 app.command()(lifecycle.down)
 app.command()(lifecycle.status)
 app.command()(lifecycle.logs)
@@ -66,11 +66,11 @@ app.command()(serving.serve)
 app.add_typer(runs_app, name="runs")
 app.add_typer(envs.env_app, name="env")
 fit_help = flags_help(lifecycle.FIT_HELP, f"prl fit {FIT_EXAMPLE}", fit_parser())
-app.command(help=fit_help, context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(lifecycle.fit)
-app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(lifecycle.trainer)
-app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(lifecycle.orchestrator)
-app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(lifecycle.inference)
-app.command("make-base", context_settings=EXTRA)(lifecycle.make_base)
+app.command(help=fit_help, cls=Passing, options_metavar=FILE_AND_OPTIONS)(lifecycle.fit)
+app.command(cls=Passing, options_metavar=FILE_AND_OPTIONS)(lifecycle.trainer)
+app.command(cls=Passing, options_metavar=FILE_AND_OPTIONS)(lifecycle.orchestrator)
+app.command(cls=Passing, options_metavar=FILE_AND_OPTIONS)(lifecycle.inference)
+app.command("make-base", cls=lifecycle.MakeBase)(lifecycle.make_base)
 app.add_typer(multinode.multinode_app, name="multinode")
 
 

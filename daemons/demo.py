@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,7 +37,7 @@ from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
-from prime_rl.utils.process import EXIT_INTERRUPTED, EXIT_TERMINATED, StopFlag
+from prime_rl.utils.process import EXIT_INTERRUPTED, EXIT_TERMINATED, StopFlag, kill_tree
 from prime_rl.utils.runtime import no_terminal
 from prime_rl.utils.tail import FileTail
 
@@ -60,8 +61,6 @@ DEFAULT_DEMO_DIR = Path("outputs/demo")
 
 class DemoError(RuntimeError):
     """Why the demo failed: one line (a log may follow)."""
-
-    exit_code = 1
 
 
 def make_room(output: OutputDir, say: Say) -> None:
@@ -263,7 +262,11 @@ def run_demo(
             report = demo.report(started_s)
         return report if finished else None
     finally:
+        if stop():
+            say("stopping: what is begun is finished and saved; Ctrl-C again ends it at once")
+        stop.then = partial(kill_tree, supervisor.pid)
         supervisor_process.down(output, timeout_s=3 * system.supervisor.grace_s + 15.0, say=say, supervisor=supervisor)
+        stop.then = None
 
 
 class TuiChild:

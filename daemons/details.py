@@ -164,8 +164,7 @@ def last_figures(path: Path) -> dict[str, float]:
 
 def _config(run: RunDir) -> Mapping[str, Any] | None:
     try:
-        hidden: Mapping[str, Any] = hide_secrets(read_effect(run).data)
-        return hidden
+        return dict(hide_secrets(read_effect(run).data))
     except ConfigError:
         return None
 

@@ -39,6 +39,8 @@ MAX_HISTORY_BYTES = 8_000_000
 # How the reasons begin by which our own pauses are known.
 MARK = "halving: "
 AUDIT = "halving"
+# What a run's own files cause, and the disk does not.
+OF_A_RUN = (FileRefused, TooManySteps, NotADirectoryError, PermissionError, LayoutError)
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,7 +239,8 @@ class Halving:
         try:
             yield
         except (OSError, LayoutError) as error:
-            if is_look and not _is_own_doing(error):
+            is_own = isinstance(error, OF_A_RUN) or getattr(error, "errno", 0) in (errno.ENAMETOOLONG, errno.ELOOP)
+            if is_look and not is_own:
                 raise
             self._complain(f"{plan.name}, {run_id}", error)
 
@@ -281,11 +284,6 @@ class Halving:
             if any(each is not None and each.state == "failed" for each in (record.status, daemon)):
                 return None
         return RunFact(run_id, record.published, is_over, record.paused), config.max_steps
-
-
-def _is_own_doing(error: Exception) -> bool:
-    kinds = (FileRefused, TooManySteps, NotADirectoryError, PermissionError, LayoutError)
-    return isinstance(error, kinds) or getattr(error, "errno", None) in (errno.ENAMETOOLONG, errno.ELOOP)
 
 
 def _waits(plan: SweepPlan, at: Rung | Decision) -> str:

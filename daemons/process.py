@@ -90,12 +90,12 @@ def log_tail(log: Path, num_lines: int = 20, *, limit: int = 64_000, this_start_
 
 
 def run_child(argv: Sequence[str], stop: Callable[[], bool], **options: Any) -> int | None:
-    """Run `argv` to its end and return its exit code; None when `stop()` came first, which ends it.
+    """Run `argv` to its end, whatever keys are pressed; returns its exit code. None: `stop()` came first, and ended it.
 
     Args:
         options: of `subprocess.Popen`.
     """
-    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, **options)
+    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True, **options)
     try:
         while child.poll() is None and not stop():
             time.sleep(CHILD_POLL_S)

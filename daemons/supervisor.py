@@ -65,6 +65,8 @@ IDLE_S = 4.0
 # A daemon may write 100 MB in a second, and must not fill the disk for all.
 LOOK_AT_LOGS_S = 2.0
 _TAIL_LINE_CHARS = 500
+# For daemons that still start: they have nothing to finish, and look at no signal while they load torch.
+START_GRACE_S = 3.0
 
 
 class Supervisor:
@@ -323,8 +325,9 @@ class Supervisor:
         handles = [daemon.handle for daemon in group if daemon.handle]
         works = any(daemon.state is not State.STARTING and daemon.spec.kind != INFERENCE for daemon in group)
         logger.info("ending %s", ", ".join(handle.name for handle in handles))
-        drain_s = self.config.drain_s if works else self.config.grace_s
-        return self._launcher.end(handles, self.config.grace_s, drain_s, tick)
+        is_new = all(daemon.state is State.STARTING for daemon in group)
+        grace_s = min(self.config.grace_s, START_GRACE_S) if is_new else self.config.grace_s
+        return self._launcher.end(handles, grace_s, self.config.drain_s if works else grace_s, tick)
 
     def _try_write_statuses(self, *, stopped: bool = False) -> None:
         try:

@@ -154,6 +154,9 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
         if keep:
             say(f"keeping {', '.join(sorted(keep))}: already running with the same config")
         check_ports(system, keep)
+        if {TRAINER, INFERENCE} - keep:
+            libraries = "torch and vLLM" if system.inference.engine == "vllm" else "torch"
+            say(f"trainer and inference load {libraries}, then the model; the first start on a machine takes longest")
         forget_endings(output, keep)
         write_component_configs(system, output)
         save_devices(output, devices)

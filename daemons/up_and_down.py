@@ -56,6 +56,7 @@ from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import STALLED
 from prime_rl.utils.runtime import count_gpus
+from prime_rl.utils.text import counted
 
 # On top of the time in which a daemon may finish and save, and all of it may need the grace.
 RESTART_MARGIN_S = 15.0
@@ -321,7 +322,7 @@ def settle_slots(
         found, source = _numbers(answer, is_shared), ""
     if SLOTS in wanted:
         system = system.with_slots(int(found[SLOTS]))
-        say(f"{SLOTS} = 'auto': {int(found[SLOTS])} slots{source}")
+        say(f"{SLOTS} = 'auto': {counted(int(found[SLOTS]), 'slot')}{source}")
     if SHARE in wanted:
         system = system.with_gpu_share(found[SHARE])
         say(f"{SHARE} = 'auto': {found[SHARE]:g} of the GPU that trainer and inference share{source}")

@@ -28,7 +28,7 @@ from prime_rl.contract.status import (
     utc,
 )
 from prime_rl.utils.process import ProcessId
-from prime_rl.utils.text import CleanText, clean_text, one_line
+from prime_rl.utils.text import CleanText, clean_text, counted, one_line
 
 SUPERVISOR = "supervisor"
 MAX_REASON_CHARS, MAX_TROUBLE_CHARS = 10_000, 1000
@@ -113,7 +113,7 @@ class RunView:
         waits = f"waits for {self.waiting_on}" if self.waiting_on else None
         told = dict.fromkeys((self.trouble, self.edited))
         num_more = len(self.troubles) - len(told.keys() - {None})
-        more = f"{num_more} more problem{'s' * (num_more > 1)}" if num_more > 0 else None
+        more = counted(num_more, "more problem") if num_more > 0 else None
         return "; ".join(filter(None, (self.reason, self.edited) if self.reason else (waits, *told, more)))
 
 

@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 from benchmarks.selfcheck import make_parser as selfcheck_parser
 from daemons.cli import app
-from prime_rl.base_model.__main__ import MakeBaseConfig
 from prime_rl.configs.base import BaseConfig, models_in, tag_of
 from prime_rl.configs.explain import default_text, type_text
 from prime_rl.configs.multinode import MultinodeConfig
@@ -187,8 +186,7 @@ def command_words(command: Any = None, words: Sequence[str] = ()) -> Iterator[tu
 def _command_section(words: Sequence[str]) -> str:
     done = CliRunner().invoke(app, [*words, "--help"], prog_name="prl")
     assert done.exit_code == 0, done.output
-    more = field_table(MakeBaseConfig) if words == ("make-base",) else ""
-    return _section(" ".join(["prl", *words]), done.output) + (more and f"\n{more}")
+    return _section(" ".join(["prl", *words]), done.output)
 
 
 def _section(title: str, help_text: str) -> str:

@@ -18,6 +18,7 @@ from textual.color import Color
 from textual.filter import LineFilter
 
 from prime_rl.contract.status import HEARTBEAT_S, utc
+from prime_rl.utils.text import counted as counted
 
 DASH = "·"
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -69,11 +70,6 @@ def gain(value: float | None) -> str:
 def percent(share: float | None) -> str:
     """`7 %`, of a share of 0.07."""
     return DASH if share is None else f"{100 * share:.0f} %"
-
-
-def counted(num: int, word: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{num} {word}{'' if num == 1 else 's'}"
 
 
 def count(value: float | None) -> str:

@@ -5,7 +5,6 @@ These commands change runs. They work with the daemons down.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,15 +21,17 @@ from daemons.commands.common import (
     DryRunOption,
     JsonOption,
     OutputDirOption,
+    YesOption,
     choose_output_dir,
     complain,
+    confirm,
     existing_output,
     parse_duration,
     print_json,
     say,
+    told_if_made,
 )
-from daemons.commands.runs import RunIdArgument, parse_overrides, tell_if_made, warn
-from daemons.errors import WrongUseError
+from daemons.commands.runs import RunIdArgument, parse_overrides, warn
 from daemons.sweeps import sweep_runs
 from daemons.trash import purge_trash, users_of_run
 from prime_rl.configs.orchestrator import LIVE_KEYS
@@ -115,9 +116,9 @@ def delete(
     def act(run_id: str) -> str:
         in_use_by = users_of_run(place, run_id)
         if force and in_use_by:
-            _confirm(f"{run_id}: {' and '.join(in_use_by)} uses it; do not wait for what only it says itself?", yes)
+            confirm(f"{run_id}: {' and '.join(in_use_by)} uses it; do not wait for what only it says itself?", yes)
         elif not in_use_by:
-            _confirm(f"move {run_id} to the trash?", yes)
+            confirm(f"move {run_id} to the trash?", yes)
         try:
             trashed = actions.delete_run(
                 *(place, run_id), force=yes, wait_s=wait, on_progress=progress, reason=reason, claimed=not force
@@ -142,7 +143,7 @@ def undelete(run_ids: DeletedIdsArgument, output_dir: OutputDirOption = None) ->
 
 def purge(
     output_dir: OutputDirOption = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: YesOption = False,
     older_than: Annotated[
         str, typer.Option(metavar="TIME", help="Only runs deleted longer ago than this: 7d, 12h, 30m, 45s.")
     ] = "0",
@@ -157,7 +158,7 @@ def purge(
     doomed = actions.list_trash(place, older_than_s=older_than_s)
     if doomed:
         names = ", ".join(run_id for run_id, _ in doomed[:5]) + (", ..." if len(doomed) > 5 else "")
-        _confirm(f"remove {len(doomed)} deleted runs for good ({names})?", yes)
+        confirm(f"remove {len(doomed)} deleted runs for good ({names})?", yes)
     say(f"deleted runs removed: {purge_trash(place, older_than_s=older_than_s, reason=reason)}")
 
 
@@ -188,15 +189,6 @@ def _say_once() -> Callable[[str], None]:
             say(message)
 
     return progress
-
-
-def _confirm(question: str, yes: bool) -> None:
-    """Ask on a terminal; elsewhere `--yes` is required."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise WrongUseError(f"{question} cannot ask without a terminal: add --yes")
-    typer.confirm(question, abort=True)
 
 
 def pause(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: ReasonOption = "") -> None:
@@ -334,6 +326,7 @@ def sweep(
         str | None, typer.Option(metavar="NAME", help="What halving compares. Default: stop.metric, else reward/mean.")
     ] = None,
     dry_run: DryRunOption = False,
+    yes: YesOption = False,
     as_json: JsonOption = False,
     reason: ReasonOption = "",
 ) -> None:
@@ -345,9 +338,8 @@ def sweep(
     Example: prl runs sweep configs/demo/reverse.toml --set optim.lr=1e-4,3e-4 --set seed=1,2,3 --dry-run
     """
     place = choose_output_dir(output_dir)
-    is_new = not place.exists()
-    made = sweep_runs(place, file, axes, name=name, halving=halving, metric=metric, dry_run=dry_run, reason=reason)
-    tell_if_made(place, is_new)
+    with told_if_made(place, yes or dry_run):
+        made = sweep_runs(place, file, axes, name=name, halving=halving, metric=metric, dry_run=dry_run, reason=reason)
     if as_json:
         payload = {"plan": msgspec.to_builtins(made.plan), "added": made.added, "dry_run": dry_run}
         print_json(payload)

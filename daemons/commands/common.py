@@ -10,8 +10,8 @@ import contextlib
 import difflib
 import json
 import os
+import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from daemons.errors import ActionError, WrongUseError
 from prime_rl.contract.layout import OutputDir, scan_runs
@@ -33,11 +34,11 @@ JSON_VERSION = 1
 DEFAULT_OUTPUT_DIR = Path("outputs")
 WATCH_EVERY_S = 1.0
 MIN_LAST_COLUMN_CHARS = 16
+# Of a flag and its misspelling; `--kind` and `--help` have less, and `--inference.engine` and `--engine`.
+MIN_LIKENESS = 0.8
 # Wider than any row: no text of a view is longer than a tenth of it.
 UNCUT_CHARS = 100_000
-# Lets "@ file.toml" and "--a.b value" through to the config parser.
-EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
-# What such a command takes, in its usage line.
+# What a command takes that is `Passing`, in its usage line.
 FILE_AND_OPTIONS = "[@ FILE] [OPTIONS] [--KEY VALUE ...]"
 
 OutputDirOption = Annotated[
@@ -51,10 +52,26 @@ OutputDirOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table; its format is stable.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check only; add nothing.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 WatchOption = Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")]
 
 
 _UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+class Passing(TyperCommand):
+    """Lets `@ file.toml` and `--a.b value` through to a config parser, but no misspelt flag of its own."""
+
+    allow_extra_args = ignore_unknown_options = True
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As click's own complaint about an unknown flag, where one is nearly one that the command has."""
+        flags = [flag for each in self.get_params(ctx) for flag in each.opts]
+        for word in [word.partition("=")[0].replace("_", "-") for word in args if word.startswith("-")]:
+            near = difflib.get_close_matches(word, flags, 1, MIN_LIKENESS)
+            if near and word not in near:
+                ctx.fail(f"No such option: {word} (Possible options: {near[0]})")
+        return super().parse_args(ctx, args)
 
 
 def choose_output_dir(option: Path | None) -> Path:
@@ -62,29 +79,50 @@ def choose_output_dir(option: Path | None) -> Path:
     return option or Path(os.environ.get("PRL_OUTPUT_DIR") or DEFAULT_OUTPUT_DIR)
 
 
-def choose_output(option: Path | None) -> OutputDir:
-    """The workspace in the folder of `choose_output_dir`."""
-    return OutputDir(choose_output_dir(option))
-
-
 def no_workspace(path: Path) -> str | None:
     """The message about a folder that is not there, or has nothing of a workspace; None for one that has."""
     if not path.is_dir():
-        beside = [each.name for each in path.parent.glob("*") if each.is_dir()]
-        near = [f"did you mean {path.with_name(name)}?" for name in difflib.get_close_matches(path.name, beside, 1)]
-        return f"no workspace at {path}: {''.join(near) or 'start one with prl up, or name another'}"
+        meant = f"did you mean {near}?" if (near := near_workspace(path)) else "start one with prl up, or name another"
+        return f"no workspace at {path}: {meant}"
     output = OutputDir(path)  # where a daemon, a node of a group or a run, though deleted, may have left something
     marks = (output.supervisor_lock, output.trainer_status, output.inference_status, output.multinode, output.trash)
     is_one = any(map(os.path.lexists, marks)) or any(scan_runs(path))
     return None if is_one else f"no workspace in {path}: prl up --output-dir {path} makes one"
 
 
+def near_workspace(path: Path) -> Path | None:
+    """The workspace beside `path` whose name is most like it."""
+    names = [each.name for each in path.parent.glob("*") if each.is_dir() and os.access(each, os.R_OK | os.X_OK)]
+    near = (path.with_name(name) for name in difflib.get_close_matches(path.name, names) if name != path.name)
+    return next((each for each in near if no_workspace(each) is None), None)
+
+
+@contextlib.contextmanager
+def told_if_made(place: Path, yes: bool) -> Iterator[None]:
+    """Add runs in here. Asks before a workspace is made beside one whose name is like its own; tells of a new one."""
+    none = no_workspace(place)
+    if none and not place.exists() and near_workspace(place):
+        confirm(f"{none} make a new workspace?", yes)
+    yield
+    if none and not no_workspace(place):
+        complain(f"made a new workspace at {place.absolute()}: prl up starts it; --output-dir names another")
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask on a terminal; elsewhere `--yes` is required."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise WrongUseError(f"{question} cannot ask without a terminal: add --yes")
+    typer.confirm(question, abort=True)
+
+
 def existing_output(option: Path | None, *, may_miss: bool = False, may_be_empty: bool = True) -> OutputDir:
-    """The workspace of `choose_output`, which must be there unless it `may_miss`: then a missing one counts as empty.
+    """The workspace that is meant. It must be there unless it `may_miss`: then a missing one counts as empty.
 
     Raises WrongUseError when it is missing, or holds nothing and may not, ActionError when it cannot be read.
     """
-    output = choose_output(option)
+    output = OutputDir(choose_output_dir(option))
     try:
         with os.scandir(output.path):
             none = None if may_be_empty else no_workspace(output.path)
@@ -213,17 +251,18 @@ def short_time(seconds: float | None) -> str:
 
 def watch(render: Callable[[], Any]) -> None:
     """Show `render()` every second until Ctrl-C: in place on a terminal, one after another elsewhere."""
-    screen = console()
-    with contextlib.suppress(KeyboardInterrupt):
-        if not screen.is_terminal:
-            while True:
-                screen.print(render())
-                sys.stdout.flush()
-                time.sleep(WATCH_EVERY_S)
-        with Live(render(), console=screen, auto_refresh=False) as live:
-            while True:
-                time.sleep(WATCH_EVERY_S)
-                live.update(render(), refresh=True)
+    screen, stop = console(), StopFlag()
+
+    def end_after_this(*_: object) -> None:  # else the next picture stands below half of it; a second one ends at once
+        stop.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, end_after_this)
+    with Live(console=screen, auto_refresh=False) if screen.is_terminal else contextlib.nullcontext() as live:
+        while not stop():
+            live.update(render(), refresh=True) if live else screen.print(render())
+            sys.stdout.flush()
+            stop.wait(WATCH_EVERY_S)
 
 
 def flags_help(what: str, example: str, parser: argparse.ArgumentParser) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import typer
 
 from daemons.actions import list_trash
-from daemons.commands.common import choose_output
+from daemons.commands.common import choose_output_dir
 from daemons.details import versions_of
 from daemons.logs import JOB_LOG, SRUN_LOG
 from daemons.specs import MONITORS, OPTIONAL, TRAINER, saved_system
@@ -114,7 +114,7 @@ def config_files(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _workspace(context: typer.Context) -> OutputDir:
-    return choose_output(context.params.get("output_dir"))
+    return OutputDir(choose_output_dir(context.params.get("output_dir")))
 
 
 def _runs(output: OutputDir) -> list[str]:

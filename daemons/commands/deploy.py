@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import tomli_w
 import typer
 
-from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, say
+from daemons.commands.common import FILE_AND_OPTIONS, Passing, say
 from daemons.commands.lifecycle import choose_system
 from daemons.errors import WrongUseError
 from daemons.launchers.base import LaunchError, nodes_needed
@@ -164,7 +164,7 @@ def _pod(pods: Pods, gpus: int, grace_s: int) -> dict[str, Any]:
     }
 
 
-@deploy_app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)
+@deploy_app.command(cls=Passing, options_metavar=FILE_AND_OPTIONS)
 def kubernetes(
     context: typer.Context,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the manifests.")],

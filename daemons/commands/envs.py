@@ -21,7 +21,7 @@ import typer
 from daemons.adding import trainer_limits
 from daemons.chat import BASE, Chat
 from daemons.commands import complete
-from daemons.commands.common import JsonOption, OutputDirOption, choose_output, number, print_json, say
+from daemons.commands.common import JsonOption, OutputDirOption, choose_output_dir, number, print_json, say
 from daemons.commands.runs import FileArgument
 from daemons.data_files import data_problems, plugin_problems
 from daemons.errors import ActionError, need_cpu
@@ -35,7 +35,7 @@ from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, is_alive, read_status
-from prime_rl.utils.text import clean_strings, one_line
+from prime_rl.utils.text import clean_strings, counted, one_line
 
 ECHO = "echo"
 # Where neither the config nor a trainer has one.
@@ -77,7 +77,7 @@ def try_env(
 
     Example: prl env try run.toml -n 5 --model base
     """
-    found = clean_strings(_tried(choose_output(output_dir), file, num, model))
+    found = clean_strings(_tried(OutputDir(choose_output_dir(output_dir)), file, num, model))
     if as_json:
         print_json({"file": str(file), "model": model, **found})
     else:
@@ -144,7 +144,7 @@ def _own_server(config: OrchestratorConfig, seq_len: int, cwd: Path | None) -> I
 
 def env_view(env: Mapping[str, Any]) -> str:
     """The text that `prl env try` prints for one environment. Text of the environment and the policy is indented."""
-    counts = f"{env['num_train']} examples to train on, {env['num_eval']} to evaluate on"
+    counts = f"{counted(env['num_train'], 'example')} to train on, {env['num_eval']} to evaluate on"
     lines = [f"env {env['env']} ({env['id']}): {counts}, loaded in {env['load_s']:.1f} s"]
     for each in env["rollouts"]:
         reward = "no reward" if each["reward"] is None else f"reward {number(each['reward'])}"
@@ -154,7 +154,8 @@ def env_view(env: Mapping[str, Any]) -> str:
         lines += [f"  error: {one_line(each['error'], 2_000)}"] if each["error"] else []
         asked = each["prompt"]
         if each["prompt_text"] is not None:
-            asked = [{"role": f"prompt ({len(each['prompt_tokens'])} tokens)", "content": each["prompt_text"]}]
+            tokens = counted(len(each["prompt_tokens"]), "token")
+            asked = [{"role": f"prompt ({tokens})", "content": each["prompt_text"]}]
         else:
             lines.append("  the prompt, without tokens (the model's tokenizer is not on this machine):")
         for message in [*asked, *each["turns"]]:

@@ -29,6 +29,7 @@ from daemons.commands.acts import ReasonOption
 from daemons.commands.common import (
     JsonOption,
     OutputDirOption,
+    Passing,
     WatchOption,
     choose_output_dir,
     complain,
@@ -64,12 +65,13 @@ from daemons.trash import existing_run
 from daemons.workspace import SUPERVISOR, Workspace
 from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.configs.base import ConfigError, build, load_toml, merge
-from prime_rl.configs.system import SystemConfig
+from prime_rl.configs.explain import walk
+from prime_rl.configs.system import MakeBaseConfig, SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.utils.process import StopFlag
 from prime_rl.utils.tail import FileTail
-from prime_rl.utils.text import clean_text
+from prime_rl.utils.text import clean_text, counted
 
 FOLLOW_EVERY_S = 0.25
 # As in `logs.node_log`: the log of a daemon's node after its first.
@@ -140,7 +142,7 @@ def up(
     same = output.path == choose_output_dir(None)
     where = "" if same else f" --output-dir {output.path}"
     say(
-        f"up: {output.path}, {workspace.max_runs} slots, inference at {url}; "
+        f"up: {output.path}, {counted(workspace.max_runs, 'slot')}, inference at {url}; "
         f"prl status{where} shows it, prl down{where} stops it"
     )
     if not workspace.runs:
@@ -423,7 +425,7 @@ def scale(
     elif before == replicas:
         say(f"{place}: has {replicas} already")
     else:
-        say(f"{place}: {before} -> {replicas} inference servers{'' if is_up else ' at the next prl up'}")
+        say(f"{place}: {before} -> {counted(replicas, 'inference server')}{'' if is_up else ' at the next prl up'}")
 
 
 def _become(module: str, args: Sequence[str]) -> None:
@@ -461,6 +463,16 @@ def inference(context: typer.Context) -> None:
     Example: prl inference @ configs/reverse_text/inference.toml --port 8001
     """
     _become(module_of(INFERENCE), context.args)
+
+
+class MakeBase(Passing):
+    """`prl make-base`, whose help names the fields of its config."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write them; they are read from the sources, which takes too long for every start."""
+        fields = walk(MakeBaseConfig, "")
+        with formatter.section("What to make"):
+            formatter.write_dl([(f"--{each.key}", f"{each.help} [{each.type}; {each.default}]") for each in fields])
 
 
 def make_base(context: typer.Context) -> None:

@@ -12,9 +12,9 @@ import typer
 from typer.core import TyperGroup
 
 from daemons.commands.common import (
-    EXTRA,
     FittingTable,
     JsonOption,
+    Passing,
     WatchOption,
     console,
     existing_output,
@@ -54,7 +54,7 @@ multinode_app = typer.Typer(cls=OrStart, help="Train on several machines that sh
 @multinode_app.command(
     DEFAULT,
     help=flags_help(START_HELP, f"prl multinode start {EXAMPLE}", node_parser()),
-    context_settings={**EXTRA, "help_option_names": ["--help"]},
+    cls=Passing,
 )
 def start(context: typer.Context) -> None:
     """Replace this process with that of one node."""

@@ -37,7 +37,7 @@ from daemons.details import Difference, diff_runs
 from daemons.errors import ActionError, WrongUseError, one_line_errors
 from daemons.exports import export_run
 from daemons.ranking import RUN, TAG, RunValues, Standing, notes, num_last, rank, read_contestants
-from daemons.start import end_as_interrupted
+from daemons.start import EXIT_INTERRUPTED, end_as_interrupted
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
@@ -434,9 +434,9 @@ def _talk(talk: Chat) -> None:
     while True:
         try:
             line = input("> ").strip()
-        except EOFError:
-            print()
-            return
+        except (EOFError, KeyboardInterrupt) as end:
+            print(flush=True)
+            raise typer.Exit(EXIT_INTERRUPTED if isinstance(end, KeyboardInterrupt) else 0) from end
         if line == QUIT:
             return
         if line == RESET:

@@ -29,6 +29,7 @@ from daemons.commands.common import (
     JsonOption,
     OutputDirOption,
     WatchOption,
+    YesOption,
     cell,
     choose_output_dir,
     complain,
@@ -40,6 +41,7 @@ from daemons.commands.common import (
     print_json,
     say,
     short_time,
+    told_if_made,
     watch,
 )
 from daemons.details import RunDetails, read_details
@@ -54,7 +56,7 @@ from prime_rl.configs.validate import key_of
 from prime_rl.contract.layout import OutputDir, check_run_id
 from prime_rl.contract.samples import Sample, read_samples
 from prime_rl.contract.status import STALLED, InferenceStatus, RunState, utc
-from prime_rl.utils.text import clean_strings, clean_text, one_line, size_text
+from prime_rl.utils.text import clean_strings, clean_text, counted, one_line, size_text
 
 _STYLES = {
     RunState.ACTIVE: "green",
@@ -422,6 +424,7 @@ def add(
     ] = None,
     changes: SetOption = None,
     dry_run: DryRunOption = False,
+    yes: YesOption = False,
 ) -> None:
     """Add runs to the workspace.
 
@@ -438,16 +441,9 @@ def add(
             actions.add_run(place, file, overrides=changed, dry_run=True)
     for file in files:
         warn(file, actions.check_doubts(place, file, overrides=changed))
-        is_new = not place.exists()
-        added = actions.add_run(place, file, run_id=run_id, overrides=changed, dry_run=dry_run)
-        say(f"{'would add' if dry_run else 'added'} {added} to {place}")
-        tell_if_made(place, is_new)
-
-
-def tell_if_made(place: Path, is_new: bool) -> None:
-    """Tell of a workspace that was not there: perhaps another one was meant."""
-    if is_new and place.exists():
-        complain(f"made a new workspace at {place.absolute()}: prl up starts it; --output-dir names another")
+        with told_if_made(place, yes or dry_run):
+            added = actions.add_run(place, file, run_id=run_id, overrides=changed, dry_run=dry_run)
+            say(f"{'would add' if dry_run else 'added'} {added} to {place}")
 
 
 def warn(file: Path, warnings: Sequence[ConfigProblem]) -> None:
@@ -546,7 +542,7 @@ def sample_view(sample: Sample) -> str:
     versions = ", ".join(map(str, sample.policy_versions))
     lines = [
         f"step {sample.step}  {one_line(sample.example_id)}  reward {sample.reward:.3f}  advantage "
-        f"{sample.advantage:+.3f}  policy version {versions}  {sample.num_completion_tokens} tokens"
+        f"{sample.advantage:+.3f}  policy version {versions}  {counted(sample.num_completion_tokens, 'token')}"
     ]
     for title, text in (("prompt", sample.prompt), ("completion", sample.completion)):
         lines += [f"  {title}:", *(f"    {line}" for line in text.splitlines() or [""])]

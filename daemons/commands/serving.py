@@ -404,7 +404,9 @@ def _print(found: Evaluated, as_json: bool) -> None:
         print_json({"results": results, "samples": str(found.samples), "interrupted": found.interrupted})
         return
     done = [result for result in found.results if result.num_rollouts]
-    names = [name for name in _passes(done) if any(name in result.figures for result in done)]
+    ks = {name for result in done for name in result.figures if name.startswith("pass@") and name[5:].isdigit()}
+    by_k = ["reward", *sorted(ks, key=lambda name: int(name[5:]))]
+    names = [name for name in by_k if any(name in result.figures for result in done)]
     if done:
         columns = ["target", "env", "examples", "rollouts", "failed", *names]
         rows = [_row(result, names) for result in done]
@@ -421,12 +423,6 @@ def _print(found: Evaluated, as_json: bool) -> None:
         if result.problem:
             what = f"{result.num_failed} failed, first " if result.num_rollouts else ""
             complain(one_line(f"{result.target} {result.env}: {what}{result.problem}", 500))
-
-
-def _passes(results: list[EvalResult]) -> list[str]:
-    """The figures of the table: the reward, and pass@k by k."""
-    ks = {name for result in results for name in result.figures if name.startswith("pass@") and name[5:].isdigit()}
-    return ["reward", *sorted(ks, key=lambda name: int(name[5:]))]
 
 
 def _row(result: EvalResult, names: list[str]) -> list[object]:

@@ -203,14 +203,11 @@ def compact(names: Sequence[str]) -> str:
     for name in names:
         match = re.fullmatch(r"(.*?)(\d*)", name, re.DOTALL)
         stem, digits = (match[1], match[2]) if match else (name, "")
-        if groups and digits and groups[-1][-1][0] == stem and _follows(groups[-1][-1][1], digits):
+        number = int(digits or 0)
+        if groups and digits == str(number) and groups[-1][-1] == (stem, str(number - 1)):
             groups[-1].append((stem, digits))
         else:
             groups.append([(stem, digits)])
     return ",".join(
         f"{group[0][0]}[{group[0][1]}-{group[-1][1]}]" if len(group) > 1 else "".join(group[0]) for group in groups
     )
-
-
-def _follows(before: str, after: str) -> bool:
-    return bool(before) and len(before) == len(str(int(before))) and after == str(int(before) + 1)

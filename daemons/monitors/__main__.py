@@ -281,7 +281,11 @@ class FollowedRun:
         self._config_stamp: tuple[_Stamp | None, _Stamp | None] | None = None
         self._files = {writer: str(path) for writer, path in metrics_files(run).items()}
         self._stamps = self._look_at_files()
-        self._changed_at = now if self._has_unread() else now - self._age_s()
+        # An earlier start of a daemon may have left lines of this run; else since the last change, by the files' clock.
+        behind = self._positions.behind({writer: size for writer, (_, size) in self._stamps.items()})
+        times = [time_ns for time_ns, _ in self._stamps.values()]
+        age_s = max(0.0, time.time() - max(times) / 1e9) if times else self._quiet_s
+        self._changed_at = now if behind and behind & self._wanted().keys() else now - age_s
 
     @property
     def is_there(self) -> bool:
@@ -381,16 +385,6 @@ class FollowedRun:
     def _look_at_files(self) -> dict[str, _Stamp]:
         """Time and size of those that are there, by writer."""
         return {writer: stamp for writer, path in self._files.items() if (stamp := _stamp(path)) is not None}
-
-    def _has_unread(self) -> bool:
-        """True when an earlier start of the daemon left lines of this run."""
-        behind = self._positions.behind({writer: size for writer, (_, size) in self._stamps.items()})
-        return bool(behind and behind & self._wanted().keys())
-
-    def _age_s(self) -> float:
-        """Since the last change by the clock of the files."""
-        times = [time_ns for time_ns, _ in self._stamps.values()]
-        return max(0.0, time.time() - max(times) / 1e9) if times else self._quiet_s
 
 
 def _stamp(path: str) -> _Stamp | None:

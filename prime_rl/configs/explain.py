@@ -80,7 +80,7 @@ def check_kind(kind: str, data: Mapping[str, Any], source: str) -> None:
 @cache
 def all_fields(kind: str) -> tuple[FieldFacts, ...]:
     """Every field of a kind of file, tables before what is in them."""
-    return tuple(_walk(KINDS[kind][0], kind, ""))
+    return tuple(walk(KINDS[kind][0], kind))
 
 
 def kinds_to_search(kind: str | None) -> list[list[str]]:
@@ -133,7 +133,8 @@ class _WithHelp(GenerateJsonSchema):
         return made
 
 
-def _walk(model: type[BaseConfig], kind: str, prefix: str) -> Iterator[FieldFacts]:
+def walk(model: type[BaseConfig], kind: str, prefix: str = "") -> Iterator[FieldFacts]:
+    """The fields of a config, each table before what is in it."""
     texts = _texts(model)
     for attribute, field in model.model_fields.items():
         name = field.alias or attribute
@@ -151,7 +152,7 @@ def _walk(model: type[BaseConfig], kind: str, prefix: str) -> Iterator[FieldFact
             is_table=bool(inner),
         )
         if len(inner) == 1:
-            yield from _walk(inner[0], kind, f"{key}.")
+            yield from walk(inner[0], kind, f"{key}.")
         elif inner:
             yield from _walk_choices(inner, kind, key)
 
@@ -161,7 +162,7 @@ def _walk_choices(models: list[type[BaseConfig]], kind: str, table: str) -> Iter
     found: list[tuple[FieldFacts, list[str]]] = []
     for model in models:
         tag = str(tag_of(model))
-        for field in _walk(model, kind, f"{table}."):
+        for field in walk(model, kind, f"{table}."):
             tags = next((tags for same, tags in found if same == field), None)
             if tags is None:
                 found.append((field, [tag]))

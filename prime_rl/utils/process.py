@@ -158,12 +158,13 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 class StopFlag:
-    """Set by SIGTERM, SIGINT or SIGHUP. Calling it returns whether the process was asked to stop."""
+    """Set by SIGTERM, SIGINT or SIGHUP, which call `then` too. Calling it returns whether a stop was asked for."""
 
     def __init__(self) -> None:
         self._is_set = False
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.signal_name: str | None = None
+        self.then: Callable[[], None] | None = None
 
     def __call__(self) -> bool:
         """True when a stop was asked for."""
@@ -193,6 +194,8 @@ class StopFlag:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(signum).name
         self.set()
+        if self.then is not None:
+            self.then()
 
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37

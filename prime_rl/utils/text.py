@@ -101,6 +101,11 @@ def error_text(error: Exception) -> str:
     return text if isinstance(error, ValueError | OSError) and text else f"{type(error).__name__}: {text}"
 
 
+def counted(num: int, word: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{num} {word}{'' if num == 1 else 's'}"
+
+
 def size_text(num_bytes: int) -> str:
     """`512 B`, `1.4 MiB`: of files, disks and memory alike."""
     value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from prime_rl.base_model.__main__ import Progress, Recipe
 from prime_rl.base_model.teach import Demonstrator, PromptEncoder, build_model, build_tokenizer, teach
+from prime_rl.contract.files import wait_for
 from prime_rl.utils.tasks import TASKS, similarity, split_of
 from tests.budgets import in_release
 from tests.patience import PATIENCE_S
@@ -87,7 +88,7 @@ def test_without_a_terminal_the_progress_is_a_line_each_ten_seconds_with_what_is
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now_s = 0.0
-    with Progress(360, lambda: False, lambda: now_s) as progress:
+    with Progress(360, lambda: now_s) as progress:
         for step in range(1, 361):
             now_s = 2.5 * step
             progress(step)
@@ -103,7 +104,7 @@ def test_a_terminal_shows_a_bar_with_what_is_left_and_no_loss(
 ) -> None:
     """The loss rises where demonstrations of mixed quality begin, which is no fault."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with Progress(4, lambda: False) as progress:
+    with Progress(4) as progress:
         for step in range(1, 5):
             progress(step)
     shown = capsys.readouterr().err
@@ -163,6 +164,17 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     check_refused(make_base(tmp_path / "base"), "Permission denied")
+
+
+def test_a_signal_while_it_loads_torch_ends_it_at_once(tmp_path: Path) -> None:
+    command = [*COMMAND, "--out", str(tmp_path / "base")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        wait_for(lambda: "torch" in maps.read_text(encoding="utf-8"), "torch to be loaded", timeout_s=PATIENCE_S)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, stdout) == (130, "") and not any(tmp_path.iterdir())
+    assert stderr == "make-base: stopped by SIGINT; nothing was written\n", "it has taught nothing"
 
 
 def check_refused(done: subprocess.CompletedProcess[str], words: str) -> None:

@@ -91,7 +91,7 @@ def test_validate_prints_every_problem_with_its_place(inline: Inline) -> None:
     lines = inline("runs", "validate", str(file), exit_code=2).stderr.splitlines()
     assert lines == [
         f"prl: {file}: max_steps: found 0: must be greater than or equal to 1",
-        f"prl: {file}: optim.rl: unknown key; did you mean 'lr'? valid keys: betas, lr, max_norm, type, weight_decay",
+        f"prl: {file}: optim.rl: unknown key; did you mean 'lr'?",
         f"prl: {file}: batch_size: found 8: must be a multiple of rollouts_per_example = 3",
     ]
     args = ("runs", "validate", str(file), "--set", "max_steps=x", "--json")
@@ -170,7 +170,8 @@ def test_a_folder_that_is_not_there_is_named(command: str, tmp_path: Path, capsy
     assert run([*command.split(), "--output-dir", str(missing)]) == 2
     line = f"prl: no workspace at {missing}: start one with prl up, or name another\n"
     assert capsys.readouterr() == ("", line) and not missing.exists()
-    (tmp_path / "type").mkdir()
+    (tmp_path / "typos").mkdir()  # holds nothing
+    (tmp_path / "type" / "run_a").mkdir(parents=True)
     assert run([*command.split(), "--output-dir", str(missing)]) == 2
     assert capsys.readouterr() == ("", f"prl: no workspace at {missing}: did you mean {tmp_path / 'type'}?\n")
 
@@ -256,6 +257,30 @@ def test_several_files_are_added_or_none(inline: Inline, tmp_path: Path) -> None
     assert done.stderr == made, "perhaps in a wrong folder"
     assert inline("runs", "sweep", files[0], "--set", "seed=1,2").stderr == ""
     assert {"run_a", "run_b"} < {run["run_id"] for run in inline.json("runs", "list")["runs"]}
+
+
+@pytest.mark.parametrize("command", ["add {0}", "sweep {0} --set seed=1,2"])
+def test_no_run_goes_to_a_misspelt_workspace_beside_the_one_that_is_meant(
+    inline: Inline, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, meant = inline.prl.run_file(), inline.prl.output_dir
+    typo = meant.with_name(meant.name[:-1])
+    words = ["runs", *command.format(file).split(), "--output-dir", str(typo)]
+    assert run([*words, "--dry-run"]) == 0 and not typo.exists(), "nothing is like it yet"
+    inline("runs", "add", str(file))
+    capsys.readouterr()
+    assert run(words) == 2 and not typo.exists()
+    question = f"no workspace at {typo}: did you mean {meant}? make a new workspace?"
+    assert capsys.readouterr() == ("", f"prl: {question} cannot ask without a terminal: add --yes\n")
+    assert run([*words, "--yes"]) == 0
+    made = f"prl: made a new workspace at {typo}: prl up starts it; --output-dir names another\n"
+    assert capsys.readouterr().err == made and list(typo.glob("run_*"))
+
+
+def test_a_folder_that_becomes_a_workspace_is_told(inline: Inline, tmp_path: Path) -> None:
+    inline.prl.output_dir.mkdir()
+    (inline.prl.output_dir / "notes.txt").write_text("mine")
+    assert "prl: made a new workspace at" in inline("runs", "add", str(inline.prl.run_file())).stderr
 
 
 def test_the_doctor_says_what_to_do(inline: Inline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -409,11 +434,11 @@ def test_a_component_runs_in_place_of_prl(prl: Prl) -> None:
     assert child.returncode == 2 and err.startswith("trainer: ") and "no_such_key: unknown key" in err
 
 
-def demo_configs(prl: Prl, max_steps: int = 6) -> str:
+def demo_configs(prl: Prl, max_steps: int = 6, grace_s: float = 2) -> str:
     configs = prl.output_dir.parent / "configs"
     configs.mkdir()
     (configs / "system.toml").write_text(
-        f'max_concurrent_runs = 2\n[model]\nname = "{prl.model}"\n[supervisor]\ngrace_s = 2\n'
+        f'max_concurrent_runs = 2\n[model]\nname = "{prl.model}"\n[supervisor]\ngrace_s = {grace_s}\n'
         + tomli_w.dumps({"deployment": {"modules": prl.modules}})
     )
     for name in ("reverse", "sort", "upper"):
@@ -463,6 +488,46 @@ def test_a_demo_that_is_ended_ends_everything_it_started(prl: Prl, end: str) -> 
         assert (child.stderr.read(), prl.members()) == ("", [])
 
 
+DEAF = """
+import os, signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+Path(os.environ["DEAF"]).touch()
+time.sleep(600)
+"""
+
+
+def test_a_demo_that_is_ended_while_its_daemons_start_does_not_wait_for_them(
+    prl: Prl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that loads torch, the trainer looks at no signal; `grace_s` is longer than this test may take."""
+    monkeypatch.setitem(prl.env, "DEAF", str(tmp_path / "deaf"))
+    (tmp_path / "modules" / "fake_trainer.py").write_text(DEAF)
+    configs = demo_configs(prl, grace_s=10 * PATIENCE_S)
+    with prl.start("demo", "--configs", configs) as child:
+        wait_for((tmp_path / "deaf").exists, "the trainer to start", timeout_s=PATIENCE_S)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=PATIENCE_S)
+    assert (child.returncode, err, prl.members()) == (130, "", [])
+    assert "trainer and inference load torch, then the model; the first start on a machine takes longest\n" in out
+    _, said = out.split("stopping: what is begun is finished and saved; Ctrl-C again ends it at once\n")
+    assert said.startswith("stopping the supervisor") and said.endswith("stopped\n")
+
+
+def test_a_second_ctrl_c_ends_a_demo_at_once(prl: Prl) -> None:
+    with prl.start("demo", "--configs", demo_configs(prl, max_steps=200, grace_s=10 * PATIENCE_S)) as child:
+        assert child.stdout is not None and child.stderr is not None
+        wait_for((prl.output_dir / ".prl-demo").exists, "room for the demo", timeout_s=PATIENCE_S)
+        (prl.output_dir / "stubborn_trainer").touch()
+        wait_for((prl.output_dir / "run_sort").exists, "the demo to add its runs", timeout_s=PATIENCE_S)
+        child.send_signal(signal.SIGINT)
+        while not child.stdout.readline().startswith("stopping the supervisor"):
+            assert child.poll() is None
+        child.send_signal(signal.SIGINT)
+        assert child.wait(timeout=PATIENCE_S) == 130
+        assert (child.stderr.read(), prl.members()) == ("", [])
+
+
 @pytest.mark.parametrize("plain", [False, *in_full(True)])
 def test_a_demo_in_a_terminal_that_is_closed_leaves_nothing(prl: Prl, plain: bool) -> None:
     words = ["demo", "--configs", demo_configs(prl, max_steps=200), *["--plain"] * plain]
@@ -490,11 +555,11 @@ def test_rollouts_are_shown_cleaned(inline: Inline) -> None:
     text = "[bold]x[/bold]\x1b]2;owned\x07\nsecond line"
     run = OutputDir(inline.prl.output_dir).run("run_reverse")
     file = SampleFile(run.samples, keep=9)
-    file.append([Sample(s, "reverse", "reverse/e1", "say x", text, 0.5, 0.25, [s - 1], 9, 4) for s in (1, 2, 3)])
+    file.append([Sample(s, "reverse", "reverse/e1", "say x", text, 0.5, 0.25, [s - 1], 9, 4 - s) for s in (1, 2, 3)])
     shown = inline("runs", "samples", "run_reverse", "-n", "2").stdout
     assert "step 1 " not in shown and "\x1b" not in shown and "owned" not in shown
     assert shown.splitlines()[-6:] == [
-        "step 3  reverse/e1  reward 0.500  advantage +0.250  policy version 2  4 tokens",
+        "step 3  reverse/e1  reward 0.500  advantage +0.250  policy version 2  1 token",
         "  prompt:",
         "    say x",
         "  completion:",

@@ -15,6 +15,7 @@ from typer.main import get_command
 from daemons import actions
 from daemons.cli import app, run
 from prime_rl import __version__
+from prime_rl.configs.system import MakeBaseConfig
 from tests.daemons_support import ROOT, RUN_TOML
 
 
@@ -40,7 +41,7 @@ def test_every_command_has_help_with_an_example_that_is_one(words: tuple[str, ..
     for word in example.split():
         assert not word.startswith("configs/") or (ROOT / word).exists(), f"{example}: there is no {word}"
         known = {name for each in COMMANDS[words].params for name in (*each.opts, *each.secondary_opts)}
-        passes_on = COMMANDS[words].context_settings.get("ignore_unknown_options")
+        passes_on = COMMANDS[words].ignore_unknown_options
         assert passes_on or not word.startswith("-") or word in known, f"{example}: there is no {word}"
 
 
@@ -52,6 +53,32 @@ def test_what_a_command_takes_stands_in_its_usage(capsys: Any) -> None:
     assert capsys.readouterr().out.count("--help") == 1
     assert run(["runs", "--help"]) == 0
     assert "Example: prl runs list" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_misspelt_flag_is_named_with_the_one_that_is_meant(words: tuple[str, ...], capsys: Any) -> None:
+    assert run([*words, "--hlep"]) == 2
+    out, err = capsys.readouterr()
+    last = err.splitlines()[-1]
+    assert out == "" and last.startswith("Error: No such option: --hlep (Possible options: ") and "--help" in last
+
+
+def test_a_misspelt_flag_does_not_take_what_follows(tmp_path: Path, capsys: Any) -> None:
+    for words, meant in (("up --forground @ x.toml", "--foreground"), ("demo --output-dri=x", "--output-dir")):
+        assert run(words.split()) == 2
+        assert f"(Possible options: {meant})" in capsys.readouterr().err
+    for place in (["--output_dir", str(tmp_path)], [f"--output_dir={tmp_path}"]):  # a key of the config
+        assert run(["up", "--dry-run", "--json", *place]) == 0
+        assert str(tmp_path) in capsys.readouterr().out
+
+
+def test_the_help_of_make_base_has_all_that_it_takes(capsys: Any) -> None:
+    assert run(["make-base", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, text in MakeBaseConfig.docs().items():
+        assert f"--{name} {text}" in shown
+    for facts in ("[path; required]", '[demo, smollm2-135m; "demo"]', "[integer, ≥ 1; 360]"):
+        assert facts in shown
 
 
 def test_the_groups_are_walked() -> None:

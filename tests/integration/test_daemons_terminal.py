@@ -9,13 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
+import typer
 from rich.console import Console
 
 from daemons import actions
 from daemons.cli import run
+from daemons.commands.common import watch
+from daemons.commands.results import _talk
 from daemons.commands.runs import runs_table
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import wait_for
@@ -136,6 +141,47 @@ def test_a_demo_opens_the_console_only_where_all_of_it_is_a_terminal(
     assert run(["demo", "--output-dir", str(tmp_path / "demo")]) == 130
     assert run(["demo", "--plain", "--output-dir", str(tmp_path / "demo")]) == 130
     assert seen == [absent is None, False]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_watch_that_is_interrupted_as_it_prints_shows_no_half_of_a_table(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    class Screen(io.StringIO):
+        def write(self, text: str) -> int:
+            """The second table's head, Ctrl-C, and the rest."""
+            head, found, rest = text.partition("head")
+            written = super().write(head + found)
+            if found and self.getvalue().count("head") == 2:
+                signal.raise_signal(signal.SIGINT)
+            return written + super().write(rest)
+
+    screen = Console(file=Screen(), force_terminal=is_terminal, width=80, height=24)
+    monkeypatch.setattr("daemons.commands.common.console", lambda: screen)
+    monkeypatch.setattr("daemons.commands.common.WATCH_EVERY_S", 0.01)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        watch(lambda: "head\nrow\nlast")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert (
+        shown.count("head") == shown.count("last") == 2 + is_terminal
+    )  # where it can be, the last replaces the others
+
+
+@pytest.mark.parametrize(("end", "code"), [(KeyboardInterrupt, 130), (EOFError, 0)])
+def test_a_chat_that_is_ended_at_its_prompt_leaves_a_line_of_its_own_to_the_shell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: type[BaseException], code: int
+) -> None:
+    def ask(prompt: str) -> str:
+        print(prompt, end="")
+        raise end
+
+    monkeypatch.setattr("builtins.input", ask)
+    with pytest.raises(typer.Exit) as ended:
+        _talk(cast(Any, SimpleNamespace(label="base")))
+    assert (ended.value.exit_code, capsys.readouterr().out.splitlines()[-1]) == (code, "> ")
 
 
 def test_the_head_of_a_list_is_enough(prl: Prl) -> None:

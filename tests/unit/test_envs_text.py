@@ -124,7 +124,8 @@ def test_examples_follow_from_the_seed() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"num_exmples": 3}, ["num_exmples", "did you mean 'num_examples'", "min_len", "max_len", "num_eval_examples"]),
+        ({"num_exmples": 3}, ["num_exmples", "unknown key; did you mean 'num_examples'?"]),
+        ({"zzz": 3}, ["zzz", "unknown key; valid keys: ", "min_len", "max_len", "num_eval_examples"]),
         ({"num_examples": 0}, ["num_examples", "found 0"]),
         ({"num_examples": "many"}, ["num_examples", "found 'many'"]),
         ({"min_len": 6, "max_len": 5}, ["min_len", "found 6", "max_len = 5"]),

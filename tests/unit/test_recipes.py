@@ -141,5 +141,5 @@ def test_what_reads_the_packaged_model_is_missed_before_it_is_fetched(
     with pytest.raises(
         make_base.StoreError, match=r'^not installed: no_such_reader; pip install "prl-multirun\[recipes\]"$'
     ):
-        make_base.make_packaged(tmp_path / "model", lambda: False)
+        make_base.make_packaged(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
