@@ -225,8 +225,8 @@ def compared_config(run: RunDir) -> dict[str, str]:
 
 def _shown(key: str, value: object) -> CleanText:
     """A value as text; one with the name of a secret is hidden, and still differs from another."""
-    text, shown = _text(value), _text(hide_secret(key, value))
-    return text if shown == text else one_line(f"{shown} {digest_of(text.encode())[:4]}")
+    text, shown = _text(value), hide_secret(key, value)
+    return text if shown is value or shown == value else one_line(f"{_text(shown)} {digest_of(text.encode())[:4]}")
 
 
 def _text(value: object) -> CleanText:
