@@ -106,7 +106,7 @@ def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunD
             if (figures := last_figures(path))
         },
         errors=tuple([text for text in texts if _ERROR.search(text)][-NUM_ERRORS:]),
-        checkpoints=tuple(_checkpoint(paths, step) for step in _steps(paths.checkpoints)),
+        checkpoints=tuple(_checkpoint(paths, step) for step in steps_of(paths.checkpoints)),
         disk={one_line(name, 40): use.num_bytes for name, use in uses.items()},
         disk_complete=all(use.complete for use in uses.values()),
         log_tail=daemon.log_tail if daemon else (),
@@ -173,7 +173,8 @@ def _config(run: RunDir) -> Mapping[str, Any] | None:
         return None
 
 
-def _steps(folder: Path) -> list[int]:
+def steps_of(folder: Path) -> list[int]:
+    """The steps in a folder; none when it cannot be listed."""
     try:
         return list_steps(folder)
     except OSError:
