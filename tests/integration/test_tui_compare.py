@@ -120,7 +120,7 @@ async def test_a_best_run_that_collapsed_or_failed_has_its_star_with_the_reason(
     status.signs = [Sign("reward_collapsed", 0.1, 0.9, 12)]
     write_status(best.status, status, updated_at=status.updated_at)
     async with opened(workspace, filtered="step=80") as o:
-        await o.sees(f"▲ ★ {BEST}: reward collapsed: mean 0.1 over 10 batches, was 0.9 at best", " ★▲")
+        await o.sees(f"▲ ★ {BEST}: reward collapsed: mean 0.1 over 10 batches, was 0.9 at best", "★▲━ ")
         best.evicted.write_text("the loss is not finite")
         o.app.watcher.wake()
         await o.sees(f"▲ ★ {BEST}: evicted: the loss is not finite")
