@@ -43,7 +43,7 @@ class Clipped(Static):
     def render_line(self, y: int) -> Strip:
         """Return line `y`, the last one with `…` where there are more."""
         strip, (width, height), style = super().render_line(y), self.size, self.visual_style.rich_style
-        if y + 1 < height or self.visual.get_height(self.styles, width) <= height:
+        if y + 1 < height or self.visual.get_height(self.styles.get_rules(), width) <= height:
             return strip
         end = min(cell_len(strip.text.rstrip(" …")), width - 1)
         return Strip([*strip.crop(0, end), Segment("…", style)]).adjust_cell_length(width, style)
