@@ -106,7 +106,7 @@ def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunD
             if (figures := last_figures(path))
         },
         errors=tuple([text for text in texts if _ERROR.search(text)][-NUM_ERRORS:]),
-        checkpoints=tuple(_checkpoint(paths, step) for step in _steps(paths.checkpoints)),
+        checkpoints=tuple(_checkpoint(paths, step) for step in steps_of(paths.checkpoints)),
         disk={one_line(name, 40): use.num_bytes for name, use in uses.items()},
         disk_complete=all(use.complete for use in uses.values()),
         log_tail=daemon.log_tail if daemon else (),
@@ -118,15 +118,18 @@ def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunD
 def changes_of(run: RunDir, effect: Effect | None = None) -> list[Change]:
     """The changes of a run's config since its first step, oldest first.
 
-    The last may be in effect and not admitted yet. A change from before the run went back holds from where it went on.
+    The last may be applied and not admitted yet; the step of a live one is the trainer's to tell. A change from before
+    the run went back holds from where it went on.
     """
-    if (known := read_admitted(run)) is None:
+    with contextlib.suppress(ConfigError):
+        effect = effect or read_effect(run)
+    if (known := effect.admitted if effect else read_admitted(run)) is None:
         return []
     history = known.history[-MAX_CHANGES:]
     with contextlib.suppress(ConfigError, OSError):
-        newest = max(list_steps(run.broadcast, stable_only=True), default=0)
-        if newest and (now := effect or read_effect(run)).text != known.text:
-            keys = short(differing(parse_toml(known.text, str(run.admitted)), now.data))
+        if effect and effect.sha256 != known.sha256:
+            newest = max(list_steps(run.broadcast, stable_only=True), default=0)
+            keys = short(differing(parse_toml(known.text, str(run.admitted)), effect.data))
             history = [*history, Change(0.0, newest, keys)]
     steps = [min(each.step for each in history[at:]) for at in range(len(history))]
     return [Change(each.at, step, each.keys) for each, step in zip(history, steps, strict=True) if step and each.keys]
@@ -169,7 +172,8 @@ def _config(run: RunDir) -> Mapping[str, Any] | None:
         return None
 
 
-def _steps(folder: Path) -> list[int]:
+def steps_of(folder: Path) -> list[int]:
+    """The steps in a folder; none when it cannot be listed."""
     try:
         return list_steps(folder)
     except OSError:
@@ -312,13 +316,14 @@ def codes_of(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     Such as {"env.0.args.reward": "3f2a91c0"}: the beginning of its SHA-256 when the run was added; a file that has
     changed since has both: "3f2a91c0->77ab0e12".
     """
-    found, added = {}, added_data(run)
-    for key, value in flatten(config):
-        if _OF_REWARD.fullmatch(key) and isinstance(value, str):
-            with contextlib.suppress(OSError):
-                path = run.data_file(value.rpartition(":")[0])
-                now = digest_of(read_file(path, limit=MAX_CODE_BYTES))[:8]
-                found[key] = now if (first := added.get(path.name, now)[:8]) == now else f"{first}->{now}"
+    found: dict[str, str] = {}
+    files = {key: each for key, each in flatten(config) if _OF_REWARD.fullmatch(key) and isinstance(each, str)}
+    added = added_data(run) if files else {}
+    for key, value in files.items():
+        with contextlib.suppress(OSError):
+            path = run.data_file(value.rpartition(":")[0])
+            now = digest_of(read_file(path, limit=MAX_CODE_BYTES))[:8]
+            found[key] = now if (first := added.get(path.name, now)[:8]) == now else f"{first}->{now}"
     return found
 
 

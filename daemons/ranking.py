@@ -138,8 +138,8 @@ def rank(
     return tuple(found)
 
 
-def notes(standings: Sequence[Standing[RunT]], metric: str) -> tuple[CleanText, ...]:
-    """In words what keeps the ranking from being a plain one: environments, runs that are behind, runs not ranked."""
+def notes(standings: Sequence[Standing[RunT]], metric: str, step: str = "--step") -> tuple[CleanText, ...]:
+    """In words what keeps the ranking from being a plain one: environments, runs behind, or not ranked. `step` asks."""
     found: list[str] = []
     environments = dict.fromkeys(each.environment for each in standings)
     if len(environments) > 1:
@@ -153,7 +153,7 @@ def notes(standings: Sequence[Standing[RunT]], metric: str) -> tuple[CleanText, 
         there = {run_id: newest[run_id] for run_id in runs if run_id not in late}
         ahead, slowest = max(there.values(), default=at), min(there, key=there.__getitem__, default=None)
         if slowest is not None and there[slowest] == at < ahead:
-            further = f"another is at {ahead}: step {ahead} ranks only the runs that are there"
+            further = f"another is at {ahead}: {step} {ahead} ranks only the runs that are there"
             found.append(f"compared at step {at}, the newest of {slowest}; {further}{where}")
         if late:
             found.append(f"not ranked: {', '.join(late)}, no {metric} at step {at} yet{where}")
@@ -225,8 +225,8 @@ def compared_config(run: RunDir) -> dict[str, str]:
 
 def _shown(key: str, value: object) -> CleanText:
     """A value as text; one with the name of a secret is hidden, and still differs from another."""
-    text, shown = _text(value), _text(hide_secret(key, value))
-    return text if shown == text else one_line(f"{shown} {digest_of(text.encode())[:4]}")
+    text, shown = _text(value), hide_secret(key, value)
+    return text if shown is value or shown == value else one_line(f"{_text(shown)} {digest_of(text.encode())[:4]}")
 
 
 def _text(value: object) -> CleanText:

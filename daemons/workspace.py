@@ -103,7 +103,7 @@ class RunView:
 
     @property
     def why(self) -> str:
-        """In words why it is as it is: the reason of its state, or what it waits for and what goes wrong; its edit.
+        """In words why it is as it is: the reason of its state, or what goes wrong and what it waits for; its edit.
 
         Of a finished run also that it learned nothing at all.
         """
@@ -114,7 +114,7 @@ class RunView:
         told = dict.fromkeys((self.trouble, self.edited))
         num_more = len(self.troubles) - len(told.keys() - {None})
         more = counted(num_more, "more problem") if num_more > 0 else None
-        return "; ".join(filter(None, (self.reason, self.edited) if self.reason else (waits, *told, more)))
+        return "; ".join(filter(None, (self.reason, self.edited) if self.reason else (*told, more, waits)))
 
 
 _NO_SLOT = {

@@ -54,6 +54,7 @@ class Effect:
     """The config in effect: its `text` (TOML), its values, and the SHA-256 of what asked for it.
 
     `run_id` is the run that was admitted with it. `edit`: the difference of `orch.toml` to it; None without one.
+    `admitted` is what `admitted.toml` had at the same look.
     """
 
     run_id: str
@@ -61,6 +62,7 @@ class Effect:
     data: dict[str, Any]
     sha256: str
     edit: Edit | None = None
+    admitted: Admission | None = None
 
     def build(self, run: RunDir) -> OrchestratorConfig:
         """The config. Raises ConfigError when it is invalid, or when `run` is a renamed or copied folder."""
@@ -83,21 +85,22 @@ def read_effect(run: RunDir) -> Effect:
     data = parse_toml(base, str(run.admitted))
     try:
         if (text := read_text(run.orch_toml)) == base:
-            return Effect(run_id, base, data, sha256)
+            return Effect(run_id, base, data, sha256, None, admitted)
         asked = parse_toml(text, str(run.orch_toml))
         dump_toml(asked, str(run.orch_toml))
         build(OrchestratorConfig, asked, str(run.orch_toml))
         found = differing(data, asked)
         edited = [each for each in found if each[0].partition(".")[0] not in LIVE_KEYS]
         if not edited:
-            return Effect(run_id, text, asked, sha256)
+            return Effect(run_id, text, asked, sha256, None, admitted)
         if len(edited) < len(found):
             both = {key: value for key, value in data.items() if key not in LIVE_KEYS}
             both |= {key: value for key, value in asked.items() if key in LIVE_KEYS}
             base, data = dump_toml(both, str(run.orch_toml)), both
     except ConfigError as error:
-        return Effect(run_id, base, data, sha256, Edit([], "; ".join(str(problem) for problem in error.problems)))
-    return Effect(run_id, base, data, sha256, Edit(edited))
+        edit = Edit([], "; ".join(str(problem) for problem in error.problems))
+        return Effect(run_id, base, data, sha256, edit, admitted)
+    return Effect(run_id, base, data, sha256, Edit(edited), admitted)
 
 
 def config_in_effect(run: RunDir) -> OrchestratorConfig:

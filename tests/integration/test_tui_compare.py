@@ -13,8 +13,19 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.metrics import Sign
 from prime_rl.contract.notes import SweepPlan, SweepRun
-from tests.tui_support import add_run, build_workspace, command, opened_app, orch_toml, screen_text, until
+from prime_rl.contract.status import RunStatus, read_status
+from tests.tui_support import (
+    add_run,
+    build_workspace,
+    command,
+    opened_app,
+    orch_toml,
+    screen_text,
+    until,
+    write_status,
+)
 from tui.app import PrlApp
 from tui.readers.charts import SMOOTHINGS
 from tui.readers.tabs import TABS
@@ -100,6 +111,24 @@ async def test_the_best_run_is_named_with_what_differs(workspace: OutputDir) -> 
         await o.shows({BEST, SECOND, OTHER})
         await o.sees(f"best ★ {BEST}", "lr = 0.003")
         assert "environments" not in screen_text(o.app)
+
+
+async def test_a_best_run_that_collapsed_or_failed_has_its_star_with_the_reason(workspace: OutputDir) -> None:
+    best = RunDir(workspace.path / BEST)
+    status = read_status(best.status, RunStatus)
+    assert status is not None
+    status.signs = [Sign("reward_collapsed", 0.1, 0.9, 12)]
+    write_status(best.status, status, updated_at=status.updated_at)
+    async with opened(workspace, filtered="step=80") as o:
+        await o.sees(f"▲ ★ {BEST}: reward collapsed: mean 0.1 over 10 batches, was 0.9 at best", "★▲━ ")
+        best.evicted.write_text("the loss is not finite")
+        o.app.watcher.wake()
+        await o.sees(f"▲ ★ {BEST}: evicted: the loss is not finite")
+        status.signs = []
+        write_status(best.status, status, updated_at=status.updated_at)
+        best.evicted.unlink()
+        o.app.watcher.wake()
+        await until(o.pilot, lambda: "▲" not in "".join(screen_text(o.app).splitlines()[2:]), "no doubt")
 
 
 async def test_each_environment_has_a_star_of_its_own_and_results_are_those_of_one_step(workspace: OutputDir) -> None:

@@ -12,8 +12,9 @@ from textual.widgets import Static
 
 from prime_rl.configs.admitted import apply, read_effect, write_admitted
 from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.status import RunStatus, read_status
 from tests.tui_run_support import RUN, SIZE, Opened, opened_run
-from tests.tui_support import add_history, build_workspace, metrics_lines, screen_text
+from tests.tui_support import add_history, build_workspace, metrics_lines, opened_app, screen_text, until, write_status
 from tui.readers.charts import SMOOTHINGS
 from tui.readers.tabs import TABS
 from tui.screens.compare import PickRuns
@@ -101,6 +102,7 @@ async def test_all_charts_have_room_on_a_large_screen(workspace: OutputDir) -> N
         ]  # fmt: skip
         await o.until(lambda: len({chart.region.y for chart in charts}) == 4, "four rows of three")
         await o.until(lambda: all(grid.region.contains_region(chart.region) for chart in charts), "room for all")
+        await o.sees("█ gener… ", "▓ envir… ", "▒ policy ")
 
 
 @pytest.mark.slow
@@ -310,6 +312,23 @@ async def test_an_edit_that_is_not_in_effect_is_told_once(workspace: OutputDir) 
         for tab in ("charts", "config"):
             await see(o, tab, "edited, not in effect")
             await o.until(lambda: screen_text(o.app).count("not in effect") == 1, f"one of it on {tab}")
+
+
+async def test_what_a_text_has_no_room_for_is_told_by_an_ellipsis(workspace: OutputDir) -> None:
+    run = RunDir(workspace.path / RUN)
+    status = read_status(run.status, RunStatus)
+    assert status is not None
+    status.problem = "env x: " + "every rollout was dropped " * 20
+    write_status(run.status, status, updated_at=status.updated_at)
+    async with opened_app(workspace.path, size=(80, 24)) as (app, pilot):
+        lines = screen_text(app).splitlines()
+        name = next(number for number, line in enumerate(lines) if line.startswith(f" {RUN}"))
+        assert lines[name + 1].startswith(" env x: every") and lines[name + 2].rstrip().endswith("…")
+        app.open_run(RUN)
+        opened = f"▌ {status.problem[:60]}"
+        await until(pilot, lambda: screen_text(app).splitlines()[2].startswith(opened), "the banner")
+        lines = screen_text(app).splitlines()
+        assert [line.rstrip().endswith("…") for line in lines[2:6]] == [False] * 3 + [True] and "▌" not in lines[6]
 
 
 async def test_the_config_tab_tells_what_the_config_was(workspace: OutputDir) -> None:

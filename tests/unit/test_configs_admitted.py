@@ -38,6 +38,7 @@ from prime_rl.configs.admitted import (
 )
 from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError, dump_toml, load_toml, parse_toml
 from prime_rl.configs.validate import find_problems
+from prime_rl.contract import files
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.notes import MAX_ADMITTED_BYTES, Admission, Change, pending_request, read_admitted
 from prime_rl.contract.status import RunState, RunStatus, StatusWriter, TrainerRunStatus, TrainerStatus
@@ -346,6 +347,35 @@ def test_a_change_of_the_config_is_told_by_every_reader_from_when_it_is_applied(
         write_admitted(run, read_effect(run), 10)
     put_version(run, 11)
     assert sentence in (export_run(workspace, "run_a", out / "v11").out / "README.md").read_text()
+
+
+def test_the_step_of_a_live_change_is_the_trainers_and_a_look_has_one_admitted_config(run: RunDir) -> None:
+    """Else two looks told two steps, and one that began before an admission told the change the other way round."""
+    assert restarted(run)
+    for step in (5, 10):
+        put_version(run, step)
+    before = read_effect(run)
+    edit(run, weight=3.0)
+    assert change_texts(run) == () and told_config(run, read_effect(run))["weight"] == 3.0
+    write_admitted(run, read_effect(run), 7)
+    assert change_texts(run) == ("after step 7: weight 1.0 -> 3.0",)
+    assert changes_of(run, before) == [] and told_config(run, before)["weight"] == 1.0
+
+
+def test_a_look_of_compare_opens_each_file_of_a_run_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert restarted(run)
+    put_version(run, 5)
+    edit(run, weight=3.0)
+    opened, open_file = list[Path](), files.open_file
+
+    def counted(path: Path, **settings: Any) -> int:
+        opened.append(path)
+        return open_file(path, **settings)
+
+    monkeypatch.setattr(files, "open_file", counted)
+    data, _ = CompareReader(run.path.parent).read(CompareRequest((("run_a", (), 5),)))
+    assert data is not None and {run.admitted, run.orch_toml} <= set(opened)
+    assert len(opened) == len(set(opened))
 
 
 def test_a_change_holds_from_where_the_run_went_back_to(run: RunDir) -> None:

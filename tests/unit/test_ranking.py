@@ -60,7 +60,8 @@ def test_a_run_that_is_further_has_no_advantage() -> None:
     found = rank([long, short], REWARD)
     assert [each.value for each in found] == [pytest.approx(0.255)] * 2 and {each.step for each in found} == {30}
     [note] = notes(found, REWARD)
-    assert "compared at step 30, the newest of run_short" in note and "step 100" in note
+    assert "compared at step 30, the newest of run_short" in note and "--step 100 ranks" in note
+    assert ":step 100 ranks" in notes(found, REWARD, ":step")[0]
 
 
 def test_at_a_given_step_runs_that_are_not_there_are_named_and_not_ranked() -> None:

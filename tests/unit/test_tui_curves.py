@@ -236,8 +236,8 @@ def test_a_band_thinner_than_a_character_is_seen_behind_its_line() -> None:
     [
         (("generate", "policy"), 16, 8),
         (("generate", "policy"), 15, 7),
-        (("generate", "policy"), 8, 3),
-        (("generate", "policy"), 7, 0),
+        (("generate", "policy"), 10, 4),
+        (("generate", "policy"), 9, 0),
         (("run_a", "run_b"), 12, 5),
         (("run_a", "run_b"), 11, 0),
         ((), 10, 0),

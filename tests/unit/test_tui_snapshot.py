@@ -35,11 +35,11 @@ from tests.budgets import examples
 from tests.tui_support import HOSTILE, NOW, build_workspace, write_status
 from tui.model import snapshot as snapshot_module
 from tui.model.levels import STATES, Level
-from tui.model.snapshot import STALL_MIN_S, Disk, RunRow, Snapshot, display_state, make_snapshot
+from tui.model.snapshot import STALL_MIN_S, DaemonRow, Disk, RunRow, Snapshot, display_state, make_snapshot
 from tui.readers.run_config import find_error_lines, parse_audit
 from tui.readers.workspace_metrics import WorkspaceMetrics
 from tui.screens.runs import describe
-from tui.screens.system import daemon_line, inference_lines, trainer_lines
+from tui.screens.system import daemon_detail, daemon_line, inference_lines, trainer_lines
 from tui.watcher import StateTimes
 from tui.widgets.header import run_lines, workspace_lines
 from tui.widgets.runs_table import PADDING, choose_columns, make_cell, plain
@@ -536,4 +536,15 @@ def test_what_goes_wrong_in_an_environment_is_a_problem_of_a_run_that_goes_on(wo
     status.waiting_on = "a policy"
     write_status(run.status, status)
     row = look(workspace).row("run_sort-rank16")
-    assert row is not None and row.note == row.view.why == f"waits for a policy; {problem}"
+    assert row is not None and row.note == row.view.why == f"{problem}; waits for a policy"
+
+
+def test_the_log_of_a_process_that_ended_is_not_that_of_the_one_after_it() -> None:
+    ended = DaemonRow(
+        one_line("trainer"), one_line("backoff"), Level.WARN, one_line("exit code 1"), log_tail=(one_line("oh"),)
+    )
+    began = replace(ended, pid=4720, num_restarts=1)
+    assert [line.plain for line in daemon_detail(ended, 2)] == ["▲ trainer  exit code 1", "│ oh"]
+    words = "▲ trainer  pid 4720  below: the log of the process before it  exit code 1"
+    assert daemon_detail(began, 2)[0].plain == words
+    assert daemon_detail(replace(began, log_tail=()), 2)[0].plain == "▲ trainer  pid 4720  exit code 1"

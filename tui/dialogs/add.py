@@ -37,7 +37,7 @@ from tui.actions import (
     read_draft,
 )
 from tui.dialogs.form import JobDialog
-from tui.widgets.line_list import titled
+from tui.widgets.line_list import Clipped, titled
 
 MAX_SHOWN_PROBLEMS = 3
 
@@ -106,8 +106,8 @@ class AddDialog(JobDialog):
                     yield TomlArea(
                         id="text", show_line_numbers=True, soft_wrap=False, tab_behavior="focus", compact=True
                     )
-            yield Static("choose a file on the left, or type a path", id="check", markup=False)
-            yield Static(id="outcome", markup=False)
+            yield Clipped("choose a file on the left, or type a path", id="check", markup=False)
+            yield Clipped(id="outcome", markup=False)
             yield from self.buttons("Start", "start", "success")
 
     def on_mount(self) -> None:

@@ -29,7 +29,7 @@ from tui.dialogs.form import JobDialog, Listing
 from tui.messages import ActionEntry
 from tui.model.snapshot import RunRow
 from tui.readers.charts import CHANGE_WINDOW
-from tui.widgets.line_list import titled
+from tui.widgets.line_list import Clipped, titled
 
 # Counting for longer would keep a thread busy long after the person has decided.
 COUNT_LIMIT_S = 30.0
@@ -74,7 +74,7 @@ class DeleteDialog(JobDialog):
             yield Static(self._facts("..."), id="facts", markup=False)
             yield Static(self._warning(), classes="label", markup=False)
             yield Input(id="name", placeholder=self.wanted, compact=True)
-            yield Static(id="outcome", markup=False)
+            yield Clipped(id="outcome", markup=False)
             yield from self.buttons("Delete", "delete", "error")
 
     def on_mount(self) -> None:
@@ -226,7 +226,7 @@ class EvictDialog(JobDialog):
             yield OptionList(
                 *(Option(Content(each)) for each in self._suggestions), id="suggestions", markup=False, compact=True
             )
-            yield Static(id="outcome", markup=False)
+            yield Clipped(id="outcome", markup=False)
             yield from self.buttons("Evict", "evict", "warning")
 
     def on_mount(self) -> None:

@@ -28,7 +28,7 @@ from prime_rl.configs.base import ConfigError
 from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.actions import Choice, Job, Perform
 from tui.messages import ActionEntry
-from tui.widgets.line_list import titled
+from tui.widgets.line_list import Clipped, titled
 
 DEBOUNCE_S = 0.25
 
@@ -144,8 +144,8 @@ class ConfirmDialog(JobDialog):
         with titled(Vertical(classes="box"), self._title, "esc cancels"):
             yield Listing(self._lines)
             yield Static(Content(self._words), markup=False)
-            yield Static(Content(f"$ {self._job.command}"), classes="command", markup=False)
-            yield Static(id="outcome", markup=False)
+            yield Clipped(Content(f"$ {self._job.command}"), classes="command", markup=False)
+            yield Clipped(id="outcome", markup=False)
             yield from self.buttons(self._verb, "do", "warning")
 
     def on_mount(self) -> None:
@@ -175,7 +175,7 @@ class ChooseDialog(JobDialog):
         with titled(Vertical(classes="box"), self._title, "enter confirms · esc cancels"):
             yield Static(Content(self._words), markup=False)
             yield OptionList(*(Option(Content(label)) for label, _ in self._choices), markup=False, compact=True)
-            yield Static(id="outcome", markup=False)
+            yield Clipped(id="outcome", markup=False)
 
     def on_mount(self) -> None:
         """Give the focus to the list, with the line `first` selected."""
@@ -250,8 +250,8 @@ class FormDialog(JobDialog):
             yield from self.compose_fields()
             with VerticalScroll(id="check-box", can_focus=False):
                 yield Static("...", id="check", markup=False)
-            yield Static(id="command", classes="command", markup=False)
-            yield Static(id="outcome", markup=False)
+            yield Clipped(id="command", classes="command", markup=False)
+            yield Clipped(id="outcome", markup=False)
             yield from self.buttons(self.verb, "do", self.variant)
 
     def compose_fields(self) -> ComposeResult:
@@ -275,7 +275,7 @@ class FormDialog(JobDialog):
 
     def problem(self, name: str) -> Static:
         """The line for what is wrong with the field `name`, hidden until a check finds something."""
-        return Static(id=f"problem-{name}", classes="problem", markup=False)
+        return Clipped(id=f"problem-{name}", classes="problem", markup=False)
 
     def _take(self) -> None:
         """Read the fields, before `check` and `job`."""

@@ -36,7 +36,7 @@ from tui.actions import (
 from tui.dialogs.form import FormDialog, Tick
 from tui.model.snapshot import RunRow
 from tui.widgets.config_view import value_text
-from tui.widgets.line_list import TextScreen, titled
+from tui.widgets.line_list import Clipped, TextScreen, titled
 
 FormT = TypeVar("FormT", ForkForm, ExportForm, SweepForm)
 
@@ -152,7 +152,7 @@ class DiffDialog(TextScreen):
         with titled(Vertical(classes="box"), "differences", "esc closes"):
             with VerticalScroll():
                 yield Static(describe(self._difference), markup=False)
-            yield Static(Content(f"$ {self._command}"), classes="command", markup=False)
+            yield Clipped(Content(f"$ {self._command}"), classes="command", markup=False)
 
 
 def describe(difference: RunDifference) -> Text:

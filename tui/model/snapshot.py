@@ -250,7 +250,7 @@ def _row(order: int, run: RunView, tail: RunTail, now: float, alive_at: float | 
         loss=tail.loss,
         tokens_per_s=run.tokens_per_s,
         lag=run.async_level,
-        note=one_line(_note(run, state, now, tail, alive_at)),
+        note=one_line(_note(run, state, now, tail, alive_at), MAX_TROUBLE_CHARS),
         reason=run.reason,
         updated_at=alive_at,
         view=run,

@@ -268,7 +268,7 @@ class CompareReader:
             chart=compare_chart(groups, request.view),
             keys=keys,
             best=tuple((each.runs[0], each.value) for each in winners(runs) if each.value is not None),
-            notes=notes(grouped, request.metric),
+            notes=notes(grouped, request.metric, ":step"),
             groupings=(RUN, TAG, *keys),
             metrics=(*METRICS, *sorted(one_line(key, 60) for key in evals)),
             num_left_out=max(len(request.runs) - MAX_RUNS, 0),

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from daemons.details import Difference, change_texts, diff_configs
+from daemons.details import Difference, change_texts, diff_configs, steps_of
 from daemons.machine import disk_use
 from daemons.workspace import SUPERVISOR, shown
 from daemons.workspace_reader import edit_text, stamp_of
@@ -33,7 +33,7 @@ from prime_rl.configs.admitted import plain_text, read_effect
 from prime_rl.configs.base import ConfigError, build, parse_toml
 from prime_rl.configs.explain import key_lines
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker
+from prime_rl.contract.layout import OutputDir, RunDir, stable_marker
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import CleanText, clean_text, one_line
@@ -197,10 +197,7 @@ class CheckpointsReader:
 
     def read(self) -> tuple[CheckpointsData | None, bool]:
         """(all checkpoints, or None when nothing changed; False: one look reads all)."""
-        try:
-            steps = list_steps(self._run.checkpoints)
-        except OSError:
-            steps = []
+        steps = steps_of(self._run.checkpoints)
         self._known = {step: self._look(step) for step in steps}
         data = CheckpointsData(self._run.run_id, tuple(self._known[step] for step in steps))
         if data == self._shown:

@@ -33,7 +33,7 @@ from tui.messages import ActionEntry
 from tui.model.levels import STATE_WORDS, STATES
 from tui.model.snapshot import RunRow, Snapshot
 from tui.widgets.header import CommandLine, Completer, FilterInput, KeyFooter, WorkspaceHeader
-from tui.widgets.line_list import TextScreen, titled
+from tui.widgets.line_list import Clipped, TextScreen, titled
 
 if TYPE_CHECKING:
     from tui.readers.machine import Finding, Probe
@@ -493,7 +493,7 @@ class CommandScreen(LineScreen):
         & > Horizontal { height: 1; background: $panel; padding: 0 1; }
         & #colon { width: 2; color: $accent; }
         & Input { width: 1fr; padding: 0; background: $panel; }
-        & #said { width: auto; max-width: 70%; color: $foreground 60%; padding-left: 2; }
+        & #said { width: auto; height: 1; max-width: 70%; color: $foreground 60%; padding-left: 2; }
         & #said.-wrong { color: $text-error; }
     }
     """
@@ -513,7 +513,7 @@ class CommandScreen(LineScreen):
                 compact=True,
                 suggester=Completer(lambda text: complete(text, self._commands)),
             )
-            yield Static(id="said", markup=False)
+            yield Clipped(id="said", markup=False)
 
     def on_mount(self) -> None:
         """Give the input the focus."""

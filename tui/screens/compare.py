@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -16,9 +16,10 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen
-from textual.widgets import Input, Static
+from textual.widgets import Input
 
 from daemons.ranking import FAILED_STATES, RUN
+from prime_rl.contract.metrics import short_texts
 from tui import fmt
 from tui.keys import Command, CommandError
 from tui.messages import RunChanged
@@ -39,7 +40,7 @@ from tui.screens.base import PlaceScreen, Setting, take_words
 from tui.watcher import RunWatcher
 from tui.widgets.chart import COLOURS, LABEL_WIDTH, Chart
 from tui.widgets.header import FilterBar
-from tui.widgets.line_list import LineList, titled
+from tui.widgets.line_list import Clipped, LineList, titled
 
 # Before the name of a group in a list of lines: what no run id has.
 GROUP = "\0"
@@ -74,7 +75,7 @@ class CompareScreen(PlaceScreen):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.filter_bar = FilterBar(lambda: self.run_ids())
-        self.about = Static(id="about", markup=False)
+        self.about = Clipped(id="about", markup=False)
         self.chart = Chart(CompareRequest().metric)
         self.list = LineList[str]("no runs", id="contenders", opens=True)
         self.request = CompareRequest()
@@ -92,9 +93,7 @@ class CompareScreen(PlaceScreen):
         """Begin with the filter of home, and start the thread that reads the compared runs."""
         text = self.setting.memory.workspace.filter
         if text:  # what is compared at first is what the home screen shows
-            self.filter_bar.open()
-            self.filter_bar.input.value = text
-            self.filter_bar.take(text)
+            self.filter_bar.open(text)
         self.list.focus()
         # When `PlaceScreen.on_mount` has asked for the runs: Textual calls it after this one.
         self.call_next(self.run_worker, self._watcher.run, thread=True, name="read the compared runs")
@@ -231,10 +230,12 @@ class CompareScreen(PlaceScreen):
         data = self.data
         if data is None or not self.can_show:
             return
-        self.about.update(about_line(data, self.size.width - 2))
+        rows = {row.run_id: row for row in self.snapshot.rows} if self.snapshot else {}
+        doubts = {best.run_id: why for best, _ in data.best if (why := doubt_of(rows.get(best.run_id)))}
+        self.about.update(about_line(data, self.size.width - 2, doubts))
         self.chart.rename(data.request.metric)
         self.chart.show(data.chart, is_read=not data.is_reading)
-        table = Table(data, self.size.width)
+        table = Table(data, self.size.width, doubts)
         self.list.show(table.keys, table.line, [table.heading()])
         self.show_keys()
 
@@ -247,8 +248,18 @@ def _known(words: str, names: Sequence[str], what: str) -> str:
     return fits[0]
 
 
-def about_line(data: CompareData, width: int) -> Text:
-    """The line about what is compared, and which run is best, with as many of its settings as `width` has room for."""
+def doubt_of(row: RunRow | None) -> str:
+    """In words why the best result of a run may be worth nothing: it failed, or does not learn. Empty without doubt."""
+    if row is None or row.view.state in FAILED_STATES:
+        return f"{row.state}: {row.note}" if row else ""
+    return "; ".join(short_texts(row.view.signs))
+
+
+def about_line(data: CompareData, width: int, doubts: Mapping[str, str]) -> Text:
+    """The line about what is compared, and which run is best, with as many of its settings as `width` has room for.
+
+    Below it the `doubts` about best runs, by id, and the notes.
+    """
     line = Text.assemble(("by ", "muted"), (data.request.by if data.request.by in data.groupings else RUN, "bold"))
     if width >= WIDE:  # else the frame of the chart alone has it
         line.append("  ·  ", "faint").append(data.request.metric, "bold")
@@ -271,16 +282,19 @@ def about_line(data: CompareData, width: int) -> Text:
         line.append(f"  ·  the first {MAX_RUNS}, {data.num_left_out} more: narrow with /", "warning")
     if data.is_reading:
         line.append("  ·  reading ...", "muted")
-    for note in data.notes[:MAX_NOTES]:
+    notes = [*(f"▲ ★ {run_id}: {why}" for run_id, why in doubts.items()), *data.notes]
+    for note in notes[:MAX_NOTES]:
         line.append(f"\n{note}", "warning")
+    if len(notes) > MAX_NOTES:
+        line.append(" …", "warning")
     return line
 
 
 class Table:
     """The lines of the list: each run with its result and the values that differ; groups of several runs first."""
 
-    def __init__(self, data: CompareData, width: int) -> None:
-        self._data = data
+    def __init__(self, data: CompareData, width: int, doubts: Container[str] = ()) -> None:
+        self._data, self._doubts = data, doubts
         self._name = NAME_WIDTHS[width >= WIDE]
         self._has_groups = not all(map(_is_alone, data.groups))
         self._colours = {
@@ -336,7 +350,7 @@ class Table:
         result = group.results[group.runs.index(run)]
         name = self._names[run.run_id]
         line = Text.assemble(
-            (" ★ " if is_best else "   ", "success"),
+            (" ★▲", "warning") if run.run_id in self._doubts else (" ★ " if is_best else "   ", "success"),
             self._mark(group) if _is_alone(group) else "  ",
             (f"{name:<{self._name}} ", "bold" if is_best else "text"),
             (f"{min(run.step, group.step) or fmt.DASH:>6} ", "muted"),

@@ -17,7 +17,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.events import DescendantFocus
 from textual.widget import Widget
-from textual.widgets import Static, TabbedContent, TabPane
+from textual.widgets import TabbedContent, TabPane
 
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.status import LOST, RunState
@@ -46,7 +46,7 @@ from tui.watcher import RunWatcher
 from tui.widgets.charts import ChartsView
 from tui.widgets.config_view import ConfigView, EventsView
 from tui.widgets.header import KeyFooter, RunHeader
-from tui.widgets.line_list import LineList
+from tui.widgets.line_list import Clipped, LineList
 from tui.widgets.log_view import LogView
 from tui.widgets.rollouts_view import RolloutsView
 
@@ -141,7 +141,7 @@ class RunScreen(WorkspaceScreen):
         self._banner_text = ""
         # Held, not looked up: a message may arrive while the app ends and takes its widgets away.
         self.header = RunHeader()
-        self.banner = Static(id="banner", markup=False)
+        self.banner = Clipped(id="banner", markup=False)
         self.tabs = TabbedContent()
         self._others = tuple(each for each in compare if each != run_id)
         self.charts = ChartsView(CHARTS, self._others[:MAX_COMPARED])
@@ -363,10 +363,6 @@ class CheckpointsView(LineList[int]):
         self._clock = clock
         self._data: CheckpointsData | None = None
 
-    def on_mount(self) -> None:
-        """Fill the list again whenever the theme changes."""
-        self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
-
     @property
     def chosen(self) -> Checkpoint | None:
         """The checkpoint under the cursor; None while the list is empty."""
@@ -376,12 +372,6 @@ class CheckpointsView(LineList[int]):
     def show_data(self, data: CheckpointsData) -> None:
         """Fill the list with the checkpoints of `data`; above it their number and their size in all."""
         self._data = data
-        self._fill()
-
-    def _fill(self) -> None:
-        data = self._data
-        if data is None:
-            return
         clock, rows = self._clock, data.checkpoints[::-1]
         total = sum(row.num_bytes for row in rows)
         about = f"{len(rows)} checkpoints, {size_text(total)}" if rows else ""

@@ -32,6 +32,7 @@ from tui.screens.base import PlaceScreen, Setting, take_words
 from tui.watcher import RunWatcher
 from tui.widgets.chart import Chart
 from tui.widgets.header import FilterBar, budget_text
+from tui.widgets.line_list import Clipped
 from tui.widgets.runs_table import RunsTable
 
 # The curves of the run before stay for so long: those of the selected one come at once, unless the disk is slow, and
@@ -93,8 +94,7 @@ class Preview(Vertical):
 
     def __init__(self) -> None:
         super().__init__(id="preview")
-        self._text = Static(markup=False)
-        self._described = Text()
+        self._text = Clipped(markup=False)
         self._run_id = self._drawn_id = ""
         self._reward = Chart("reward", is_reward=True)
         self._loss = Chart("loss", colour="accent")
@@ -106,18 +106,13 @@ class Preview(Vertical):
             yield self._reward
             yield self._loss
 
-    def on_mount(self) -> None:
-        """Draw the text again whenever the theme changes."""
-        self.app.theme_changed_signal.subscribe(self, lambda _: self._text.update(self._described, layout=False))
-
     def show(self, row: RunRow | None, now: float, num_marked: int = 0) -> None:
         """Describe `row`, or hide for None; charts of another run are emptied if no curves come in CURVES_S."""
         self.display = row is not None
         if row is None:
             return
         text = describe(row, now, num_marked)
-        if text != self._described:
-            self._described = text
+        if text != self._text.content:
             self._text.update(text, layout=False)
         if row.run_id != self._run_id:
             self._run_id = row.run_id
@@ -236,11 +231,9 @@ class RunsScreen(PlaceScreen):
         self.preview.display = False
         self.table.focus()
         if self.memory.workspace.filter:
-            self.filter_bar.open()
-            self.filter_bar.input.value = self.memory.workspace.filter
-            self.filter_bar.take(self.memory.workspace.filter)
+            self.filter_bar.open(self.memory.workspace.filter)
             self.table.focus()
-        self.app.theme_changed_signal.subscribe(self, lambda _: self.call_after_refresh(self._recolour))
+        self.app.theme_changed_signal.subscribe(self, lambda _: self.call_after_refresh(self.table.redraw))
         self.run_worker(self._watcher.run, thread=True, name="read the selected run")
 
     def on_unmount(self) -> None:
@@ -421,7 +414,3 @@ class RunsScreen(PlaceScreen):
         if row is not None and self.preview.has_class("-tall"):
             self._watcher.ask(CurvesRequest(row.run_id, row.tail))
         self.show_keys()
-
-    def _recolour(self) -> None:
-        self.table.redraw()
-        self._show_selected()

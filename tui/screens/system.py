@@ -14,7 +14,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Static
 
-from daemons.machine import DaemonUse, DiskView
+from daemons.machine import DaemonUse
 from prime_rl.contract.status import InferenceStatus
 from prime_rl.utils.text import one_line, size_text
 from tui import fmt
@@ -24,7 +24,7 @@ from tui.model.snapshot import DaemonRow, RunRow, Snapshot
 from tui.readers.machine import SystemLook, SystemProbe
 from tui.screens.base import PlaceScreen, Setting
 from tui.watcher import SystemWatcher
-from tui.widgets.line_list import LineList, joined
+from tui.widgets.line_list import Clipped, LineList, joined
 
 # Where there is room, so many lines of the selected daemon's log.
 DETAIL_LINES = 8
@@ -57,17 +57,12 @@ def machine_lines(look: SystemLook | None, width: int) -> Lines:
     for index, gpu in enumerate(machine.gpus):
         lines.append(_gauge(f"gpu {index}", gpu.busy, bar, fmt.percent(gpu.busy), one_line(gpu.name, 40)))
         lines.append(_gauge("  memory", *_amount(gpu.used_bytes, gpu.total_bytes, bar), ""))
-    if look.disk is not None:
-        lines.append(_disk(look.disk, bar))
+    if (disk := look.disk) is not None:
+        share = (1 - disk.free_bytes / disk.total_bytes) if disk.total_bytes else None
+        forecast = f", full in {fmt.age(disk.full_in_s)}" if disk.full_in_s is not None else ""
+        note = f"{'' if disk.workspace_complete else 'at least '}{size_text(disk.workspace_bytes)} by this workspace"
+        lines.append(_gauge("disk", share, bar, f"{size_text(disk.free_bytes)} free{forecast}", note))
     return lines
-
-
-def _disk(disk: DiskView, bar: int) -> Text:
-    used = disk.total_bytes - disk.free_bytes
-    workspace = f"{'' if disk.workspace_complete else 'at least '}{size_text(disk.workspace_bytes)} by this workspace"
-    forecast = f", full in {fmt.age(disk.full_in_s)}" if disk.full_in_s is not None else ""
-    share = used / disk.total_bytes if disk.total_bytes else None
-    return _gauge("disk", share, bar, f"{size_text(disk.free_bytes)} free{forecast}", workspace)
 
 
 def _amount(used: int, total: int, bar: int) -> tuple[float | None, int, str]:
@@ -182,7 +177,8 @@ def daemon_line(daemon: DaemonRow, use: DaemonUse | None, name_width: int) -> Te
 
 def daemon_detail(daemon: DaemonRow, num_lines: int) -> Lines:
     """The reason for its state, and the end of its log if it crashed."""
-    facts = [f"pid {daemon.pid}" if daemon.pid else "", daemon.detail]
+    whose = "below: the log of the process before it" if daemon.pid and daemon.log_tail else ""
+    facts = [f"pid {daemon.pid}" if daemon.pid else "", whose, daemon.detail]
     said = "  ".join(fact for fact in facts if fact)
     lines = [Text.assemble((f"{daemon.symbol} {daemon.name}  ", daemon.level.style), said)] if said else []
     room = max(num_lines - len(lines), 0)
@@ -215,7 +211,7 @@ class SystemScreen(PlaceScreen):
         self.trainer = Static(id="trainer", markup=False)
         self.inference = Static(id="inference", markup=False)
         self.daemons = LineList[str](id="daemons", opens=True)
-        self.detail = Static(id="detail", markup=False)
+        self.detail = Clipped(id="detail", markup=False)
         self.look: SystemLook | None = None
         probe = (setting.make_probe or SystemProbe)(setting.output_dir)
         self._watcher = SystemWatcher(probe, self.post_message)
@@ -327,7 +323,7 @@ class ProblemsScreen(PlaceScreen):
         super().__init__(setting)
         self.problems = LineList[str](id="problems", opens=True)
         self.nothing = Static("✔ no problems in this workspace", id="none", markup=False)
-        self.detail = Static(id="detail", markup=False)
+        self.detail = Clipped(id="detail", markup=False)
 
     def compose_body(self) -> ComposeResult:
         """Yield the list, what stands there without problems, and all about the selected one."""

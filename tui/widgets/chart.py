@@ -164,17 +164,17 @@ def _band(values: dict[int, float], level: float) -> int | None:
 LABEL_WIDTH = 8
 # A step has this many cells of the axis.
 STEP_WIDTH = 14
-# The shortest name of a curve, in letters.
-MIN_LETTERS = 3
+# The shortest name of a curve, in characters.
+MIN_LETTERS = 4
 LEGEND_GAPS = 3
 COLOURS = ("secondary", "accent", "success", "warning", "error", "primary", "muted", "text")
 
 
 def name_letters(names: Sequence[str], room: int) -> int:
-    """The number of first letters of each name that fit into `room` cells; 0 where too few do, or names look alike."""
+    """The width of each name, with the `…` of what is cut off, so that all fit into `room`; 0 where they look alike."""
     for num in range(max(map(len, names), default=0), MIN_LETTERS - 1, -1):
         if sum(min(len(name), num) + 1 for name in names) <= room:
-            return num if len({name[:num] for name in names}) == len(names) else 0
+            return num if len({fmt.shorten(name, num) for name in names}) == len(names) else 0
     return 0
 
 
@@ -374,7 +374,7 @@ class Chart(Widget):
     def _legend(
         self, curves: list[Curve], num_letters: int, names: Mapping[str, str] | None = None, is_close: bool = False
     ) -> Content:
-        """Mark, name (its first letters) and value of several curves, with deviations unless close; or `names`."""
+        """Mark, name (its beginning) and value of several curves, with deviations unless close; or `names`."""
         if len(curves) == 1 and not curves[0].name:
             return Content("")
         parts: list[str | tuple[str, str]] = []
@@ -384,7 +384,7 @@ class Chart(Widget):
             if names is not None:
                 parts += [" " if index else "", (f"{mark} ", colour), names[curve.name]]
                 continue
-            name = f"{curve.name[:num_letters]} " if num_letters else ""
+            name = f"{fmt.shorten(curve.name, num_letters)} " if num_letters else ""
             gap, value = " " if is_close else "  ", self._figure(self._value(curve))
             if curve.spread is not None and self._cursor is None and not is_close:
                 value += f" ± {self._figure(curve.spread)}"

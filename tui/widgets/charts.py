@@ -16,13 +16,13 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.events import MouseScrollDown, MouseScrollUp, Resize
 from textual.message import Message
-from textual.widgets import Static
 
 from tui import fmt
 from tui.messages import TabAsked
 from tui.readers.charts import SMOOTHINGS, ChartsData, ChartSpec, ChartView, window
 from tui.readers.tabs import CHARTS
 from tui.widgets.chart import COLOURS, LABEL_WIDTH, Chart
+from tui.widgets.line_list import Clipped
 
 MIN_CHART_WIDTH = 38
 MIN_CHART_HEIGHT = 8
@@ -80,7 +80,7 @@ class ChartsView(Vertical, can_focus=True):
         self.cursor: float | None = None
         self.chosen = 0
         self.is_maximised = False
-        self._looking = Static(id="looking", markup=False)
+        self._looking = Clipped(id="looking", markup=False)
         self._data: ChartsData | None = None
 
     def compose(self) -> ComposeResult:
@@ -90,8 +90,7 @@ class ChartsView(Vertical, can_focus=True):
             yield from self.charts
 
     def on_mount(self) -> None:
-        """Mark the first chart as the chosen one, and write the line above again whenever the theme changes."""
-        self.app.theme_changed_signal.subscribe(self, lambda _: self._say())
+        """Mark the first chart as the chosen one."""
         self._mark()
 
     def show(self, data: ChartsData) -> None:

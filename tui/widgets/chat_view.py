@@ -20,10 +20,11 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.message import Message
-from textual.widgets import Input, Static
+from textual.widgets import Input
 
 from prime_rl.utils.text import clean_text, one_line
 from tui.messages import ChatChanged, ChatLook, ChatTurn
+from tui.widgets.line_list import Clipped
 
 if TYPE_CHECKING:
     from daemons.chat import Chat, ChatSettings
@@ -222,10 +223,10 @@ class ChatView(Vertical, can_focus=False):
         self.talk = ChatTalk(output_dir, run_id, self.post_message)
         self.line = Input(placeholder="type a question", compact=True)
         self.look = ChatLook(one_line(run_id))
-        self._head = Static(id="chat-head", markup=False)
+        self._head = Clipped(id="chat-head", markup=False)
         self._turns = VerticalScroll(can_focus=True)
-        self._text = Static(markup=False)
-        self._problem = Static(id="chat-problem", markup=False)
+        self._text = Clipped(markup=False)
+        self._problem = Clipped(id="chat-problem", markup=False)
         self._is_running = False
         self._may_refill = False
         self._is_early = False
@@ -239,9 +240,8 @@ class ChatView(Vertical, can_focus=False):
         yield self.line
 
     def on_mount(self) -> None:
-        """Anchor the turns to their end; show the conversation, and again whenever the theme changes."""
+        """Anchor the turns to their end; show the conversation."""
         self._turns.anchor()
-        self.app.theme_changed_signal.subscribe(self, lambda _: self.show(self.look))
         self.show(self.look)
 
     def on_unmount(self) -> None:

@@ -17,7 +17,6 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.highlight import highlight
 from textual.message import Message
-from textual.widgets import Static
 
 from daemons.details import Difference
 from prime_rl.utils.text import CleanText, one_line
@@ -25,6 +24,7 @@ from tui import fmt
 from tui.messages import TabAsked
 from tui.readers.run_config import ConfigData, ConfigRequest, Event, EventsData, Value, toml_text
 from tui.readers.tabs import CONFIG
+from tui.widgets.line_list import Clipped
 
 MAX_LINES = 2_000
 MAX_KEY_WIDTH = 36
@@ -123,8 +123,8 @@ class ConfigView(VerticalScroll):
 
     def __init__(self) -> None:
         super().__init__(id="config")
-        self._error = Static(id="config-error", markup=False)
-        self._text = Static(id="config-text", markup=False)
+        self._error = Clipped(id="config-error", markup=False)
+        self._text = Clipped(id="config-text", markup=False)
         self.data: ConfigData | None = None
         self.request = ConfigRequest()
 
@@ -132,10 +132,6 @@ class ConfigView(VerticalScroll):
         """Yield what is wrong, hidden until something is, and the text."""
         yield self._error
         yield self._text
-
-    def on_mount(self) -> None:
-        """Draw the text again whenever the theme changes."""
-        self.app.theme_changed_signal.subscribe(self, lambda _: self._draw())
 
     def show(self, data: ConfigData) -> None:
         """Show `data`: the file, its values or the differences, with what is wrong on top."""
@@ -242,16 +238,12 @@ class EventsView(VerticalScroll):
 
     def __init__(self) -> None:
         super().__init__(id="events")
-        self._text = Static(markup=False)
+        self._text = Clipped(markup=False)
         self._data: EventsData | None = None
 
     def compose(self) -> ComposeResult:
         """Yield the text."""
         yield self._text
-
-    def on_mount(self) -> None:
-        """Draw the text again whenever the theme changes."""
-        self.app.theme_changed_signal.subscribe(self, lambda _: self._draw())
 
     def on_resize(self) -> None:
         """Wrap the text for the width."""

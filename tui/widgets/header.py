@@ -37,6 +37,7 @@ from tui.model.levels import LEVEL_SYMBOLS, Level
 from tui.model.nodes import Group, phase_name
 from tui.model.query import Query, complete, parse
 from tui.model.snapshot import DaemonRow, RunRow, Snapshot, budget_share, standing
+from tui.widgets.line_list import Clipped
 
 PROBLEMS_WIDTH = 14  # cells at the right end that a click on the count of problems may hit
 BUDGET_WIDTH = 8  # cells of the bar
@@ -407,7 +408,7 @@ class FilterBar(Horizontal):
         &.-open { display: block; }
         & > #slash { width: 2; color: $accent; }
         & > Input { width: 1fr; padding: 0; background: $panel; }
-        & > #said { width: auto; max-width: 60%; color: $foreground 60%; padding-left: 2; }
+        & > #said { width: auto; height: 1; max-width: 60%; color: $foreground 60%; padding-left: 2; }
         &.-wrong > #said { color: $text-error; }
     }
     """
@@ -423,7 +424,7 @@ class FilterBar(Horizontal):
             suggester=Completer(lambda text: complete(text, run_ids())),
         )
         self.parsed = Query()
-        self._said = Static(id="said", markup=False)
+        self._said = Clipped(id="said", markup=False)
         self._said_now = ""
 
     def compose(self) -> ComposeResult:
@@ -457,9 +458,10 @@ class FilterBar(Horizontal):
             self._said_now = said
             self._said.update(Content(said))
 
-    def open(self) -> None:
-        """Show the bar, empty, and focus its input."""
-        self.input.value = ""
+    def open(self, text: str = "") -> None:
+        """Show the bar with `text`, and focus its input."""
+        self.input.value = text
+        self.take(text)
         self.add_class("-open")
         self.input.can_focus = True
         self.input.focus()

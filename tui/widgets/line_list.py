@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, TypeVar
 
+from rich.cells import cell_len
+from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 from textual.binding import Binding, BindingType
@@ -20,6 +22,7 @@ from textual.screen import ModalScreen
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
+from textual.widgets import Static
 
 KeyT = TypeVar("KeyT")
 WidgetT = TypeVar("WidgetT", bound=Widget)
@@ -28,6 +31,22 @@ WidgetT = TypeVar("WidgetT", bound=Widget)
 def joined(lines: Sequence[Text]) -> Text:
     """`lines` one below the other, for a `Static`."""
     return Text("\n").join(lines)
+
+
+class Clipped(Static):
+    """Text on as many lines as its style allows; what is cut off below them shows as `…`."""
+
+    def on_mount(self) -> None:
+        """Draw the text again whenever the theme changes."""
+        self.app.theme_changed_signal.subscribe(self, lambda _: self.update(self.content, layout=False))
+
+    def render_line(self, y: int) -> Strip:
+        """Return line `y`, the last one with `…` where there are more."""
+        strip, (width, height), style = super().render_line(y), self.size, self.visual_style.rich_style
+        if y + 1 < height or self.visual.get_height(self.styles.get_rules(), width) <= height:
+            return strip
+        end = min(cell_len(strip.text.rstrip(" …")), width - 1)
+        return Strip([*strip.crop(0, end), Segment("…", style)]).adjust_cell_length(width, style)
 
 
 class LineList(ScrollView, Generic[KeyT], can_focus=True):

@@ -39,7 +39,7 @@ from tui.readers.rollouts import (
     versions,
 )
 from tui.readers.tabs import ROLLOUTS
-from tui.widgets.line_list import LineList
+from tui.widgets.line_list import Clipped, LineList
 
 # From this width on the list has room for what else is known of each.
 WIDE = 120
@@ -153,7 +153,7 @@ class RolloutsView(Vertical, can_focus=False):
         self.request = RolloutsRequest()
         self.search = SampleQuery()
         self.data = RolloutsData("")
-        self._about = Static(id="about", markup=False)
+        self._about = Clipped(id="about", markup=False)
         self._detail = VerticalScroll(can_focus=False)
         self._text, self._picture = Static(markup=False), Static(markup=False)
         self._hits: Sequence[int] = ()
