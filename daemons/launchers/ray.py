@@ -208,7 +208,8 @@ class RayCluster:
         host, _, port = self._address.rpartition(":")
         if port.isdecimal():  # Ray itself tries for minutes
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-        logging.getLogger("ray._private.worker").addFilter(_is_of_interest)
+        # Ray complains that its thread here has no handler for SIGTERM: it must not have one.
+        logging.getLogger("ray._private.worker").addFilter(lambda each: "SIGTERM handler" not in each.getMessage())
         if not ray.is_initialized():
             ray.init(self._address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         atexit.register(self._finish)
@@ -356,11 +357,6 @@ class RayCluster:
             group = start.group or self._ray.util.get_placement_group(start.ref)
             self._ray.util.remove_placement_group(group)
         self._starts.remove(start)
-
-
-def _is_of_interest(record: logging.LogRecord) -> bool:
-    """Ray complains that its thread here has no handler for SIGTERM: it must not have one."""
-    return "SIGTERM handler is not set" not in record.getMessage()
 
 
 ENGINE = "ray"

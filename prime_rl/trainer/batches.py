@@ -262,7 +262,7 @@ def _length_problem(sample: SampleColumns, limits: BatchLimits) -> str | None:
 
 
 def _number_problem(sample: SampleColumns, limits: BatchLimits) -> str | None:
-    if not _fits(sample.advantage):
+    if not math.fabs(sample.advantage) <= MAX_FLOAT:  # nan is not
         return f"advantage is {sample.advantage}"
     if not TEMPERATURE.lowest <= sample.temperature <= TEMPERATURE.highest:
         return f"temperature is {sample.temperature}, must be {TEMPERATURE.lowest} to {TEMPERATURE.highest}"
@@ -273,11 +273,6 @@ def _number_problem(sample: SampleColumns, limits: BatchLimits) -> str | None:
             f"with max_async_level = {limits.max_async_level}"
         )
     return None
-
-
-def _fits(value: float) -> bool:
-    """True when float32 has a place for `value`. False for nan."""
-    return math.fabs(value) <= MAX_FLOAT
 
 
 def _check_tokens(samples: Sequence[SampleColumns], limits: BatchLimits) -> None:

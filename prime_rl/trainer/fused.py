@@ -83,7 +83,7 @@ def made_again() -> Iterator[None]:
     global _remembered, _last
     before, _remembered, _last = _remembered, deque(maxlen=_NUM_REMEMBERED), None
     try:
-        with saved_tensors_hooks(_pack, _unpack):
+        with saved_tensors_hooks(_pack, lambda kept: kept.make() if isinstance(kept, _View) else kept):
             yield
     finally:
         _remembered = before
@@ -119,10 +119,6 @@ def _made(recipe: _Recipe) -> Tensor:
         made = recipe()
     _last = recipe, made
     return made
-
-
-def _unpack(kept: Tensor | _View) -> Tensor:
-    return kept.make() if isinstance(kept, _View) else kept
 
 
 # Those of transformers that are `weight * x / rms(x)`; others add one to the weight, or have a bias.

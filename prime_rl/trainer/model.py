@@ -19,7 +19,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -261,12 +261,9 @@ def checkpoint_layers(base: nn.Module, *, offloads: bool = False) -> None:
 
 
 def _checkpoint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    options: dict[str, Any] = {"context_fn": lambda: (nullcontext(), computed_again())}
     # Nothing in a layer is random.
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts, **kwargs)
-
-
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), computed_again()
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
 
 def _checkpoint_offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -423,16 +423,12 @@ def make_tint(name: str, advantage: float, largest: float) -> Tint:
     if name == "surprise":
         limits = tuple(-math.log(share) for share in SURPRISES)
         marks = tuple(f"p<{100 * share:g}%" for share in SURPRISES)
-        return Tint(limits, marks, "sampled at", lambda line, at: _surprise(line.logprobs[at]))  # type: ignore[arg-type]
+        return Tint(limits, marks, "sampled at", lambda line, at: None if (p := line.logprobs[at]) is None else -p)  # type: ignore[arg-type]
     thirds = (fmt.LEAST_GAIN, max(largest / 3, fmt.LEAST_GAIN), max(largest * 2 / 3, fmt.LEAST_GAIN))
     above = [fmt.gain(limit) for limit in thirds[1:]]
     below = [fmt.gain(-limit) for limit in reversed(thirds[1:])]
     marks = (*below, "<0", ">0", *above)
     return Tint(thirds, marks, "of its example", lambda line, at: _credit(line, at, advantage))
-
-
-def _surprise(logprob: float | None) -> float | None:
-    return None if logprob is None else -logprob
 
 
 def _credit(line: TokenLine, at: int, advantage: float) -> float | None:
