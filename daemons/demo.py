@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -244,6 +243,7 @@ def run_demo(
         return None
     lock = supervisor_process.prepare(system, output, say)
     supervisor = supervisor_process.start_supervisor(output, lock)
+    finished = False
     try:
         with progress() as look:
             ready = supervisor_process.wait_until_ready(system, output, supervisor, stop=stop, on_look=look)
@@ -262,11 +262,10 @@ def run_demo(
             report = demo.report(started_s)
         return report if finished else None
     finally:
-        if stop():
+        if not finished:
             say("stopping: what is begun is finished and saved; Ctrl-C again ends it at once")
-        stop.then = partial(kill_tree, supervisor.pid)
+            stop.then = lambda: kill_tree(supervisor.pid) if supervisor.poll() is None else None
         supervisor_process.down(output, timeout_s=3 * system.supervisor.grace_s + 15.0, say=say, supervisor=supervisor)
-        stop.then = None
 
 
 class TuiChild:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
@@ -188,7 +189,7 @@ def short_names(names: tuple[str, ...], width: int) -> Mapping[str, str]:
     A family are names that begin with the same few characters, such as the runs of a sweep, which differ by its values.
     """
     ordered = sorted(set(names))
-    shared = list(itertools.starmap(_num_shared, itertools.pairwise(ordered)))
+    shared = [len(os.path.commonprefix(pair)) for pair in itertools.pairwise(ordered)]  # noqa: RUF071 - characters
     found: dict[str, str] = {}
     first = 0
     for last, name in enumerate(ordered):
@@ -198,10 +199,6 @@ def short_names(names: tuple[str, ...], width: int) -> Mapping[str, str]:
             found |= {each: _shorten_common(each, common, width) for each in ordered[first : last + 1]}
             first = last + 1
     return found
-
-
-def _num_shared(one: str, other: str) -> int:
-    return next((place for place, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), len(one))
 
 
 def _shorten_common(name: str, common: int, width: int) -> str:

@@ -56,6 +56,7 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 WatchOption = Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")]
 
 
+_NO_DIGITS = str.maketrans("", "", "0123456789")
 _UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -65,11 +66,11 @@ class Passing(TyperCommand):
     allow_extra_args = ignore_unknown_options = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As click's own complaint about an unknown flag, where one is nearly one that the command has."""
+        """The words of the command; of a flag that is nearly one of its own, click's complaint about unknown ones."""
         flags = [flag for each in self.get_params(ctx) for flag in each.opts]
         for word in [word.partition("=")[0].replace("_", "-") for word in args if word.startswith("-")]:
             near = difflib.get_close_matches(word, flags, 1, MIN_LIKENESS)
-            if near and word not in near:
+            if near and word not in near and not ctx.resilient_parsing:
                 ctx.fail(f"No such option: {word} (Possible options: {near[0]})")
         return super().parse_args(ctx, args)
 
@@ -91,16 +92,17 @@ def no_workspace(path: Path) -> str | None:
 
 
 def near_workspace(path: Path) -> Path | None:
-    """The workspace beside `path` whose name is most like it."""
+    """The workspace beside `path` whose name is most like it; those that differ in digits alone are a series."""
     names = [each.name for each in path.parent.glob("*") if each.is_dir() and os.access(each, os.R_OK | os.X_OK)]
-    near = (path.with_name(name) for name in difflib.get_close_matches(path.name, names) if name != path.name)
-    return next((each for each in near if no_workspace(each) is None), None)
+    near = (path.with_name(name) for name in difflib.get_close_matches(path.name, names, cutoff=0.75))
+    series = path.name.translate(_NO_DIGITS)
+    return next((each for each in near if each.name.translate(_NO_DIGITS) != series and not no_workspace(each)), None)
 
 
 @contextlib.contextmanager
 def told_if_made(place: Path, yes: bool) -> Iterator[None]:
     """Add runs in here. Asks before a workspace is made beside one whose name is like its own; tells of a new one."""
-    none = no_workspace(place)
+    none = no_workspace(place) if os.access(place, os.R_OK | os.X_OK) or not place.exists() else None
     if none and not place.exists() and near_workspace(place):
         confirm(f"{none} make a new workspace?", yes)
     yield
@@ -257,7 +259,8 @@ def watch(render: Callable[[], Any]) -> None:
         stop.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    signal.signal(signal.SIGINT, end_after_this)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, end_after_this)
     with Live(console=screen, auto_refresh=False) if screen.is_terminal else contextlib.nullcontext() as live:
         while not stop():
             live.update(render(), refresh=True) if live else screen.print(render())

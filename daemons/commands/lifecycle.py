@@ -478,7 +478,7 @@ class MakeBase(Passing):
 def make_base(context: typer.Context) -> None:
     """Build a small base model that trains on a CPU.
 
-    It is built from scratch, without a download.
+    It is built from scratch, without a download, unless --kind names a pretrained one.
 
     Example: prl make-base --out models/base --seed 0
     """

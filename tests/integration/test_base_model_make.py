@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from prime_rl.base_model.__main__ import Progress, Recipe
 from prime_rl.base_model.teach import Demonstrator, PromptEncoder, build_model, build_tokenizer, teach
 from prime_rl.contract.files import wait_for
+from prime_rl.utils.process import StopFlag
 from prime_rl.utils.tasks import TASKS, similarity, split_of
 from tests.budgets import in_release
 from tests.patience import PATIENCE_S
@@ -88,7 +89,7 @@ def test_without_a_terminal_the_progress_is_a_line_each_ten_seconds_with_what_is
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now_s = 0.0
-    with Progress(360, lambda: now_s) as progress:
+    with Progress(360, StopFlag(), lambda: now_s) as progress:
         for step in range(1, 361):
             now_s = 2.5 * step
             progress(step)
@@ -104,7 +105,7 @@ def test_a_terminal_shows_a_bar_with_what_is_left_and_no_loss(
 ) -> None:
     """The loss rises where demonstrations of mixed quality begin, which is no fault."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with Progress(4) as progress:
+    with Progress(4, StopFlag()) as progress:
         for step in range(1, 5):
             progress(step)
     shown = capsys.readouterr().err

@@ -277,6 +277,13 @@ def test_no_run_goes_to_a_misspelt_workspace_beside_the_one_that_is_meant(
     assert capsys.readouterr().err == made and list(typo.glob("run_*"))
 
 
+def test_workspaces_of_a_series_are_none_that_another_meant(inline: Inline) -> None:
+    file, first = inline.prl.run_file(), inline.prl.output_dir.with_name("2026-11-01")
+    assert run(["runs", "add", str(file), "--output-dir", str(first)]) == 0
+    for name in ("2026-11-02", "2026-11-10"):
+        assert run(["runs", "add", str(file), "--output-dir", str(first.with_name(name))]) == 0
+
+
 def test_a_folder_that_becomes_a_workspace_is_told(inline: Inline, tmp_path: Path) -> None:
     inline.prl.output_dir.mkdir()
     (inline.prl.output_dir / "notes.txt").write_text("mine")

@@ -63,6 +63,10 @@ def test_a_misspelt_flag_is_named_with_the_one_that_is_meant(words: tuple[str, .
     assert out == "" and last.startswith("Error: No such option: --hlep (Possible options: ") and "--help" in last
 
 
+def test_a_misspelt_flag_does_not_end_what_a_shell_completes(tmp_path: Path) -> None:
+    assert complete(tmp_path, "prl up --forground --output-d") == ["--output-dir"]
+
+
 def test_a_misspelt_flag_does_not_take_what_follows(tmp_path: Path, capsys: Any) -> None:
     for words, meant in (("up --forground @ x.toml", "--foreground"), ("demo --output-dri=x", "--output-dir")):
         assert run(words.split()) == 2

@@ -14,6 +14,7 @@ import pytest
 
 from prime_rl.base_model import __main__ as make_base
 from prime_rl.base_model.__main__ import StoreError, is_up_to_date, main, save
+from prime_rl.utils.process import StopFlag
 from tests.patience import PATIENCE_S
 
 KIND = ["--kind", "smollm2-135m"]
@@ -21,7 +22,7 @@ KIND = ["--kind", "smollm2-135m"]
 
 def test_a_model_that_is_whole_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "model"
-    save(out, make_base.WHEEL_SHA256, {}, lambda folder: (folder / "config.json").write_text("{}") and None)
+    save(out, make_base.WHEEL_SHA256, {}, lambda folder: (folder / "config.json").write_text("{}") and None, StopFlag())
     assert main(["--out", str(out), *KIND]) == 0
     assert "is up to date" in capsys.readouterr().out
     (out / "config.json").write_text("{ }")

@@ -95,7 +95,8 @@ def check_same(model: Path, messages: list[Message] = MESSAGES, **arguments: Any
     theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **arguments)
     assert len(theirs) > 0
     render_as_orchestrators(tokenizer, str(model))  # what vLLM's chat route asks
-    assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **arguments) == theirs
+    asked = {"chat_template": tokenizer.get_chat_template(), "add_generation_prompt": True, "return_dict": False}
+    assert tokenizer.apply_chat_template(messages, **asked, **arguments) == theirs
     assert ChatTokenizer.load(str(model), arguments).prompt(messages) == theirs
     assert Text(str(model)).render_chat(messages, arguments) == theirs
 
@@ -165,7 +166,8 @@ def test_the_last_message_is_continued_as_transformers_does(model: Path, form: s
             continue
         assert text.render_chat(messages, {}, add_generation_prompt=False, continue_final_message=True) == wanted
         render_as_orchestrators(ours := AutoTokenizer.from_pretrained(model), str(model))
-        assert ours.apply_chat_template(messages, continue_final_message=True) == wanted
+        asked = {"chat_template": ours.get_chat_template(), "continue_final_message": True}
+        assert ours.apply_chat_template(messages, **asked) == wanted
 
 
 def test_arguments_of_a_request_stand_over_those_of_the_model(model: Path) -> None:
@@ -198,7 +200,7 @@ def test_what_a_template_refuses_is_told_in_its_own_words(model: Path, template:
         Text(str(model)).render_chat(MESSAGES, {})
     render_as_orchestrators(tokenizer := AutoTokenizer.from_pretrained(model), str(model))
     with pytest.raises(TokenizerError, match=words):
-        tokenizer.apply_chat_template(MESSAGES)
+        tokenizer.apply_chat_template(MESSAGES, chat_template=template)
 
 
 def test_a_chat_with_vllm_keeps_its_own_way_without_a_template_of_ours(model: Path) -> None:
@@ -209,6 +211,17 @@ def test_a_chat_with_vllm_keeps_its_own_way_without_a_template_of_ours(model: Pa
     render_as_orchestrators(tokenizer := AutoTokenizer.from_pretrained(model), str(model))
     with pytest.raises(ValueError, match="chat_template is not set"):
         tokenizer.apply_chat_template(MESSAGES)
+
+
+def test_another_template_that_vllm_chose_is_rendered_by_its_own_code(model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    write_config(model, FORMS["chatml"])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    theirs = [tokenizer.apply_chat_template(MESSAGES, chat_template=form, return_dict=False) for form in FORMS.values()]
+    render_as_orchestrators(tokenizer, str(model))
+    given = [tokenizer.apply_chat_template(MESSAGES, chat_template=form, return_dict=False) for form in FORMS.values()]
+    assert given == theirs
 
 
 def test_an_argument_of_any_name_is_one_for_the_template(model: Path) -> None:

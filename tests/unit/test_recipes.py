@@ -24,6 +24,7 @@ from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.validate import TrainerLimits, check_against_trainer, load_run_config
 from prime_rl.contract.layout import OutputDir
 from prime_rl.orchestrator.metrics import write_metrics
+from prime_rl.utils.process import StopFlag
 from scripts.curve import curve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,5 +142,5 @@ def test_what_reads_the_packaged_model_is_missed_before_it_is_fetched(
     with pytest.raises(
         make_base.StoreError, match=r'^not installed: no_such_reader; pip install "prl-multirun\[recipes\]"$'
     ):
-        make_base.make_packaged(tmp_path / "model")
+        make_base.make_packaged(tmp_path / "model", StopFlag())
     assert list(tmp_path.iterdir()) == []

@@ -119,23 +119,28 @@ async def _serve(context: ServerContext, arguments: dict[str, Any], started: thr
         adapters = app.state.openai_serving_models.lora_requests
         tokenizer = engine.get_tokenizer()
         room = Room.of(engine.model_config.max_model_len, tokenizer.get_vocab())
-        if args.chat_template is None and not args.trust_request_chat_template:
-            render_as_orchestrators(tokenizer, context.config.model.name)
+        render_as_orchestrators(tokenizer, context.config.model.name)
         control = VllmControl(context.config, app, engine, adapters, AdapterGate(context.config))
         started.set()
         await serve_engine(control, context, room)
 
 
 def render_as_orchestrators(tokenizer: Any, model: str) -> None:
-    """Let vLLM's chat route, which asks its `tokenizer`, render by our template of `model`, if that is usable."""
+    """Let vLLM's chat route, which asks its `tokenizer`, render by our template of `model`.
+
+    Another one that vLLM has chosen (of tools, of its arguments) is rendered by its code, as are models without one.
+    """
     try:
         template = ChatTemplate.load(model, local_only=True)
     except TokenizerError:
         return
+    theirs = tokenizer.apply_chat_template
 
     def apply_chat_template(
         conversation: Sequence[Mapping[str, Any]], *, tokenize: bool = True, **given: Any
     ) -> str | list[int]:
+        if given.get("chat_template") != template.source:
+            return theirs(conversation, tokenize=tokenize, **given)  # type: ignore[no-any-return]
         if "messages" in given:
             raise TokenizerError("chat_template_kwargs may not set ['messages']")
         flags = {name: given.pop(name, False) for name in ("add_generation_prompt", "continue_final_message")}
