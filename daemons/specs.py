@@ -206,7 +206,7 @@ def _inference_spec(output: OutputDir, system: SystemConfig, replica: int) -> Da
     if table.tensor_parallel > 1:
         argv += ["--vllm.extra_args.tensor_parallel_size", str(table.tensor_parallel)]
     devices = table.devices(replica)
-    argv = [*_only_on(devices), *argv]
+    argv = [*_only_on(output, devices), *argv]
     return DaemonSpec(
         name, tuple(argv), output.log(name), gpus=table.gpus_per_replica, devices=devices, replica=replica
     )
@@ -221,7 +221,7 @@ def trainer_spec(output: OutputDir, system: SystemConfig | None = None) -> Daemo
     argv = python_module(module, *config) if is_alone else start_ranks(table.ranks, module, config)
     return DaemonSpec(
         TRAINER,
-        (*_only_on(table.gpus), *argv),
+        (*_only_on(output, table.gpus), *argv),
         output.log(TRAINER),
         num_nodes=table.nodes,
         min_nodes=table.min_nodes,
@@ -231,9 +231,15 @@ def trainer_spec(output: OutputDir, system: SystemConfig | None = None) -> Daemo
     )
 
 
-def _only_on(gpus: Sequence[int]) -> list[str]:
+def visible_devices(visible: str, devices: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES of a daemon: its `devices`, counted among those that are `visible`."""
+    names = [name for name in visible.split(",") if name]
+    return ",".join(names[number] if number < len(names) else str(number) for number in devices)
+
+
+def _only_on(output: OutputDir, gpus: Sequence[int]) -> list[str]:
     """In the command itself: it is seen there, and a daemon that is to have other GPUs is started again."""
-    return ["env", f"CUDA_VISIBLE_DEVICES={','.join(map(str, gpus))}"] if gpus else []
+    return ["env", f"{DEVICES_VARIABLE}={visible_devices(saved_devices(output) or '', gpus)}"] if gpus else []
 
 
 def monitors_spec(output: OutputDir, system: SystemConfig | None = None) -> DaemonSpec:

@@ -41,6 +41,7 @@ from daemons.specs import (
     saved_folder,
     saved_system,
     settle_devices,
+    visible_devices,
 )
 from daemons.submit import end_job, has_job, is_for_a_job, start_job
 from daemons.supervisor_process import LOOK_EVERY_S, Look, Say, check_model, means_folder
@@ -345,7 +346,7 @@ def share_a_gpu(system: SystemConfig, devices: str | None) -> bool:
     if trainer.gpus and (server.gpus or system.deployment.engine != "local"):
         return False
     first = "0" if devices is None else devices.partition(",")[0]
-    return not trainer.gpus or first in map(str, trainer.gpus)
+    return not trainer.gpus or first in visible_devices(devices or "", trainer.gpus).split(",")
 
 
 def _with_devices(devices: str | None) -> dict[str, str]:

@@ -33,7 +33,7 @@ import psutil
 from daemons.launchers.base import Alive, Ended, Handle, Left
 from daemons.logs import node_log
 from daemons.process import DAEMON_MARK, WORKSPACE_MARK, daemon_environment, log_header
-from daemons.specs import NODE_VARIABLE
+from daemons.specs import DEVICES_VARIABLE, NODE_VARIABLE, visible_devices
 from prime_rl.contract.files import WaitTimeout, make_folder, open_append, read_json, read_text, wait_for, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
@@ -56,7 +56,6 @@ START_MARK = "PRL_START"
 # Why an agent ended its daemon, where the engine on its node is gone.
 ORPHANED = "the process that started it has ended"
 BEAT_S = 1.0
-GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 # How long an agent may take to its first record: Python and its modules may come from a slow shared folder.
 FIRST_BEAT_S = 60.0
 # How soon a request to stop is seen, and the death of the parent.
@@ -316,7 +315,7 @@ class Agent:
         marks = {START_MARK: self.record.start_id, NODE_VARIABLE: str(self.record.node)}
         environ = {**daemon_environment(self.output.path, self.record.name), **marks, **keys}
         if devices:
-            environ[GPUS_VARIABLE] = visible_devices(environ.get(GPUS_VARIABLE, ""), devices)
+            environ[DEVICES_VARIABLE] = visible_devices(environ.get(DEVICES_VARIABLE, ""), devices)
         log = log_of(self.output, self.record.name, self.record.node)
         try:
             make_folder(log.parent)
@@ -423,12 +422,6 @@ class Agent:
 def log_of(output: OutputDir, name: str, node: int = 0) -> Path:
     """The log of one node of a daemon."""
     return node_log(output.run(name).log if name.startswith(RUN_PREFIX) else output.log(name), node)
-
-
-def visible_devices(visible: str, devices: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES of a daemon: its `devices`, counted among those that are `visible`."""
-    names = [name for name in visible.split(",") if name]
-    return ",".join(names[number] if number < len(names) else str(number) for number in devices)
 
 
 def _end_earlier_starts(output: OutputDir, name: str, start_id: str) -> None:

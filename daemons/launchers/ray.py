@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from daemons.launchers.agent import (
-    GPUS_VARIABLE,
     START_MARK,
     AgentLauncher,
     AgentRecord,
@@ -39,7 +38,7 @@ from daemons.launchers.agent import (
 )
 from daemons.launchers.base import Alive, Ended, Handle, LaunchError, new_start_id
 from daemons.process import daemon_environment
-from daemons.specs import INFERENCE, MEETING_PORTS, TRAINER, DaemonSpec, keys_of, on_nodes
+from daemons.specs import DEVICES_VARIABLE, INFERENCE, MEETING_PORTS, TRAINER, DaemonSpec, keys_of, on_nodes
 from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.runtime import install_command
@@ -78,7 +77,7 @@ class NodeActor:
 
         Relative paths begin at `folder`, the one of `prl up`, where this node has it.
         """
-        gpus = {GPUS_VARIABLE: os.environ[GPUS_VARIABLE]} if os.environ.get(GPUS_VARIABLE) else {}
+        gpus = {DEVICES_VARIABLE: os.environ[DEVICES_VARIABLE]} if os.environ.get(DEVICES_VARIABLE) else {}
         self._agent = subprocess.Popen(
             list(argv),
             stdin=subprocess.PIPE,
@@ -471,4 +470,4 @@ class RayLauncher(AgentLauncher):
         """This process's environment, without keys and without what belongs to this machine or to Ray."""
         environ = daemon_environment(self.output.path, name) | {START_MARK: start_id}
         with handed_over(environ, []) as (clean, _):
-            return {key: value for key, value in clean.items() if key != GPUS_VARIABLE and not key.startswith("RAY_")}
+            return {key: text for key, text in clean.items() if key != DEVICES_VARIABLE and not key.startswith("RAY_")}

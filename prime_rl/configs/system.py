@@ -58,7 +58,7 @@ class TrainerDeployment(BaseConfig):
     """Processes on each machine. Default: one for each GPU, or 1 without GPUs."""
 
     gpus: list[Gpu] = Field(default_factory=list)
-    """Numbers of this machine's GPUs, for engine "local". Empty: the GPUs that the shell of `prl up` sees."""
+    """Which of the GPUs that the shell of `prl up` sees, counted from 0, for engine "local". Empty: all of them."""
 
     @property
     def ranks(self) -> int:
@@ -93,7 +93,7 @@ class InferenceDeployment(BaseConfig):
     """GPUs that hold one copy of the model; must divide `gpus_per_replica`."""
 
     gpus: list[Gpu] = Field(default_factory=list)
-    """Numbers of this machine's GPUs, for engine "local", divided among the replicas in this order."""
+    """As for the trainer, divided among the replicas in this order."""
 
     @property
     def gpus_each(self) -> int:

@@ -28,6 +28,7 @@ a packed row, S samples, H query heads, K KV heads, D head size, R rows, or neig
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import sys
 from collections import deque
@@ -447,10 +448,10 @@ def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments,
     from torch.nn.attention.varlen import varlen_attn
 
     ends, longest = segments.ends_S, segments.longest
+    # Before torch 2.12 it takes fewer KV heads without being asked.
+    gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     # A window without end to the left and none to the right is causal.
-    out = varlen_attn(
-        query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
-    )
+    out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), **gqa)
     assert isinstance(out, Tensor)
     return out
 

@@ -42,7 +42,7 @@ def bash(folder: Path, script: list[str], environment: dict[str, str]) -> subpro
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=2 * PATIENCE_S,
+        timeout=5 * PATIENCE_S,
     )
 
 

@@ -101,6 +101,8 @@ VLLM = {"inference": {"engine": "vllm"}}
         ({"deployment": {"trainer": {"gpus": [0, 1]}}}, None, True),
         ({"deployment": {"trainer": {"gpus": [1, 2]}}}, None, False),
         ({"deployment": {"trainer": {"gpus": [0, 1]}}}, "2,3", False),
+        ({"deployment": {"trainer": {"gpus": [0]}}}, "GPU-a,GPU-b", True),
+        ({"deployment": {"trainer": {"gpus": [1]}}}, "GPU-a,GPU-b", False),
         ({"deployment": {"trainer": {"gpus": [0]}, "inference": {"gpus": [1]}}}, None, False),
         ({}, "", False),
         ({"trainer": {"device": "cpu"}}, None, False),

@@ -22,6 +22,7 @@ from daemons.specs import (
     keys_of,
     monitors_spec,
     orchestrator_spec,
+    save_devices,
     saved_system,
     service_specs,
     wanted_daemons,
@@ -96,6 +97,26 @@ def test_each_inference_server_has_its_number_port_and_gpus(output: OutputDir) -
     assert keys_of(first, output) == keys_of(second, output) == ["PRL_API_KEY"]
     up(output, {"inference": {"replicas": 2}}, inference={"port": 0})
     assert specs(output)["inference-1"].argv[-1] == "0"
+
+
+@pytest.mark.parametrize(
+    ("visible", "trainer", "inference"),
+    [
+        (None, "0", "1"),
+        ("2,3", "2", "3"),
+        ("GPU-a,GPU-b", "GPU-a", "GPU-b"),
+        ("MIG-1,MIG-2,MIG-3", "MIG-1", "MIG-2"),
+    ],
+)
+def test_gpus_are_counted_among_those_that_the_shell_of_up_gives(
+    output: OutputDir, visible: str | None, trainer: str, inference: str
+) -> None:
+    """Of an allocation of GPUs 2 and 3 the first is 2; parts of a card and UUIDs can be meant too."""
+    up(output, {"trainer": {"gpus": [0]}, "inference": {"gpus": [1]}})
+    save_devices(output, visible)
+    found = specs(output)
+    assert found[TRAINER].argv[:2] == ("env", f"CUDA_VISIBLE_DEVICES={trainer}")
+    assert found[INFERENCE].argv[:2] == ("env", f"CUDA_VISIBLE_DEVICES={inference}")
 
 
 def test_modules_stand_in(output: OutputDir) -> None:

@@ -18,19 +18,17 @@ from daemons.launchers import agent as agents
 from daemons.launchers import ray, slurm
 from daemons.launchers.agent import (
     FIRST_BEAT_S,
-    GPUS_VARIABLE,
     ORPHANED,
     Agent,
     AgentRecord,
     Beats,
     kill_strays,
     strays_of,
-    visible_devices,
 )
 from daemons.launchers.base import Alive, Ended, Handle, Place
 from daemons.launchers.ray import LAST_RESORT_S, RayLauncher
 from daemons.launchers.slurm import NODES_KNOWN_S, SETTLE_S, Allocation, Slurm, Start
-from daemons.specs import DaemonSpec
+from daemons.specs import DEVICES_VARIABLE, DaemonSpec, visible_devices
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.process import ProcessId
@@ -259,9 +257,9 @@ def test_a_daemon_gets_its_place_and_nothing_that_belongs_to_this_machine_or_to_
     launcher: RayLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setenv(GPUS_VARIABLE, "3")
+    monkeypatch.setenv(DEVICES_VARIABLE, "3")
     monkeypatch.setenv("HF_HOME", "/models")
     _, start = started(launcher)
     assert start.bundle == {"CPU": 1.0, "GPU": 4.0, "big": 1.0} and start.num_nodes == 2
     assert start.environ["HF_HOME"] == "/models"
-    assert [name for name in start.environ if name.startswith("RAY_") or name == GPUS_VARIABLE] == []
+    assert [name for name in start.environ if name.startswith("RAY_") or name == DEVICES_VARIABLE] == []

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from prime_rl.configs.base import DEFAULT_TARGET_MODULES
 from prime_rl.lora.linear import AdapterRouting, apply_lora_to_model
-from prime_rl.trainer.fused import FrozenRMSNorm, GatedMLP, fuse_mlps, fuse_norms
+from prime_rl.trainer.fused import (
+    FrozenRMSNorm,
+    GatedMLP,
+    Segments,
+    fuse_mlps,
+    fuse_norms,
+    packed_attention,
+    varlen_kernel,
+)
 from tests.numeric import check_same
 from tests.trainer_support import VOCAB, tiny_model
 
@@ -127,3 +138,67 @@ def test_only_gated_mlps_of_known_meaning_are_replaced_and_names_stay() -> None:
     for layer in other.model.layers:
         layer.mlp.__class__ = type("OtherMLP", (Qwen3MLP,), {})
     assert fuse_mlps(other, keeps=False) == 0
+
+
+def varlen_by_hand(
+    query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, *longest: int, **kwargs: Any
+) -> Tensor:
+    """What `varlen_attn` computes on a GPU: causal attention of each sample, with fewer KV heads."""
+    assert ends_q is ends_k and kwargs["window_size"] == (-1, 0) and longest == (4, 4)
+    ends = ends_q.tolist()
+    parts = [
+        nn.functional.scaled_dot_product_attention(
+            *(each[start:stop].transpose(0, 1) for each in (query, key, value)),
+            is_causal=True,
+            scale=kwargs["scale"],
+            enable_gqa=True,
+        )
+        for start, stop in itertools.pairwise(ends)
+    ]
+    return torch.cat(parts, dim=1).transpose(0, 1)
+
+
+def of_torch_211(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: None = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    return varlen_by_hand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+def of_torch_213(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    assert enable_gqa
+    return varlen_by_hand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("kernel", [of_torch_211, of_torch_213])
+def test_the_kernel_of_a_gpu_is_called_as_each_torch_takes_it(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2.12 it has no `enable_gqa`, and needs none."""
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", kernel)
+    lengths = [3, 4, 4, 1]
+    segments = Segments.of(lengths, torch.device("cpu"))
+    query, key, value = (torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2))
+    found = varlen_kernel()(query, key, value, segments, 0.3)
+    as_model = (each.transpose(0, 1)[None] for each in (query, key, value))
+    expected, _ = packed_attention(nn.Module(), *as_model, None, scaling=0.3, segments=segments)
+    torch.testing.assert_close(found, expected[0])
