@@ -27,6 +27,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 
+# Compute capability from which on `torch._grouped_mm` is one kernel; below it is a loop that waits for the device.
+HAS_GROUPED_MM = (9, 0)
+
 
 @dataclass(frozen=True)
 class TokenGroup:
@@ -263,8 +266,8 @@ class BatchedPlan:
         return _unbind(grad_A_GKI), _unbind(torch.bmm(grad_GMO.mT, h))
 
     def _scales_like(self, x_NI: Tensor) -> Tensor:
-        if self._scales_G11.dtype != x_NI.dtype or self._scales_G11.device != x_NI.device:
-            self._scales_G11 = self._scales_G11.to(x_NI)
+        if self._scales_G11.device != x_NI.device:
+            self._scales_G11 = self._scales_G11.to(x_NI.device)
         return self._scales_G11
 
 
@@ -317,8 +320,8 @@ class GroupedPlan:
 
     def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
         """`scale * (x A^T)`, `[N, K]`."""
-        if self._ends_G.device != x_NI.device or self._scales_N1.dtype != x_NI.dtype:
-            self._ends_G, self._scales_N1 = self._ends_G.to(x_NI.device), self._scales_N1.to(x_NI)
+        if self._ends_G.device != x_NI.device:
+            self._ends_G, self._scales_N1 = self._ends_G.to(x_NI.device), self._scales_N1.to(x_NI.device)
         return torch._grouped_mm(x_NI, A_GKI.mT, offs=self._ends_G).mul_(self._scales_N1)
 
     def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:
@@ -453,7 +456,8 @@ class MultiLoRALinear(nn.Module):
         if all(group.adapter is None for group in routing.groups):
             return None
         # A rank that is no multiple of eight has strides that the kernel does not take.
-        one_kernel = x_RTI.is_cuda and x_RTI.dtype == torch.bfloat16 and self.rank % 8 == 0
+        fits = x_RTI.is_cuda and x_RTI.dtype == torch.bfloat16 and self.rank % 8 == 0
+        one_kernel = fits and torch.cuda.get_device_capability(x_RTI.device) >= HAS_GROUPED_MM
         return routing.plan(x_RTI.shape[1], one_kernel=one_kernel)
 
     def with_adapters(self, plan: Plan) -> Layer:
