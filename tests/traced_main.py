@@ -69,15 +69,27 @@ OPTIMIZERS = get_args(OptimConfig.model_fields["type"].annotation)
 _loss_config: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
 
 
+# Operations whose result has a shape, or is a number, that only the device knows.
+ASKS = {"aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten._unique2", "aten.equal"}
+
+
 class Recorder(TorchDispatchMode):
-    """The names of the operations; a number that code takes from the device is a half, or 1."""
+    """The names of the operations; a number that code takes from the device is a half, or 1.
+
+    Attributes:
+        waits: those for which the host would wait until the device has done all before, with their line.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: set[str] = set()
+        self.waits: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten._pin_memory.default:  # there is no driver that could
+            return args[0]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._look(func, args, kwargs or {})
         if any(tensor.is_cuda for tensor in tensors):
             self.operations.add(str(func.overloadpacket))
             # torch itself looks at its own operations only; one number may come from the host in all of them.
@@ -86,6 +98,20 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0.5 if args[0].is_floating_point() else 1
         return func(*args, **(kwargs or {}))
+
+    def _look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        name = str(func.overloadpacket)
+        if name == "aten._to_copy":
+            to, source = torch.device(kwargs.get("device") or args[0].device), args[0].device
+            waits = to.type != source.type and not kwargs.get("non_blocking")
+        elif name == "aten.copy_":
+            is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            waits = args[0].device.type != args[1].device.type and not is_async
+        else:
+            waits = name in ASKS and args[0].is_cuda
+        if waits:
+            frames = [frame for frame in traceback.extract_stack() if "/prime_rl/" in frame.filename]
+            self.waits.append(f"{name}: {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}")
 
 
 def base_on_gpu(dtype: torch.dtype) -> Any:
@@ -263,7 +289,7 @@ def traced(scenario: Callable[[], None]) -> dict[str, Any]:
             scenario()
         except Exception:
             error = traceback.format_exc()
-    return {"error": error, "operations": sorted(recorder.operations)}
+    return {"error": error, "operations": sorted(recorder.operations), "waits": recorder.waits}
 
 
 def main() -> None:

@@ -68,14 +68,14 @@ def reset_adapter(
 
 
 def export_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, rank: int) -> dict[str, Tensor]:
-    """Adapter `idx` under PEFT names, cut to its own rank; copies on the CPU."""
-    tensors = {}
+    """Adapter `idx` under PEFT names, cut to its own rank; parts of one copy on the CPU: one wait for a GPU."""
+    own: dict[str, Tensor] = {}
     for name, layer in layers.items():
         lora_A, lora_B = layer.parameters_of(idx)
-        name_A, name_B = peft_names(name)
-        tensors[name_A] = lora_A.detach()[:rank].to("cpu", copy=True).contiguous()
-        tensors[name_B] = lora_B.detach()[:, :rank].to("cpu", copy=True).contiguous()
-    return tensors
+        own |= zip(peft_names(name), (lora_A.detach()[:rank], lora_B.detach()[:, :rank]), strict=True)
+    values_P = torch.cat([each.flatten() for each in own.values()]).cpu()
+    parts = torch.split(values_P, [each.numel() for each in own.values()])
+    return {name: part.view(each.shape) for (name, each), part in zip(own.items(), parts, strict=True)}
 
 
 def load_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, tensors: Mapping[str, Tensor], rank: int) -> None:

@@ -31,6 +31,11 @@ from torch.nn.functional import linear, silu
 HAS_GROUPED_MM = (9, 0)
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor`, which is on the host, on `device`. The host waits for no GPU: it copies from pinned memory only."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 @dataclass(frozen=True)
 class TokenGroup:
     """Tokens `start` to `stop` use `adapter`, whose output is multiplied by `scale`."""
@@ -267,7 +272,7 @@ class BatchedPlan:
 
     def _scales_like(self, x_NI: Tensor) -> Tensor:
         if self._scales_G11.device != x_NI.device:
-            self._scales_G11 = self._scales_G11.to(x_NI.device)
+            self._scales_G11 = sent(self._scales_G11, x_NI.device)
         return self._scales_G11
 
 
@@ -321,7 +326,7 @@ class GroupedPlan:
     def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
         """`scale * (x A^T)`, `[N, K]`."""
         if self._ends_G.device != x_NI.device:
-            self._ends_G, self._scales_N1 = self._ends_G.to(x_NI.device), self._scales_N1.to(x_NI.device)
+            self._ends_G, self._scales_N1 = (sent(each, x_NI.device) for each in (self._ends_G, self._scales_N1))
         return torch._grouped_mm(x_NI, A_GKI.mT, offs=self._ends_G).mul_(self._scales_N1)
 
     def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:

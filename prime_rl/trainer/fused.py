@@ -51,7 +51,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from prime_rl.lora.linear import MultiLoRALinear, gated_mlp
+from prime_rl.lora.linear import MultiLoRALinear, gated_mlp, sent
 
 # Results that are remembered: from a norm to the last operation that keeps its result there are two others.
 _NUM_REMEMBERED = 3
@@ -383,7 +383,7 @@ class Segments:
         stretches = tuple((len(list(same)), length) for length, same in groupby(lengths))
         positions_N = torch.cat([torch.arange(length) for length in lengths])
         ends_S = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(stretches, positions_N[None].to(device), ends_S.to(device), max(lengths))
+        return cls(stretches, sent(positions_N[None], device), sent(ends_S, device), max(lengths))
 
 
 def can_pack(model: nn.Module) -> bool:

@@ -35,6 +35,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.metrics import USUAL_LR
 from prime_rl.contract.status import NOT_FINITE
 from prime_rl.contract.types import ADVANTAGE_DTYPE, LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, MicroBatch
+from prime_rl.lora.linear import sent
 from prime_rl.trainer.loss import LossInputs, LossSums, RowLosses, compute_losses, row_statistics, sums_by_run
 from prime_rl.trainer.model import PolicyModel, Targets
 from prime_rl.trainer.optim import NO_MEMORY, RAISED
@@ -331,7 +332,7 @@ class Rows:
         at_N = starts_R[row_N] + token_N - 1
         cells_N = chosen[row_N] * len(self.columns_K) + np.searchsorted(self.columns_K, token_N)
         ids_N, temperatures_N = self.token_ids_RT[chosen[row_N], token_N], self.temperatures_R[chosen[row_N]]
-        found = [torch.from_numpy(array).to(device) for array in (at_N, ids_N, temperatures_N, cells_N)]
+        found = [sent(torch.from_numpy(array), device) for array in (at_N, ids_N, temperatures_N, cells_N)]
         return Targets(*found[:3]), found[3]
 
     def packed(self, rows: Sequence[int]) -> tuple[npt.NDArray[np.int64], list[int]]:
@@ -385,6 +386,9 @@ class _Pass:
 
     def run(self, batch: MicroBatch, configs_R: Sequence[LossConfig]) -> PassResult | None:
         rows = self.rows
+        # Sent first: behind the pass they would wait for all that it queues.
+        host = rows.sampled_logprobs_RK, rows.advantages_RK, rows.mask_RK, rows.scales_R
+        sampled_RK, advantages_RK, mask_RK, scales_R = map(self._on_device, host)
         # Before the pass with gradients: the adapters that it routes to must stay the same until its end.
         base_logprobs_RK = self._base_logprobs(configs_R) if batch.base_pass else None
         logprobs_RK, entropy_RK = self._logprobs(range(len(configs_R)), batch.run_idxs)
@@ -392,14 +396,7 @@ class _Pass:
             # A sum over no position: it goes through all layers, for the other ranks, and its gradients are zero.
             torch.autograd.backward(logprobs_RK.sum())
             return None
-        inputs = LossInputs(
-            logprobs_RK=logprobs_RK,
-            sampled_logprobs_RK=self._on_device(rows.sampled_logprobs_RK),
-            advantages_RK=self._on_device(rows.advantages_RK),
-            mask_RK=self._on_device(rows.mask_RK),
-            scales_R=self._on_device(rows.scales_R),
-            base_logprobs_RK=base_logprobs_RK,
-        )
+        inputs = LossInputs(logprobs_RK, sampled_RK, advantages_RK, mask_RK, scales_R, base_logprobs_RK)
         losses = compute_losses(configs_R, inputs)
         # The sum mixes no gradients: each row reaches its run's adapter alone.
         torch.autograd.backward(losses.loss_R.sum())
@@ -428,4 +425,4 @@ class _Pass:
         return logprobs_RK
 
     def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return sent(torch.from_numpy(array), self.device)
