@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from msgspec.structs import replace
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -307,3 +309,27 @@ def test_a_row_that_is_not_finite_is_marked_and_changes_no_other(
 def test_what_breaks_an_engine_is_outside_of_the_ranges(name: str, bad: float) -> None:
     found = refusal({"prompt": "x", name: bad})
     assert found is not None and found[0] == name and f"{name}: found {bad}: must be" in found[1]
+
+
+class Made(TorchDispatchMode):
+    """Counts the operations, each of which is a launch or a copy on a GPU."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_tables_of_penalties_take_as_many_copies_for_many_rows_as_for_two() -> None:
+    numbers = []
+    for num_rows in (2, 32):
+        penalized = [SamplingParams(min_tokens=3, frequency_penalty=0.5 + row / 100) for row in range(num_rows)]
+        with Made() as made:
+            params = batch(*penalized, prompt=(1, 2, 2, 99), said=(4, 4, 5))
+        numbers.append(made.number)
+        assert params.counts_RV is not None and params.prompt_RV is not None and params.ends_RV is not None
+        assert params.counts_RV.tolist() == [[2 if i == 4 else 1 if i == 5 else 0 for i in range(40)]] * num_rows
+        assert params.prompt_RV.nonzero().tolist() == [[row, i] for row in range(num_rows) for i in (1, 2)]
+        assert params.ends_RV.nonzero().tolist() == [[row, EOS] for row in range(num_rows)]
+    assert numbers[0] == numbers[1]

@@ -39,6 +39,7 @@ from transformers.cache_utils import Cache
 
 from prime_rl.inference.embedded.model import SPARE_COLUMNS, Served, compose, new_cache
 from prime_rl.inference.guard import NOT_FINITE, ApiError
+from prime_rl.lora.linear import sent
 from prime_rl.utils.runtime import is_out_of_memory
 
 TokenId = Annotated[int, Meta(ge=0)]
@@ -112,11 +113,11 @@ class BatchParams:
         device: torch.device,
     ) -> None:
         def counted(ids: Sequence[Sequence[int]]) -> Tensor:
-            counts_RV = torch.zeros(len(ids), num_vocabulary, dtype=torch.int32, device=device)
-            for row, chosen in enumerate(ids):
-                known = torch.tensor([i for i in chosen if i < num_vocabulary], dtype=torch.long, device=device)
-                counts_RV[row].scatter_add_(0, known, torch.ones_like(known, dtype=torch.int32))
-            return counts_RV
+            starts = range(0, len(ids) * num_vocabulary, num_vocabulary)
+            cells = [start + i for start, chosen in zip(starts, ids, strict=True) for i in chosen if i < num_vocabulary]
+            cells_N = sent(torch.tensor(cells, dtype=torch.long), device)
+            counts = torch.zeros(len(ids) * num_vocabulary, dtype=torch.int32, device=device)
+            return counts.index_add_(0, cells_N, torch.ones_like(cells_N, dtype=torch.int32)).view(-1, num_vocabulary)
 
         # What a greedy row takes is the same whatever is cut off.
         values = {
