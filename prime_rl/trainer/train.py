@@ -35,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
     logger = setup_logger("trainer", config.log.level)
     # Before torch is loaded: threads that spin while they wait take the cores away from inference.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Passes of many sizes, each a little larger than the last, would leave a GPU's memory in pieces.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     set_up_memory()
 
     with heavy_imports():

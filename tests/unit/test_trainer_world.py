@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +26,21 @@ def test_a_process_alone_is_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert world.sum(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
     world.store.set("key", "value")
     assert world.store.get("key") == b"value"
+
+
+@pytest.mark.parametrize("given", ["", "max_split_size_mb:64"])
+def test_the_allocator_is_set_up_before_torch_is_loaded_unless_a_person_did(given: str, tmp_path: Path) -> None:
+    environ = {**os.environ, "PYTORCH_ALLOC_CONF": given}
+    if not given:
+        del environ["PYTORCH_ALLOC_CONF"]
+    (tmp_path / "trainer.toml").write_text(f'output_dir = "{tmp_path}"\nmodel = {{ name = "base", lora = {{}} }}\n')
+    program = (
+        "import os, sys, prime_rl.trainer.train as train\n"
+        "def load():\n    sys.exit(f\"{os.environ['PYTORCH_ALLOC_CONF']} {'torch' in sys.modules}\")\n"
+        f"train.heavy_imports = load\ntrain.main(['@', {str(tmp_path / 'trainer.toml')!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    assert done.stderr == f"{given or 'expandable_segments:True'} False\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
