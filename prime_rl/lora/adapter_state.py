@@ -73,6 +73,8 @@ def export_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, rank: int) -
     for name, layer in layers.items():
         lora_A, lora_B = layer.parameters_of(idx)
         own |= zip(peft_names(name), (lora_A.detach()[:rank], lora_B.detach()[:, :rank]), strict=True)
+    if not own:
+        return {}
     values_P = torch.cat([each.flatten() for each in own.values()]).cpu()
     parts = torch.split(values_P, [each.numel() for each in own.values()])
     return {name: part.view(each.shape) for (name, each), part in zip(own.items(), parts, strict=True)}
