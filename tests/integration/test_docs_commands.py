@@ -22,6 +22,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("tutorial.md", "recover.md", "full_finetune.md")
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BIN = Path(sys.executable).parent
+# Of one page on a slow and busy machine; a page takes minutes.
+LIMIT_S = 5 * PATIENCE_S
+pytestmark = pytest.mark.timeout(LIMIT_S + PATIENCE_S)
 
 
 def blocks(page: str) -> list[str]:
@@ -42,7 +45,7 @@ def bash(folder: Path, script: list[str], environment: dict[str, str]) -> subpro
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=5 * PATIENCE_S,
+        timeout=LIMIT_S,
     )
 
 

@@ -140,55 +140,25 @@ def test_only_gated_mlps_of_known_meaning_are_replaced_and_names_stay() -> None:
     assert fuse_mlps(other, keeps=False) == 0
 
 
-def varlen_by_hand(
-    query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, *longest: int, **kwargs: Any
-) -> Tensor:
+def of_torch_211(*given: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
     """What `varlen_attn` computes on a GPU: causal attention of each sample, with fewer KV heads."""
-    assert ends_q is ends_k and kwargs["window_size"] == (-1, 0) and longest == (4, 4)
-    ends = ends_q.tolist()
+    query, key, value, ends_q, ends_k, *longest = given
+    assert ends_q is ends_k and window_size == (-1, 0) and longest == [4, 4]
     parts = [
         nn.functional.scaled_dot_product_attention(
             *(each[start:stop].transpose(0, 1) for each in (query, key, value)),
             is_causal=True,
-            scale=kwargs["scale"],
+            scale=scale,
             enable_gqa=True,
         )
-        for start, stop in itertools.pairwise(ends)
+        for start, stop in itertools.pairwise(ends_q.tolist())
     ]
     return torch.cat(parts, dim=1).transpose(0, 1)
 
 
-def of_torch_211(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: None = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:
-    return varlen_by_hand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
-
-
-def of_torch_213(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> Tensor:
+def of_torch_213(*given: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
     assert enable_gqa
-    return varlen_by_hand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+    return of_torch_211(*given, **options)
 
 
 @pytest.mark.parametrize("kernel", [of_torch_211, of_torch_213])
