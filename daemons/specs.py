@@ -132,6 +132,11 @@ def _read_system(path: Path, stamp: Stamp) -> SystemConfig:
 def saved_devices(output: OutputDir) -> str | None:
     """CUDA_VISIBLE_DEVICES as `prl up` saved it; None when it was never set. Raises ConfigError."""
     path = output.component_config(_ENVIRONMENT_FILE)
+    return _read_devices(path, stamp_of(path))
+
+
+@lru_cache(maxsize=8)
+def _read_devices(path: Path, stamp: Stamp) -> str | None:
     value = load_toml(path).get(DEVICES_VARIABLE) if path.exists() else None
     return None if value is None else str(value)
 
@@ -180,14 +185,16 @@ def module_of(daemon: str, own: Mapping[DaemonKind, str] | None = None) -> str:
     return dict[str, str]((own or {}).items()).get(daemon, _MODULES[daemon])
 
 
-def service_specs(output: OutputDir, system: SystemConfig | None = None) -> list[DaemonSpec]:
+def service_specs(
+    output: OutputDir, system: SystemConfig | None = None, visible: str | None = None
+) -> list[DaemonSpec]:
     """Inference, trainer, and what else the system file asks for, in the order in which they are started.
 
-    Default: by the system of the last start.
+    Defaults: the system and the visible devices of the last start.
     """
     system = system or saved_system(output)
-    specs = [_inference_spec(output, system, n) for n in range(system.deployment.inference.replicas)]
-    specs.append(trainer_spec(output, system))
+    specs = [_inference_spec(output, system, n, visible) for n in range(system.deployment.inference.replicas)]
+    specs.append(trainer_spec(output, system, visible))
     if output.component_config(ALERTS).exists():
         module = module_of(ALERTS, system.deployment.modules)
         argv = python_module(module, "@", str(output.component_config(ALERTS)))
@@ -197,7 +204,7 @@ def service_specs(output: OutputDir, system: SystemConfig | None = None) -> list
     return specs
 
 
-def _inference_spec(output: OutputDir, system: SystemConfig, replica: int) -> DaemonSpec:
+def _inference_spec(output: OutputDir, system: SystemConfig, replica: int, visible: str | None) -> DaemonSpec:
     table, port, name = system.deployment.inference, system.inference.port, replica_name(replica)
     module = module_of(INFERENCE, system.deployment.modules)
     argv = python_module(module, "@", str(output.component_config(INFERENCE)))
@@ -206,13 +213,13 @@ def _inference_spec(output: OutputDir, system: SystemConfig, replica: int) -> Da
     if table.tensor_parallel > 1:
         argv += ["--vllm.extra_args.tensor_parallel_size", str(table.tensor_parallel)]
     devices = table.devices(replica)
-    argv = [*_only_on(output, devices), *argv]
+    argv = [*_only_on(output, devices, visible), *argv]
     return DaemonSpec(
         name, tuple(argv), output.log(name), gpus=table.gpus_per_replica, devices=devices, replica=replica
     )
 
 
-def trainer_spec(output: OutputDir, system: SystemConfig | None = None) -> DaemonSpec:
+def trainer_spec(output: OutputDir, system: SystemConfig | None = None, visible: str | None = None) -> DaemonSpec:
     """The trainer of `system`, by default of the last start."""
     system = system or saved_system(output)
     table, config = system.deployment.trainer, ("@", str(output.component_config(TRAINER)))
@@ -221,7 +228,7 @@ def trainer_spec(output: OutputDir, system: SystemConfig | None = None) -> Daemo
     argv = python_module(module, *config) if is_alone else start_ranks(table.ranks, module, config)
     return DaemonSpec(
         TRAINER,
-        (*_only_on(output, table.gpus), *argv),
+        (*_only_on(output, table.gpus, visible), *argv),
         output.log(TRAINER),
         num_nodes=table.nodes,
         min_nodes=table.min_nodes,
@@ -233,13 +240,15 @@ def trainer_spec(output: OutputDir, system: SystemConfig | None = None) -> Daemo
 
 def visible_devices(visible: str, devices: Sequence[int]) -> str:
     """CUDA_VISIBLE_DEVICES of a daemon: its `devices`, counted among those that are `visible`."""
-    names = [name for name in visible.split(",") if name]
+    names = [name.strip() for name in visible.split(",") if name.strip()]
     return ",".join(names[number] if number < len(names) else str(number) for number in devices)
 
 
-def _only_on(output: OutputDir, gpus: Sequence[int]) -> list[str]:
+def _only_on(output: OutputDir, gpus: Sequence[int], visible: str | None) -> list[str]:
     """In the command itself: it is seen there, and a daemon that is to have other GPUs is started again."""
-    return ["env", f"{DEVICES_VARIABLE}={visible_devices(saved_devices(output) or '', gpus)}"] if gpus else []
+    if not gpus:
+        return []
+    return ["env", f"{DEVICES_VARIABLE}={visible_devices(visible or saved_devices(output) or '', gpus)}"]
 
 
 def monitors_spec(output: OutputDir, system: SystemConfig | None = None) -> DaemonSpec:

@@ -26,7 +26,16 @@ import tomli_w
 from daemons.launchers.base import LaunchError, Place, compact, nodes_needed, place_all
 from daemons.launchers.slurm import PATIENT_TIMEOUT_S, Allocation, run_slurm, step_command
 from daemons.logs import JOB_LOG
-from daemons.specs import UP, DaemonSpec, all_keys, on_nodes, orchestrator_spec, service_specs
+from daemons.specs import (
+    UP,
+    DaemonSpec,
+    all_keys,
+    on_nodes,
+    orchestrator_spec,
+    saved_devices,
+    service_specs,
+    settle_devices,
+)
 from daemons.supervisor_process import (
     Look,
     Say,
@@ -263,7 +272,7 @@ class Plan:
 def plan_of(system: SystemConfig, output: OutputDir) -> Plan:
     """Raises LaunchError where the daemons do not fit onto the nodes."""
     output = OutputDir(output.path.resolve())  # as a start names it
-    specs = service_specs(output, system)
+    specs = service_specs(output, system, settle_devices(saved_devices(output), os.environ))
     run = orchestrator_spec(RunDir(output.path / EACH_RUN), system)
     if system.deployment.engine == "slurm":
         return _on_slurm(system, output, specs, run)

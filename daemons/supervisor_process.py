@@ -47,6 +47,7 @@ from prime_rl.contract.status import DaemonStatus, InferenceStatus, is_there, re
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.runtime import bound_socket
 from prime_rl.utils.secrets import SecretError, read_secret
+from prime_rl.utils.text import counted
 
 # What `prl make-base --kind` takes, and what is said meanwhile.
 KINDS = {
@@ -120,6 +121,15 @@ def make_base_model(
         raise LaunchError(f"no base model: prl make-base --out {name} --kind {kind} exited with code {exit_code}")
 
 
+def _check_gpus(system: SystemConfig, devices: str | None) -> None:
+    """Raises LaunchError where `deployment` counts beyond what CUDA_VISIBLE_DEVICES (`devices`) names."""
+    names = [name for name in (devices or "").split(",") if name.strip()]
+    for name, gpus in (("trainer", system.deployment.trainer.gpus), ("inference", system.deployment.inference.gpus)):
+        if devices is not None and (beyond := [gpu for gpu in gpus if gpu >= len(names)]):
+            told = f"CUDA_VISIBLE_DEVICES={devices} has {counted(len(names), 'GPU')}, which are counted from 0"
+            raise LaunchError(f"deployment.{name}.gpus = {gpus}: {told}; remove {beyond}")
+
+
 def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock:
     """Check that the workspace can start, end what an earlier supervisor left, write the configs; returns the lock.
 
@@ -138,6 +148,7 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
         _check_alerts(system)
         before = saved_devices(output)
         devices = settle_devices(before, os.environ, say)
+        _check_gpus(system, devices)
         last = saved_system(output).deployment
         launcher = launcher_of(last, output)
         is_same = last.engine == system.deployment.engine

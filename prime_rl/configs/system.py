@@ -1,7 +1,7 @@
 """Config of a whole workspace: what `prl up @ system.toml` starts.
 
 Its table `[deployment]` has where the daemons run, and on how many machines and GPUs. The engine decides which settings
-apply: numbers of GPUs of this machine (`gpus`) with "local" only, several nodes with "slurm" and "ray" only. And the
+apply: GPUs by number (`gpus`) with "local" only, several nodes with "slurm" and "ray" only. And the
 flags of `prl fit`, which asks about such a file: no torch, so that help and errors come at once.
 """
 

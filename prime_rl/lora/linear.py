@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 
-# Compute capability from which on `torch._grouped_mm` is one kernel; below it is a loop that waits for the device.
-HAS_GROUPED_MM = (9, 0)
+# Major compute capabilities of the cards that have a kernel for `torch._grouped_mm`; others get a loop that waits.
+HAVE_GROUPED_MM = (9, 10)
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -462,7 +462,7 @@ class MultiLoRALinear(nn.Module):
             return None
         # A rank that is no multiple of eight has strides that the kernel does not take.
         fits = x_RTI.is_cuda and x_RTI.dtype == torch.bfloat16 and self.rank % 8 == 0
-        one_kernel = fits and torch.cuda.get_device_capability(x_RTI.device) >= HAS_GROUPED_MM
+        one_kernel = fits and torch.cuda.get_device_capability(x_RTI.device)[0] in HAVE_GROUPED_MM
         return routing.plan(x_RTI.shape[1], one_kernel=one_kernel)
 
     def with_adapters(self, plan: Plan) -> Layer:

@@ -226,7 +226,8 @@ def with_a_budget(config: TrainerConfig, world: World) -> TrainerConfig:
         return config
     # On the rank that has the least: all ranks must come to the same numbers.
     free = torch.tensor(_free_bytes(world.device), dtype=torch.float64, device=world.device)
-    dist.all_reduce(free, dist.ReduceOp.MIN)
+    if world.size > 1:
+        dist.all_reduce(free, dist.ReduceOp.MIN)
     usable = float(free) * (1.0 - FRAGMENTS)
     try:
         config = with_numbers(config, world.device.type, world.size, usable)

@@ -448,12 +448,17 @@ def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments,
     from torch.nn.attention.varlen import varlen_attn
 
     ends, longest = segments.ends_S, segments.longest
-    # Before torch 2.12 it takes fewer KV heads without being asked.
-    gqa: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     # A window without end to the left and none to the right is causal.
-    out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), **gqa)
+    options = {"scale": scaling, "window_size": (-1, 0), **_takes_gqa(varlen_attn)}
+    out = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
     assert isinstance(out, Tensor)
     return out
+
+
+@cache
+def _takes_gqa(kernel: Callable[..., Any]) -> dict[str, Any]:
+    """Before torch 2.12 it takes fewer KV heads without being asked."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
 
 def _by_stretches(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:

@@ -267,7 +267,7 @@ def _checkpoint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _checkpoint_offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Both copies are in the order of the GPU's stream: the host waits for none. Inside, checkpoint's own hooks apply.
+    # From torch 2.13 on the host waits for neither copy. Inside, checkpoint's own hooks apply.
     with save_on_cpu(pin_memory=True):
         return _checkpoint(forward, *args, **kwargs)
 

@@ -334,7 +334,7 @@ def test_a_busy_port_and_a_missing_model_are_named(prl: Prl) -> None:
         port = busy.getsockname()[1]
         done = prl(*prl.up_args("--inference.port", str(port)), exit_code=1)
     assert f"127.0.0.1:{port}: Address already in use" in done.stderr
-    missing = prl("up", "--model.name", str(prl.output_dir / "none"), exit_code=1).stderr
+    missing = prl("up", "--model.name", str(prl.output_dir / "none"), "--inference.port", "0", exit_code=1).stderr
     assert f"prl make-base --out {prl.output_dir / 'none'}" in missing
     assert (missing.count("\n"), prl.members()) == (1, [])
 

@@ -80,11 +80,11 @@ def test_slots_are_counted_for_other_devices_too_and_a_number_that_was_set_is_no
 
 
 @pytest.fixture
-def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's tool lists a GPU; torch finds none, so `prl fit` assumes one of 80 GiB."""
+def some_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's tool lists GPUs; torch finds none, so `prl fit` assumes one of 80 GiB."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\necho 'GPU 0: A'\n")
+    tool.write_text('#!/bin/sh\nfor n in 0 1 2 3; do echo "GPU $n: A"; done\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -93,14 +93,15 @@ def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 VLLM = {"inference": {"engine": "vllm"}}
 
 
-@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.usefixtures("some_gpus")
 @pytest.mark.parametrize(
     ("said", "devices", "is_shared"),
     [
         ({}, None, True),
         ({"deployment": {"trainer": {"gpus": [0, 1]}}}, None, True),
         ({"deployment": {"trainer": {"gpus": [1, 2]}}}, None, False),
-        ({"deployment": {"trainer": {"gpus": [0, 1]}}}, "2,3", False),
+        ({"deployment": {"trainer": {"gpus": [0, 1]}}}, "2,3", True),
+        ({"deployment": {"trainer": {"gpus": [1]}}}, "2,3", False),
         ({"deployment": {"trainer": {"gpus": [0]}}}, "GPU-a,GPU-b", True),
         ({"deployment": {"trainer": {"gpus": [1]}}}, "GPU-a,GPU-b", False),
         ({"deployment": {"trainer": {"gpus": [0]}, "inference": {"gpus": [1]}}}, None, False),
@@ -118,7 +119,7 @@ def test_trainer_and_vllm_share_a_gpu_unless_they_are_told_apart(
     assert share_a_gpu(build(SystemConfig, merge(VLLM, said), "said"), devices) is is_shared
 
 
-@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.usefixtures("some_gpus")
 @pytest.mark.parametrize(("recipe", "is_shared"), [("qwen3-0.6b-gsm8k", True), ("qwen3-4b-math", False)])
 def test_a_recipe_for_one_gpu_leaves_the_share_to_prl_up(recipe: str, is_shared: bool) -> None:
     system = load_config(SystemConfig, ROOT / "configs" / "recipes" / recipe / "system.toml")
@@ -134,7 +135,7 @@ def test_without_a_gpu_nothing_is_shared() -> None:
 SHAPE = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
-@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.usefixtures("some_gpus")
 @pytest.mark.parametrize("is_a_process", [False, *in_full(True)])
 def test_vllm_gets_what_the_trainer_leaves_of_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_a_process: bool
@@ -163,7 +164,7 @@ def test_vllm_gets_what_the_trainer_leaves_of_the_gpu(
     assert settle_slots(other, output, stop=lambda: True, say=lines.append) is None, "it is worked out again"
 
 
-def test_what_does_not_fit_onto_one_gpu_is_refused_with_the_numbers() -> None:
+def test_what_does_not_fit_onto_some_gpus_is_refused_with_the_numbers() -> None:
     sizes = {"tokens": 8192, "runs": 4, "peak_gib": 61.25, "usable_gib": 75.0, "weights_gib": 15.3}
     with pytest.raises(LaunchError, match=r"8192 tokens with 4 slots takes 61\.2 of 75\.0 GiB.* 15\.3 GiB of weights"):
         _numbers({**sizes, "gpu_memory_utilization": None}, True)

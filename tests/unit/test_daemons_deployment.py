@@ -13,6 +13,7 @@ import pytest
 
 from daemons.alerts.__main__ import is_well
 from daemons.decide import Daemon, State
+from daemons.launchers.base import LaunchError
 from daemons.launchers.local import Local
 from daemons.records import adoptable
 from daemons.specs import (
@@ -23,12 +24,15 @@ from daemons.specs import (
     monitors_spec,
     orchestrator_spec,
     save_devices,
+    saved_devices,
     saved_system,
     service_specs,
     wanted_daemons,
     write_component_configs,
 )
+from daemons.submit import plan_of
 from daemons.supervisor import shutdown_order
+from daemons.supervisor_process import prepare
 from daemons.workspace import DaemonView, Workspace
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir, RunDir
@@ -117,6 +121,39 @@ def test_gpus_are_counted_among_those_that_the_shell_of_up_gives(
     found = specs(output)
     assert found[TRAINER].argv[:2] == ("env", f"CUDA_VISIBLE_DEVICES={trainer}")
     assert found[INFERENCE].argv[:2] == ("env", f"CUDA_VISIBLE_DEVICES={inference}")
+
+
+@pytest.mark.parametrize(
+    ("deployment", "visible", "told"),
+    [
+        ({"trainer": {"gpus": [0, 2]}}, "2,3", r"trainer.gpus = \[0, 2\]: .*=2,3 has 2 GPUs, .* from 0; remove \[2\]"),
+        ({"inference": {"gpus": [1]}}, "GPU-a", r"inference.gpus = \[1\]: .*=GPU-a has 1 GPU,"),
+        ({"trainer": {"gpus": [0]}}, "", r"trainer.gpus = \[0\]: .*= has 0 GPUs,"),
+    ],
+)
+def test_a_gpu_that_the_shell_of_up_does_not_see_is_refused(
+    output: OutputDir, deployment: dict[str, Any], visible: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be another one's, or one twice."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    system = SystemConfig.model_validate({"output_dir": output.path, "deployment": deployment})
+    with pytest.raises(LaunchError, match=told):
+        prepare(system, output, print)
+    assert saved_devices(output) is None
+
+
+def test_a_dry_run_shows_the_gpus_of_a_start_from_this_shell(
+    output: OutputDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = up(output, {"trainer": {"gpus": [0]}})
+    save_devices(output, "6,7")
+    for shell, gpu in (("2,3", "2"), (None, "6")):
+        if shell is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shell)
+        (trainer,) = [each for each in plan_of(system, output).daemons if each.name == TRAINER]
+        assert trainer.command[:2] == ("env", f"CUDA_VISIBLE_DEVICES={gpu}")
 
 
 def test_modules_stand_in(output: OutputDir) -> None:

@@ -332,7 +332,10 @@ def test_a_scale_is_not_rounded_to_the_type_of_the_activations(sizes: tuple[int,
         assert torch.equal(plan.project(x_NI, A_GKI).reshape(end, 8), exact_NK), type(plan).__name__
 
 
-@pytest.mark.parametrize(("capability", "plan"), [((8, 9), LoopedPlan), ((9, 0), GroupedPlan), ((10, 0), GroupedPlan)])
+@pytest.mark.parametrize(
+    ("capability", "plan"),
+    [((8, 9), LoopedPlan), ((9, 0), GroupedPlan), ((10, 0), GroupedPlan), ((12, 0), LoopedPlan)],
+)
 def test_uneven_groups_are_one_kernel_where_the_device_has_it(
     capability: tuple[int, int], plan: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:

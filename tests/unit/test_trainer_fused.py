@@ -19,10 +19,10 @@ from prime_rl.trainer.fused import (
     FrozenRMSNorm,
     GatedMLP,
     Segments,
+    _torch_varlen,
     fuse_mlps,
     fuse_norms,
     packed_attention,
-    varlen_kernel,
 )
 from tests.numeric import check_same
 from tests.trainer_support import VOCAB, tiny_model
@@ -168,7 +168,7 @@ def test_the_kernel_of_a_gpu_is_called_as_each_torch_takes_it(kernel: Any, monke
     lengths = [3, 4, 4, 1]
     segments = Segments.of(lengths, torch.device("cpu"))
     query, key, value = (torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2))
-    found = varlen_kernel()(query, key, value, segments, 0.3)
+    found = _torch_varlen(query, key, value, segments, 0.3)
     as_model = (each.transpose(0, 1)[None] for each in (query, key, value))
     expected, _ = packed_attention(nn.Module(), *as_model, None, scaling=0.3, segments=segments)
     torch.testing.assert_close(found, expected[0])

@@ -39,7 +39,8 @@ def test_the_allocator_is_set_up_before_torch_is_loaded_unless_a_person_did(give
         "def load():\n    sys.exit(f\"{os.environ['PYTORCH_ALLOC_CONF']} {'torch' in sys.modules}\")\n"
         f"train.heavy_imports = load\ntrain.main(['@', {str(tmp_path / 'trainer.toml')!r}])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.stderr == f"{given or 'expandable_segments:True'} False\n"
 
 
