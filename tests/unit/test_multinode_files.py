@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import itertools
-import os
 import resource
 import socket
 from pathlib import Path
@@ -138,35 +134,17 @@ def test_a_worker_recognizes_its_master_by_its_answer() -> None:
 
 
 def test_the_probe_server_outlives_a_time_without_free_files(caplog: pytest.LogCaptureFixture) -> None:
-    gc.collect()  # what it would close later would give back descriptors
-    lowest = os.dup(0)
-    os.close(lowest)
-    server = ProbeServer("word")  # takes the lowest
+    server = ProbeServer("word")
     trouble = f"workers get no answer at port {server.port}:"
     master = NodeRecord(0, "word", 1, address="127.0.0.1", port=server.port)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The first caller takes the descriptor that a waiting `accept` has reserved. The next one gets none, unless another
-    # thread of this process gave one back just then: so one calls after the other.
-    callers, taken = [socket.socket() for _ in range(100)], list[int]()
-    others = iter(callers)
-
-    def is_told() -> bool:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.dup(0))
-        for caller in itertools.islice(others, trouble not in caplog.text):
-            caller.connect(("127.0.0.1", server.port))
-        return trouble in caplog.text
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
-    try:
-        wait_for(is_told, "the probe server to fail", timeout_s=PATIENCE_S)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for number in taken:
-            os.close(number)
-        for caller in callers:
-            caller.close()
+    with socket.socket() as caller:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))  # what is open stays open, and nothing more is opened
+        try:
+            caller.connect(("127.0.0.1", server.port))  # takes the descriptor that a waiting `accept` has reserved
+            wait_for(lambda: trouble in caplog.text, "the probe server to fail", timeout_s=PATIENCE_S)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert answers(master, PATIENCE_S)
     assert caplog.text.count(trouble) == 1, "once for each time of trouble"
 
