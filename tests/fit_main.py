@@ -47,12 +47,12 @@ def with_adapters(setting: Setting, base: nn.Module) -> tuple[PolicyModel, objec
     """The model, and what else its trainer keeps."""
     assert setting.lora is not None
     model = adapt_model(base, setting.lora, setting.num_runs, checkpoints=setting.checkpoints)
-    moments = []
+    kept = []
     for leaf in model.adapters():
         torch.nn.init.uniform_(leaf.data)
-        leaf.grad = torch.ones_like(leaf)  # zeros would take no memory before they are written
-        moments += [torch.ones_like(leaf) for _ in range(MOMENTS)]
-    return model, moments
+        # Gradients of the passes before and moments; zeros would take no memory before they are written.
+        kept += [torch.ones_like(leaf) for _ in range(1 + MOMENTS)]
+    return model, kept
 
 
 def as_a_whole(setting: Setting, base: nn.Module) -> tuple[PolicyModel, object]:

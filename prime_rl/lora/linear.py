@@ -58,6 +58,9 @@ class Plan(Protocol):
     def adapters(self) -> list[int]:
         """The adapter of each group."""
 
+    def tables(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Any:
+        """A or B of each group as `project` and `add` take them, to be kept for many passes without gradients."""
+
     def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
         """`h`, that is `scale * (x A^T)`, which backward needs too."""
 
@@ -95,6 +98,7 @@ class Layer:
     bias_O: Tensor | None
     A_G: Sequence[Tensor]
     B_G: Sequence[Tensor]
+    tables: tuple[Any, Any] | None = None  # A and B of the groups, where they are kept
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -103,7 +107,7 @@ class Layer:
 
     def kept(self, x_NI: Tensor, plan: Plan) -> _Kept:
         """The tables that backward needs."""
-        A_GKI, B_GOK = (torch.stack(list(part)).to(x_NI.dtype) for part in (self.A_G, self.B_G))
+        A_GKI, B_GOK = self.tables or (stacked(part, x_NI.dtype) for part in (self.A_G, self.B_G))
         return _Kept(plan.project(x_NI, A_GKI), A_GKI, B_GOK)
 
     def run(self, x_NI: Tensor, plan: Plan, out_NO: Tensor | None = None) -> tuple[Tensor, _Kept]:
@@ -123,6 +127,11 @@ class _Kept(NamedTuple):
     h: Tensor
     A_GKI: Tensor
     B_GOK: Tensor
+
+
+def stacked(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """One table of all `parts`, in `dtype`."""
+    return torch.stack(list(parts)).to(dtype)
 
 
 def grouped_lora(x_NI: Tensor, layer: Layer, plan: Plan) -> Tensor:
@@ -170,10 +179,27 @@ def gated_mlp(
         keeps: keep what gate and up gave for backward, two tables of `[N, W]`, instead of making them again there.
         for_backward: the result is NaN, and only what backward needs is computed.
     """
+    if not torch.is_grad_enabled():
+        return _run_mlp(x_NI, gate, up, down, plan, keeps, for_backward)[0]
     out_NI: Tensor = _GatedMLP.apply(  # type: ignore[no-untyped-call]
         x_NI, gate, up, down, plan, keeps, for_backward, gate.A_G[0]
     )
     return out_NI
+
+
+def _run_mlp(
+    x_NI: Tensor, gate: Layer, up: Layer, down: Layer, plan: Plan, keeps: bool, for_backward: bool
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """The output of `gated_mlp`, and what backward needs: two products or None, then the tables of each layer."""
+    out_NI = x_NI.new_empty(len(x_NI), len(down.weight_OI))  # what stays is made before what goes: fewer holes
+    gate_NW, of_gate = gate.run(x_NI, plan)
+    up_NW, of_up = up.run(x_NI, plan)
+    products = (gate_NW, up_NW) if keeps else (None, None)
+    product_NW = silu(gate_NW, inplace=not keeps).mul_(up_NW)
+    of_down = down.kept(product_NW, plan) if for_backward else down.run(product_NW, plan, out_NI)[1]
+    if for_backward:
+        out_NI.fill_(math.nan)
+    return out_NI, (*products, *of_gate, *of_up, *of_down)
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -189,17 +215,10 @@ class _GatedMLP(torch.autograd.Function):
         for_backward: bool,
         anchor: Tensor,
     ) -> Tensor:
-        out_NI = x_NI.new_empty(len(x_NI), len(down.weight_OI))  # what stays is made before what goes: fewer holes
-        gate_NW, of_gate = gate.run(x_NI, plan)
-        up_NW, of_up = up.run(x_NI, plan)
-        kept = (gate_NW, up_NW) if keeps else (None, None)
-        product_NW = silu(gate_NW, inplace=not keeps).mul_(up_NW)
-        of_down = down.kept(product_NW, plan) if for_backward else down.run(product_NW, plan, out_NI)[1]
-        if for_backward:
-            out_NI.fill_(math.nan)
+        out_NI, kept = _run_mlp(x_NI, gate, up, down, plan, keeps, for_backward)
         ctx.plan, ctx.layers = plan, (gate, up, down)
         weights = (each.weight_OI for each in (gate, up, down))
-        ctx.save_for_backward(x_NI, *kept, *weights, *of_gate, *of_up, *of_down)
+        ctx.save_for_backward(x_NI, *kept[:2], *weights, *kept[2:])
         return out_NI
 
     @staticmethod
@@ -251,6 +270,10 @@ class BatchedPlan:
         self._shape = len(groups), groups[0].stop - groups[0].start, -1
         self._scales_G11 = torch.tensor([group.scale for group in groups]).view(-1, 1, 1)
 
+    def tables(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Any:
+        """`Plan.tables`."""
+        return stacked(parts, dtype)
+
     def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
         """`scale * (x A^T)`, `[G, M, K]`."""
         return torch.bmm(x_NI.view(self._shape), A_GKI.mT).mul_(self._scales_like(x_NI))
@@ -283,16 +306,20 @@ class LoopedPlan:
         self.adapters = [group.adapter for group in groups]
         self._groups = groups
 
+    def tables(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Any:
+        """`Plan.tables`: the parts themselves, where they have the type."""
+        return [part.detach().to(dtype) for part in parts]
+
     def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
         """`scale * (x A^T)`, `[N, K]`; undefined for tokens that are in no group."""
-        h_NK = x_NI.new_empty(len(x_NI), A_GKI.shape[1])
-        for group, A_KI in zip(self._groups, A_GKI.unbind(), strict=True):
+        h_NK = x_NI.new_empty(len(x_NI), len(A_GKI[0]))
+        for group, A_KI in zip(self._groups, A_GKI, strict=True):
             torch.mm(x_NI[group.tokens], A_KI.T, out=h_NK[group.tokens]).mul_(group.scale)
         return h_NK
 
     def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:
         """Add `h B^T` to the groups' tokens of `out_NO`, in place."""
-        for group, B_OK in zip(self._groups, B_GOK.unbind(), strict=True):
+        for group, B_OK in zip(self._groups, B_GOK, strict=True):
             out_NO[group.tokens].addmm_(h[group.tokens], B_OK.T)
 
     def differentiate(
@@ -322,6 +349,10 @@ class GroupedPlan:
         sizes_G = torch.tensor([group.stop - group.start for group in groups])
         scales_G = torch.tensor([group.scale for group in groups])
         self._scales_N1 = scales_G.repeat_interleave(sizes_G, output_size=groups[-1].stop)[:, None]
+
+    def tables(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Any:
+        """`Plan.tables`."""
+        return stacked(parts, dtype)
 
     def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
         """`scale * (x A^T)`, `[N, K]`."""
@@ -368,13 +399,17 @@ class AdapterRouting:
     Attributes:
         scaling: alpha / rank of each adapter.
         groups: equal neighbours merged, in the order of the rows. Sorted rows make few groups and quick passes.
+        is_served: whether adapters change by `put_adapter` alone, so that a layer may keep what it made of them from
+            one pass to the next, as long as the rows are the same.
     """
 
-    def __init__(self, n_adapters: int) -> None:
+    def __init__(self, n_adapters: int, *, is_served: bool = False) -> None:
+        self.is_served = is_served
         self.scaling: list[float] = [1.0] * n_adapters
         self.groups: list[RowGroup] = []
         self.num_rows = 0
         self._is_packed = False
+        self._scaling: list[float] = []  # of the plan
         self._plan: tuple[int, Plan] | None = None
 
     def set_rows(self, adapter_idxs: Sequence[int | None], lengths: Sequence[int] | None = None) -> None:
@@ -387,12 +422,14 @@ class AdapterRouting:
                 raise ValueError(f"adapter {idx} does not exist: there are {len(self.scaling)}")
         sizes = lengths or [1] * len(adapter_idxs)
         pairs = zip(adapter_idxs, sizes, strict=True)
+        before = self.groups, self._is_packed, self._scaling
         self.groups = [
             RowGroup(idx, sum(size for _, size in same)) for idx, same in groupby(pairs, lambda pair: pair[0])
         ]
-        self._is_packed = lengths is not None
+        self._is_packed, self._scaling = lengths is not None, list(self.scaling)
         self.num_rows = 1 if self._is_packed else len(adapter_idxs)
-        self._plan = None
+        if before != (self.groups, self._is_packed, self._scaling):
+            self._plan = None
 
     def plan(self, num_tokens: int, *, one_kernel: bool = False) -> Plan:
         """The plan of the products of rows of `num_tokens`: worked out once, and the same for all layers."""
@@ -444,6 +481,7 @@ class MultiLoRALinear(nn.Module):
         self.lora_B = nn.ParameterList([torch.zeros(num_out, rank, device=device) for _ in range(n_adapters)])
         # The same parameters once more: looking one up in a ParameterList costs more than a small product.
         self._pairs = list(zip(self.lora_A, self.lora_B, strict=True))
+        self._served: tuple[Plan, Layer] | None = None
 
     def register_with_runs(self, manager: LayerRegistry, name: str) -> None:
         """Enter this layer into `manager` under `name`, its name in the model."""
@@ -467,8 +505,20 @@ class MultiLoRALinear(nn.Module):
 
     def with_adapters(self, plan: Plan) -> Layer:
         """The frozen layer with A and B of each group of `plan`."""
+        if self._served is not None and self._served[0] is plan:
+            return self._served[1]
         A_G, B_G = zip(*(self._pairs[idx] for idx in plan.adapters), strict=True)
-        return Layer(self.base_layer.weight, self.base_layer.bias, A_G, B_G)
+        weight_OI, bias_O = self.base_layer.weight, self.base_layer.bias
+        if not self.routing.is_served:
+            return Layer(weight_OI, bias_O, A_G, B_G)
+        self._served = None  # its tables go before there are others
+        tables = plan.tables(A_G, weight_OI.dtype), plan.tables(B_G, weight_OI.dtype)
+        self._served = plan, Layer(weight_OI, bias_O, A_G, B_G, tables)
+        return self._served[1]
+
+    def forget_tables(self) -> None:
+        """Make what is kept of the adapters again: one of them has other weights now."""
+        self._served = None
 
     def forward(self, x_RTI: Tensor) -> Tensor:
         """`[R, T, O]`."""

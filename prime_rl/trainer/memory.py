@@ -34,6 +34,8 @@ from prime_rl.configs.losses import AipoLossConfig
 from prime_rl.configs.system import SHAPES
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.types import TOKEN_BYTES, MicroBatch
+from prime_rl.lora import linear
+from prime_rl.lora.linear import GroupedPlan, LoopedPlan
 from prime_rl.trainer import fused
 from prime_rl.trainer import model as policy_model
 from prime_rl.trainer.fair_queue import LOSS_TOKEN
@@ -45,8 +47,6 @@ MOMENTS = 2
 # Of a whole model that is trained the trainer keeps in host memory: the base, the newest snapshot, and for a checkpoint
 # the moments. On a CPU that is the memory of the passes too.
 HOST_COPIES = 2 + MOMENTS
-# Slots that are measured: of more, each costs its own bytes, and a pass over their rows takes no more.
-MOST_MEASURED_RUNS = 8
 # Blocks that are used again leave holes (`utils.runtime`): of what is kept for backward, so much more, where a pass
 # gives them back from time to time, and where it does not. Measured.
 HOLES_GIVEN_BACK, HOLES_KEPT = 0.15, 0.27
@@ -311,7 +311,7 @@ class _Levels:
 
 def predict(setting: Setting) -> PassMemory:
     """The memory of a pass half of whose positions are loss tokens of the default loss."""
-    num_runs = min(setting.num_runs, MOST_MEASURED_RUNS)
+    num_runs = min(setting.num_runs, setting.num_rows)  # a run without a row costs its own bytes alone
     found = _predict(replace(setting, num_runs=num_runs))
     times = setting.num_runs / num_runs
     gives_back = setting.checkpoints or setting.lean_mlps or setting.lora is None
@@ -376,12 +376,13 @@ def _levels_whole(setting: Setting, config: PretrainedConfig) -> _Levels:
 
 
 def _run_pass(setting: Setting, meter: Meter, model: PolicyModel, trained: list[nn.Parameter]) -> _Stages:
-    """A pass that is not the first of its batch: there are gradients already."""
-    for leaf in trained:
-        leaf.grad = torch.zeros_like(leaf)
+    """A pass that is not the first of its batch: the gradients of a whole model are there, those of adapters beside."""
+    if setting.lora is None:
+        for leaf in trained:
+            leaf.grad = torch.zeros_like(leaf)
     stages = _Stages(meter, model)
     batch = micro_batch(setting)
-    with _few_chunks(), _host_apart(meter):
+    with _few_chunks(), _host_apart(meter), _uneven_groups(setting.packs):
         forward_backward(model, batch, [AipoLossConfig()] * len(batch.run_idxs), torch.device("cpu"))
     return stages
 
@@ -401,6 +402,19 @@ def _few_chunks() -> Iterator[None]:
         yield
     finally:
         module.head_chunks = every
+
+
+@contextmanager
+def _uneven_groups(packs: bool) -> Iterator[None]:
+    """Inside, the products of packed rows go through one kernel, as on a GPU, with a table for each that is added."""
+    module: Any = linear
+    make = module.make_plan
+    if packs:
+        module.make_plan = lambda groups, *_, **__: GroupedPlan(groups) if len(groups) > 1 else LoopedPlan(groups)
+    try:
+        yield
+    finally:
+        module.make_plan = make
 
 
 @contextmanager

@@ -38,17 +38,8 @@ from transformers.utils import logging as transformers_logging
 from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
-from prime_rl.trainer.fused import (
-    Segments,
-    can_pack,
-    computed_again,
-    fuse_mlps,
-    fuse_norms,
-    made_again,
-    token_logprobs,
-    use_packed_attention,
-    use_rotary,
-)
+from prime_rl.lora.parts import computed_again, fuse_mlps, fuse_norms, made_again, use_rotary
+from prime_rl.trainer.fused import Segments, can_pack, token_logprobs, use_packed_attention
 from prime_rl.trainer.world import World
 from prime_rl.utils.runtime import give_back_holes
 

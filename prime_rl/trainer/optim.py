@@ -1,7 +1,8 @@
 """The optimizer of a run: its own type, rate, moments, schedule and clipping. Nothing is shared between runs.
 
-Gradients stay in the slot's leaf parameters, where backward puts them, until the run's batch is complete. The update
-itself works on `RunWeights`: for an adapter the run's own part of its slot as one vector (`FlatWeights`).
+Gradients are collected in the slot's leaf parameters until the run's batch is complete. The update itself works on
+`RunWeights`: for an adapter the run's own part of its slot as one vector (`FlatWeights`), which lends the leaves its
+memory.
 
 Weight decay is decoupled in all types, and weights that are kept in bfloat16 are rounded after every update. Both hang
 on the torch optimizer itself, so a call of its `step` does the whole update. The rate is a pure function of config and
@@ -83,6 +84,9 @@ class RunWeights(ABC):
     @abstractmethod
     def begin(self, world: World) -> float:
         """Give the optimizer weights and gradients, summed over ranks; returns the norm of these. A collective."""
+
+    def keep_gradients(self) -> None:  # noqa: B027 (the leaves may be their place)
+        """Move what a pass left in the leaves to where the optimizer takes it: nothing is held twice until then."""
 
     def finish(self) -> None:  # noqa: B027 (the optimizer may have worked in place)
         """Put the updated weights into the slot."""
@@ -335,7 +339,8 @@ class FlatWeights(RunWeights):
         for matrix, gradients in zip(self._matrices, self._gradients, strict=True):
             matrix.grad = gradients
         self.values_P.grad = self._gradients_P
-        self._apart = [at for at, leaf in enumerate(self.leaves) if not self._moved_in(leaf, self._values[at])]
+        moved = [self._moved_in(leaf, values) for leaf, values in zip(self.leaves, self._values, strict=True)]
+        self._moved, self._apart = ([at for at, is_in in enumerate(moved) if is_in is kind] for kind in (True, False))
 
     @property
     def matrices(self) -> list[nn.Parameter]:
@@ -349,16 +354,26 @@ class FlatWeights(RunWeights):
         A rank that had no row of the run adds zeros. A collective.
         """
         self._copy_apart(self._values, self._own)
+        self.keep_gradients()
+        if idle := [part for leaf, part in zip(self.leaves, self._gradients, strict=True) if leaf.grad is None]:
+            torch._foreach_zero_(idle)
+        grads = {at: leaf.grad for at in self._apart if (leaf := self.leaves[at]).grad is not None}
+        if grads:
+            own = [_own(self.names[at], grad, self._rank) for at, grad in grads.items()]
+            torch._foreach_copy_([self._gradients[at] for at in grads], own)
+        return float(torch.linalg.vector_norm(world.sum(self._gradients_P)))
+
+    @torch.no_grad()
+    def keep_gradients(self) -> None:
+        """Leaves that are all the run's own have their gradients in the vector from then on."""
         parts, grads = [], []
-        for name, leaf, part in zip(self.names, self.leaves, self._gradients, strict=True):
-            if leaf.grad is not None:
+        for leaf, part in ((self.leaves[at], self._gradients[at]) for at in self._moved):
+            if leaf.grad is not None and leaf.grad is not part:
                 parts.append(part)
-                grads.append(leaf.grad if leaf.grad.shape == part.shape else _own(name, leaf.grad, self._rank))
-        if len(grads) < len(self.leaves):
-            self._gradients_P.zero_()
+                grads.append(leaf.grad)
+                leaf.grad = part
         if grads:
             torch._foreach_copy_(parts, grads)
-        return float(torch.linalg.vector_norm(world.sum(self._gradients_P)))
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -133,6 +133,8 @@ class TrainStep:
                 leaf.grad = gradient
             return False
         add_gradients(leaves, before)
+        for run in num_rows:
+            run.training.weights.keep_gradients()
         if found is not None:
             seconds = time.perf_counter() - start
             for run, sums_of_run in zip(num_rows, sums, strict=True):

@@ -23,6 +23,7 @@ from prime_rl.lora.adapter_state import (
     export_adapter,
     load_adapter,
     load_peft,
+    put_adapter,
     read_shapes,
     reset_adapter,
     save_peft,
@@ -378,6 +379,39 @@ def test_launches_do_not_grow_with_the_number_of_runs(is_even: bool) -> None:
                 grouped_lora(x_NI, layer.with_adapters(plan), plan).sum().backward()
         numbers.append(launches.number)
     assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("idxs", [[0, 1, 2], [0, 0, 1, None], [1, 1, 1]], ids=str)
+def test_a_served_layer_keeps_what_it_made_of_adapters_until_one_of_them_or_the_rows_change(
+    idxs: list[int | None], dtype: torch.dtype
+) -> None:
+    trained = one_layer().to(dtype)
+    served = MultiLoRALinear(trained.base_layer, 2, 3, AdapterRouting(3, is_served=True))
+    shapes = {name: tensor.shape for name, tensor in export_adapter({"l": trained}, 0, 2).items()}
+    x_RTI = torch.randn(len(idxs), 1, 5, dtype=dtype)
+
+    def outputs(*rows: int | None) -> tuple[list[Tensor], int]:
+        found = []
+        with torch.inference_mode():
+            for layer in (trained, served):
+                layer.routing.set_rows(rows)
+                with Launches() as launches:
+                    found.append(layer(x_RTI))
+        return found, launches.number
+
+    for number in range(3):  # a new version in a slot, and another scale
+        for idx, scale in enumerate([1.0, 2.0, 0.5]):
+            tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+            for layer in (trained, served):
+                put_adapter({"l": layer}, idx, tensors, 2)
+                layer.routing.scaling[idx] = scale + number
+        (first, again), (first_number, number_again) = zip(*(outputs(*idxs) for _ in range(2)), strict=True)
+        other, _ = outputs(*idxs[::-1])
+        for ours, theirs in (first, again, other):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        # The loop over uneven groups uses the adapters as they are.
+        assert number_again < first_number or (idxs != [0, 1, 2] and number_again == first_number)
 
 
 @pytest.mark.parametrize("idxs", [[0, 0, 1], [0, None, 2], [1, 1, 1]], ids=str)

@@ -103,7 +103,7 @@ def test_a_few_layers_tell_what_all_of_them_take(
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny, *in_full(whole)])
 def test_offloaded_inputs_of_layers_are_in_the_memory_of_the_host(make: Callable[..., Setting]) -> None:
-    setting = make(checkpoints=True)
+    setting = make(checkpoints=True, tokens=1024)  # more than the gradients of a pass
     kept, found = predict(setting), predict(replace(setting, offloads=True))
     one_layer = 4 * setting.tokens * TINY["hidden_size"]
     assert (kept.offloaded, found.offloaded) == (0, 6 * one_layer)
@@ -284,18 +284,19 @@ def test_the_documents_have_a_table_for_each_kind_of_machine_and_the_chunks_of_t
 
 @pytest.mark.slow
 def test_more_runs_cost_their_own_bytes_and_nothing_else() -> None:
-    """More than 8 are not measured in predictions, so they are measured here."""
     setting = Setting(model_config("qwen3-0.6b"), torch.bfloat16, LoRAConfig(), 8, 256, 16_384, True, True)
     few, many = (measure(replace(setting, num_runs=num_runs), 2) for num_runs in (8, 64))
     assert (many.adapters, many.optimizer) == (8 * few.adapters, 8 * few.optimizer)
-    # Beside them a layer that is at work has its adapters once more, in the type that it computes in.
+    # Beside them runs with a row have the gradients of the pass, and a layer that is at work has its adapters once
+    # more, in the type that it computes in.
+    gradients = (many.adapters - few.adapters) / 2
     growth = (many.peak - many.adapters - many.optimizer) - (few.peak - few.adapters - few.optimizer)
     whole_model = predict(setting)
-    assert growth <= 0.03 * (whole_model.peak - whole_model.adapters - whole_model.optimizer)
+    assert growth <= gradients + 0.03 * (whole_model.peak - whole_model.adapters - whole_model.optimizer)
 
 
-def test_more_runs_than_are_measured_cost_their_own_bytes() -> None:
-    two, sixteen = (predict(tiny(1, num_runs=num_runs)) for num_runs in (2, 16))
+def test_runs_without_a_row_cost_their_own_bytes() -> None:
+    two, sixteen = (predict(tiny(1, tokens=64, num_runs=num_runs)) for num_runs in (2, 16))
     assert (sixteen.adapters, sixteen.optimizer) == (8 * two.adapters, 8 * two.optimizer)
 
 

@@ -52,6 +52,25 @@ def set_gradients(manager: MultiRunManager, run_idx: int, rank: int, scale: floa
         own.copy_(torch.randn(own.shape, generator=torch.Generator().manual_seed(3)) * scale)
 
 
+@pytest.mark.parametrize("rank", [8, 4])
+def test_gradients_of_many_passes_are_held_once(tmp_path: Path, rank: int) -> None:
+    """In a slot of rank 8: a smaller adapter is a part of its slot, whose gradients are as large as the slot."""
+    manager, (run,) = with_runs(tmp_path, {"model": {"lora": {"rank": rank}}})
+    set_gradients(manager, 0, rank)
+    leaves = [leaf for _, leaf in manager.get_named_parameters_for_run(0)]
+    once = [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+    run.weights.keep_gradients()
+    places = {leaf.grad.untyped_storage().data_ptr() for leaf in leaves if leaf.grad is not None}
+    held = run.weights.vectors[0].grad
+    assert held is not None and (places == {held.untyped_storage().data_ptr()}) is (rank == 8)
+    for leaf, gradient in zip(leaves, once, strict=True):
+        assert leaf.grad is not None
+        leaf.grad += gradient  # as the next pass does
+    run.weights.keep_gradients()
+    assert run.reduce_gradients() == pytest.approx(2 * math.sqrt(sum(float(each.square().sum()) for each in once)))
+    assert run.step(1.0) is None and all(leaf.grad is None for leaf in leaves)
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_rate_that_float32_does_not_hold_is_its_own_runs_trouble(tmp_path: Path, kind: str) -> None:
     manager, (run,) = with_runs(tmp_path, {"optim": {"type": kind, "lr": 1e300}})

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from prime_rl.trainer import fused
-from prime_rl.trainer.fused import FrozenRMSNorm, made_again, recipe_of, remember
+from prime_rl.lora import parts
+from prime_rl.lora.parts import FrozenRMSNorm, made_again, recipe_of, remember
 from prime_rl.trainer.model import PolicyModel
 from tests.unit.test_trainer_model import RUN_IDXS, adapted, gradients, some_targets
 
@@ -52,14 +52,14 @@ def test_results_of_norms_and_rotated_queries_and_keys_are_not_kept(
             module.register_forward_hook(
                 lambda module, args, out: normalized.append(weakref.ref(out.untyped_storage()))
             )
-    rotate = fused._rotate
+    rotate = parts._rotate
 
     def watched(*args: Tensor) -> Tensor:
         out = rotate(*args)
         rotated.append(weakref.ref(out.untyped_storage()))
         return out
 
-    monkeypatch.setattr(fused, "_rotate", watched)
+    monkeypatch.setattr(parts, "_rotate", watched)
     ids_RT, targets = some_targets()
     logprobs_N, _ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
     assert (len(normalized), len(rotated)) == (NUM_NORMS, NUM_ROTATED)

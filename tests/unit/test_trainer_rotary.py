@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.phi3 import modeling_phi3
 
-from prime_rl.trainer.fused import rotary, use_rotary
+from prime_rl.lora.parts import rotary, use_rotary
 
 
 def tables(num_tokens: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,7 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.guard import WEIGHTS_FILE, ApiError, check_fit, readable, weights_label
 from prime_rl.lora.adapter_state import check_finite, load_tensors, shapes_of
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
+from prime_rl.lora.parts import fuse_mlps, fuse_norms, use_rotary
 from prime_rl.transfer import TransferError, WeightReceiver
 from prime_rl.utils.runtime import StartError
 
@@ -278,10 +279,13 @@ def load_model(config: InferenceConfig) -> Served:
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         model.set_attn_implementation(ATTENTION)
     model.to(device).eval()
-    routing = AdapterRouting(config.max_loras)
+    routing = AdapterRouting(config.max_loras, is_served=True)
     layers: dict[str, MultiLoRALinear] = {}
-    if (lora := config.model.lora) is not None:
+    use_rotary(model)
+    if (lora := config.model.lora) is not None:  # else all weights are trained, with the libraries' norms and MLPs
+        fuse_norms(model)
         layers = apply_lora_to_model(model, lora.rank, config.max_loras, lora.target_modules, routing)
+        fuse_mlps(model, keeps=False)
     model.requires_grad_(False)
     given = [getattr(each, "eos_token_id", None) for each in (model.generation_config, model.config)]
     eos_ids = frozenset(eos for value in given for eos in ([value] if isinstance(value, int) else value or []))
