@@ -63,14 +63,20 @@ from prime_rl.utils.text import counted
 RESTART_MARGIN_S = 15.0
 # Of the small workspace: all positions of its base model, so that it takes a run of one's own.
 SMALL_SEQ_LEN = 512
-SLOTS, SHARE = "max_concurrent_runs", "inference.vllm.gpu_memory_utilization"
+SLOTS = "max_concurrent_runs"
 # Arguments of vLLM with which it uses several GPUs.
 _SEVERAL_GPUS = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
 # The fields that decide how many slots fit, and what of a GPU is left for inference.
 _DECIDES: dict[str, Any] = {
     "max_concurrent_runs": True,
     "trainer": {"model", "seq_len", "max_tokens_per_micro_batch", "device"},
-    "inference": {"engine": True, "model": True, "max_versions_per_run": True, "vllm": {"gpu_memory_utilization"}},
+    "inference": {
+        "engine": True,
+        "model": True,
+        "max_versions_per_run": True,
+        "vllm": {"gpu_memory_utilization"},
+        "embedded": {"gpu_share"},
+    },
 }
 
 
@@ -308,8 +314,8 @@ def settle_slots(
     """`system` with numbers for what is to be worked out; None when `stop()` came first. Raises LaunchError."""
     before = saved_devices(output)
     now = settle_devices(before, os.environ)
-    is_shared = share_a_gpu(system, now)
-    wanted = [SLOTS] * (system.max_concurrent_runs == "auto") + [SHARE] * is_shared
+    share = system.inference.share_key if share_a_gpu(system, now) else None
+    wanted = [SLOTS] * (system.max_concurrent_runs == "auto") + ([share] if share else [])
     if not wanted:
         return system
     earlier = _earlier(output, wanted)
@@ -320,25 +326,24 @@ def settle_slots(
         answer = _ask(system, now, folder, stop, wanted)
         if answer is None:
             return None
-        found, source = _numbers(answer, is_shared), ""
+        found, source = _numbers(answer, share), ""
     if SLOTS in wanted:
         system = system.with_slots(int(found[SLOTS]))
         say(f"{SLOTS} = 'auto': {counted(int(found[SLOTS]), 'slot')}{source}")
-    if SHARE in wanted:
-        system = system.with_gpu_share(found[SHARE])
-        say(f"{SHARE} = 'auto': {found[SHARE]:g} of the GPU that trainer and inference share{source}")
+    if share:
+        system = system.with_gpu_share(found[share])
+        say(f"{share} = 'auto': {found[share]:g} of the GPU that trainer and inference share{source}")
     return system
 
 
 def share_a_gpu(system: SystemConfig, devices: str | None) -> bool:
-    """True when vLLM's share of its GPU is to be worked out: it is "auto", and the trainer uses the same GPU.
+    """True when the share of inference of its GPU is to be worked out: it is "auto", and the trainer uses that GPU too.
 
     `devices`: CUDA_VISIBLE_DEVICES. One process takes the first GPU that it sees. What several GPUs of one vLLM
     hold is left to the person who set that up.
     """
     inference = system.inference
-    several = _SEVERAL_GPUS & inference.vllm.extra_args.keys()
-    if inference.engine != "vllm" or inference.vllm.gpu_memory_utilization != "auto" or several:
+    if inference.share != "auto" or (inference.engine == "vllm" and _SEVERAL_GPUS & inference.vllm.extra_args.keys()):
         return False
     if "cpu" in (system.trainer.device, inference.device) or not count_gpus(_with_devices(devices)):
         return False
@@ -360,8 +365,8 @@ def _earlier(output: OutputDir, wanted: Sequence[str]) -> tuple[SystemConfig, di
         held = load_config(SystemConfig, output.component_config(SYSTEM))
     except ConfigError:  # never started, or of another version
         return None
-    numbers = {SLOTS: held.max_concurrent_runs, SHARE: held.inference.vllm.gpu_memory_utilization}
-    return None if "auto" in map(numbers.get, wanted) else (asked, numbers)
+    numbers = {SLOTS: held.max_concurrent_runs, held.inference.share_key: held.inference.share}
+    return None if {"auto", None} & {*map(numbers.get, wanted)} else (asked, numbers)
 
 
 def _question(system: SystemConfig, devices: str | None) -> dict[str, Any]:
@@ -374,20 +379,20 @@ def _question(system: SystemConfig, devices: str | None) -> dict[str, Any]:
     }
 
 
-def _numbers(answer: Mapping[str, Any], is_shared: bool) -> dict[str, float]:
-    """The slots and vLLM's share, from what `prl fit` answered.
+def _numbers(answer: Mapping[str, Any], share_key: str | None) -> dict[str, float]:
+    """The slots and, where a GPU is shared, the share of inference, from what `prl fit` answered.
 
     Raises LaunchError when trainer and inference do not fit onto one GPU.
     """
     share = answer["gpu_memory_utilization"]
-    if is_shared and share is None:
+    if share_key and share is None:
         raise LaunchError(
             f"trainer and inference do not fit onto one GPU: a pass of {answer['tokens']} tokens with {answer['runs']} "
             f"slots takes {answer['peak_gib']:.1f} of {answer['usable_gib']:.1f} GiB, and the rest is too small for "
-            f"vLLM with its own {answer['weights_gib']:.1f} GiB of weights: lower trainer.max_tokens_per_micro_batch, "
-            f"seq_len or {SLOTS}, or give each its own GPU (docs/deploy.md)"
+            f"inference with its own {answer['weights_gib']:.1f} GiB of weights: lower "
+            f"trainer.max_tokens_per_micro_batch, seq_len or {SLOTS}, or give each its own GPU (docs/deploy.md)"
         )
-    return {SLOTS: answer["runs"], SHARE: min(share or WHOLE_GPU, WHOLE_GPU)}
+    return {SLOTS: answer["runs"], **({share_key: min(share, WHOLE_GPU)} if share_key else {})}
 
 
 def _ask(

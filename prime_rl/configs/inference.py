@@ -12,8 +12,9 @@ from prime_rl.contract.served import NUM_CHAT_ADAPTERS
 
 # vLLM's own names.
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
-# The share of a GPU that vLLM has to itself: its own default.
+# The share of a GPU that inference has to itself: vLLM's own default.
 WHOLE_GPU = 0.9
+Share = Annotated[float, Field(gt=0, le=1)] | Literal["auto"]
 
 
 class InferenceModelConfig(ModelConfig):
@@ -35,17 +36,12 @@ class VllmConfig(BaseConfig):
     kv_cache_gb: float = Field(1.0, gt=0)
     """KV cache on a CPU, in GiB. On a GPU use `gpu_memory_utilization`."""
 
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
+    gpu_memory_utilization: Share = "auto"
     """Share of GPU memory that the engine uses. auto: 0.9; beside the trainer on one GPU, what its passes leave, which
     `prl up` works out."""
 
     extra_args: dict[str, Any] = Field(default_factory=dict)
     """More arguments of vLLM's own server, by their names there (`{"tensor_parallel_size": 2}`)."""
-
-    @property
-    def gpu_share(self) -> float:
-        """`gpu_memory_utilization` as a number; for "auto" that of a GPU without a trainer."""
-        return WHOLE_GPU if self.gpu_memory_utilization == "auto" else self.gpu_memory_utilization
 
     def is_eager_on(self, device_type: str) -> bool:
         """`enforce_eager` on devices of type "cuda" or "cpu"."""
@@ -54,6 +50,9 @@ class VllmConfig(BaseConfig):
 
 class EmbeddedConfig(BaseConfig):
     """Settings of the embedded engine."""
+
+    gpu_share: Share = "auto"
+    """As `vllm.gpu_memory_utilization`."""
 
     max_waiting: int = Field(16_384, ge=1)
     """Longest queue of a run, in sequences; a request beyond it gets 503 with `Retry-After`."""
@@ -148,6 +147,21 @@ class InferenceConfig(BaseConfig):
         if self.max_num_seqs != "auto":
             return self.max_num_seqs
         return 64 if device_type == "cpu" else 256
+
+    @property
+    def share_key(self) -> str:
+        """The key in which `share` is, from the top of the system file."""
+        return f"inference.{'vllm.gpu_memory_utilization' if self.engine == 'vllm' else 'embedded.gpu_share'}"
+
+    @property
+    def share(self) -> Share:
+        """The part of a GPU's memory that is for the engine."""
+        return self.vllm.gpu_memory_utilization if self.engine == "vllm" else self.embedded.gpu_share
+
+    @property
+    def gpu_share(self) -> float:
+        """`share` as a number; for "auto" that of a GPU without a trainer."""
+        return WHOLE_GPU if self.share == "auto" else self.share
 
     @property
     def max_loras(self) -> int:

@@ -370,10 +370,13 @@ class SystemConfig(BaseConfig):
             )
         return self
 
-    def with_gpu_share(self, utilization: float) -> Self:
-        """A copy in which `inference.vllm.gpu_memory_utilization` is a number."""
-        vllm = self.inference.vllm.model_copy(update={"gpu_memory_utilization": utilization})
-        return self.model_copy(update={"inference": self.inference.model_copy(update={"vllm": vllm})})
+    def with_gpu_share(self, share: float) -> Self:
+        """A copy in which `inference.share` is a number, and the rest of the GPU the trainer's."""
+        _, engine, key = self.inference.share_key.split(".")
+        table = getattr(self.inference, engine).model_copy(update={key: share})
+        trainer = self.trainer.model_copy(update={"gpu_share": round(1.0 - share, 2)})
+        inference = self.inference.model_copy(update={engine: table})
+        return self.model_copy(update={"inference": inference, "trainer": trainer})
 
     def with_slots(self, num_slots: int) -> Self:
         """A copy in which `max_concurrent_runs` is a number, in trainer and inference too."""

@@ -102,6 +102,10 @@ class TrainerConfig(BaseConfig):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on."""
 
+    gpu_share: float = Field(1.0, gt=0, le=1)
+    """Share of GPU memory that the trainer may take. Below 1 it starts once the inference servers of its workspace have
+    what is theirs. `prl up` sets it where both use one GPU and the share of inference is auto."""
+
     num_threads: int | None = Field(None, ge=1)
     """Number of CPU threads of torch; null leaves it to torch."""
 

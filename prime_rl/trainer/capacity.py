@@ -32,7 +32,7 @@ GIB = 2**30
 # What the CUDA context and the libraries of a process take, and what an allocator loses to odd sizes.
 CONTEXT_BYTES = 1.0 * GIB
 FRAGMENTS = 0.05
-# Besides weights, adapters and cache: a pass of vLLM and its CUDA graphs.
+# Besides weights, adapters and cache: a pass of inference and its CUDA graphs.
 INFERENCE_WORK_BYTES = 3.0 * GIB
 # Sizes of a micro-batch are rounded down to this.
 TOKENS_STEP = 256
@@ -63,7 +63,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Split:
-    """One GPU for trainer and vLLM: the part that is vLLM's, and the tokens that its KV cache has room for."""
+    """One GPU for trainer and inference: the part of the latter, and the tokens that its KV cache has room for."""
 
     gpu_memory_utilization: float
     kv_cache_tokens: int
@@ -124,10 +124,10 @@ def _crossing(one: tuple[int, float], other: tuple[int, float], usable: float) -
 
 
 def split(setting: Setting, memory: PassMemory, gpu_gib: float, num_adapters: int) -> Split | None:
-    """The parts of one GPU for the trainer, with passes of `setting`, and for vLLM; None when both do not fit.
+    """The parts of one GPU for the trainer, with passes of `setting`, and for inference; None when both do not fit.
 
     Args:
-        num_adapters: policy versions that vLLM holds at one time: of all runs, and that of a chat.
+        num_adapters: policy versions that inference holds at one time: of all runs, and that of a chat.
     """
     trainer = memory.peak / (1.0 - FRAGMENTS) + CONTEXT_BYTES
     utilization = math.floor(100 * (1.0 - trainer / (gpu_gib * GIB))) / 100
@@ -225,7 +225,7 @@ def with_a_budget(config: TrainerConfig, world: World) -> TrainerConfig:
     if "auto" not in (config.max_concurrent_runs, config.max_tokens_per_micro_batch):
         return config
     # On the rank that has the least: all ranks must come to the same numbers.
-    free = torch.tensor(_free_bytes(world.device), dtype=torch.float64, device=world.device)
+    free = torch.tensor(_free_bytes(world.device, config.gpu_share), dtype=torch.float64, device=world.device)
     if world.size > 1:
         dist.all_reduce(free, dist.ReduceOp.MIN)
     usable = float(free) * (1.0 - FRAGMENTS)
@@ -244,9 +244,10 @@ def with_a_budget(config: TrainerConfig, world: World) -> TrainerConfig:
     return config
 
 
-def _free_bytes(device: torch.device) -> float:
+def _free_bytes(device: torch.device, share: float) -> float:
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        free, total = torch.cuda.mem_get_info(device)
+        return min(float(free), share * total)
     found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.M)
     assert found, "Linux has it since 3.14"
     return CPU_SHARE * 1024 * int(found.group(1)) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -322,7 +323,7 @@ def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: 
     share, taken = CPU_SHARE if device_type == "cpu" else 1.0, ""
     if device_type != "cpu" and _has_one_gpu(system):
         served = _share_of_inference(system)
-        share, taken = 1.0 - served, f", or inference.vllm.gpu_memory_utilization = {served:g} of the only GPU"
+        share, taken = 1.0 - served, f", or {system.inference.share_key} = {served:g} of the only GPU"
     most_slots = MOST_AUTO_SLOTS
     if trainer.num_slots == 0:
         setting = setting_of(trainer.model_copy(update={"max_concurrent_runs": 1}), device_type, num_gpus)
@@ -338,13 +339,13 @@ def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: 
 
 
 def _share_of_inference(system: SystemConfig) -> float:
-    vllm = system.inference.vllm
-    return AUTO_SHARE if vllm.gpu_memory_utilization == "auto" and _has_one_gpu(system) else vllm.gpu_share
+    inference = system.inference
+    return AUTO_SHARE if inference.share == "auto" and _has_one_gpu(system) else inference.gpu_share
 
 
 def _has_one_gpu(system: SystemConfig) -> bool:
-    """True when trainer and vLLM have one GPU between them."""
-    return system.inference.engine == "vllm" and torch.cuda.device_count() == 1
+    """True when trainer and inference have one GPU between them."""
+    return system.inference.device != "cpu" and torch.cuda.device_count() == 1
 
 
 def _hardware(device_type: str, gib: float | None, num_gpus: int) -> tuple[float, str]:

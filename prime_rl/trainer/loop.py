@@ -8,6 +8,7 @@ every change of the runs. What a run that comes or goes means for each part is i
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,9 +16,10 @@ import torch
 
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits
+from prime_rl.contract.files import WaitStopped, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.notes import WorkNote
-from prime_rl.contract.status import StatusWriter, TrainerStatus
+from prime_rl.contract.status import InferenceStatus, StatusWriter, TrainerStatus, is_there, read_status
 from prime_rl.contract.types import MicroBatch
 from prime_rl.contract.usage import UsageLog
 from prime_rl.trainer.batches import BatchReader, Packer, noting
@@ -49,6 +51,8 @@ POLL_S = 0.05
 LOOK_SHARE = 20
 # But one look at a thousand new runs must not keep the next run waiting.
 MAX_REST_S = 0.25
+# As long as a server may take until its first status: the import of its libraries.
+NO_SIGN_S = 60.0
 # A config that is bad is reported when it has stayed so for this long: an editor may be about to write the rest.
 SETTLE_S = 0.5
 
@@ -61,8 +65,15 @@ class Trainer(RunLife):
     """
 
     def __init__(self, config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None:
-        config = with_a_budget(config, world)
         status = _open_status(config) if world.is_master else None
+        if config.gpu_share < 1.0:
+            await_inference(OutputDir(config.output_dir), stop)
+            if world.device.type == "cuda":
+                torch.cuda.set_per_process_memory_fraction(config.gpu_share, world.device)
+        config = with_a_budget(config, world)
+        if status is not None:
+            waiting_on = f"the base model {config.model.name} to be loaded"
+            status.update(waiting_on=waiting_on, max_runs=config.num_slots)
         model = load_model(config.model, config.model.lora, config.num_slots, world)
         self._config = config
         self._world = world
@@ -315,10 +326,26 @@ def _set_up_weights(config: TrainerConfig, model: PolicyModel, manager: MultiRun
     return ModelSnapshots(manager, weights, files, home=world.device if from_memory else torch.device("cpu"))
 
 
+def await_inference(output: OutputDir, stop: Callable[[], bool], no_sign_s: float = NO_SIGN_S) -> None:
+    """Until every inference server that starts is ready, as they count the memory of the GPU that both use.
+
+    Without a sign of one the trainer goes on after `no_sign_s`.
+    """
+    began = time.monotonic()
+
+    def is_counted() -> bool:
+        found = [read_status(path, InferenceStatus) for path in output.inference_statuses().values()]
+        states = {each.state for each in found if each is not None and is_there(each)}
+        return "starting" not in states and (bool(states) or time.monotonic() - began > no_sign_s)
+
+    with contextlib.suppress(WaitStopped):
+        wait_for(is_counted, "inference", stop=stop)
+
+
 def _open_status(config: TrainerConfig) -> StatusWriter:
-    """The trainer's status file, from before the base model is loaded."""
+    """The trainer's status file, from before it takes memory."""
     status = TrainerStatus(
-        waiting_on=f"the base model {config.model.name} to be loaded",
+        waiting_on="inference to take its share of the GPU that both use" if config.gpu_share < 1.0 else None,
         max_runs=config.num_slots,
         model=config.model.name,
         max_rank=config.model.lora.rank if config.model.lora else None,

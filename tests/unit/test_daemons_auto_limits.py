@@ -1,4 +1,4 @@
-"""When the slots of a workspace are counted again, the trainer's ranks, and vLLM's share of a GPU that both use."""
+"""When the slots of a workspace are counted again, the trainer's ranks, and the shares of a GPU that two use."""
 
 from __future__ import annotations
 
@@ -108,12 +108,13 @@ VLLM = {"inference": {"engine": "vllm"}}
         ({}, "", False),
         ({"trainer": {"device": "cpu"}}, None, False),
         ({"inference": {"device": "cpu"}}, None, False),
-        ({"inference": {"engine": "embedded"}}, None, False),
+        ({"inference": {"engine": "embedded"}}, None, True),
+        ({"inference": {"engine": "embedded", "embedded": {"gpu_share": 0.5}}}, None, False),
         ({"inference": {"vllm": {"gpu_memory_utilization": 0.5}}}, None, False),
         ({"inference": {"vllm": {"extra_args": {"data_parallel_size": 2}}}}, None, False),
     ],
 )
-def test_trainer_and_vllm_share_a_gpu_unless_they_are_told_apart(
+def test_trainer_and_inference_share_a_gpu_unless_they_are_told_apart(
     said: dict[str, object], devices: str | None, is_shared: bool
 ) -> None:
     assert share_a_gpu(build(SystemConfig, merge(VLLM, said), "said"), devices) is is_shared
@@ -136,26 +137,29 @@ SHAPE = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 4
 
 
 @pytest.mark.usefixtures("some_gpus")
-@pytest.mark.parametrize("is_a_process", [False, *in_full(True)])
-def test_vllm_gets_what_the_trainer_leaves_of_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_a_process: bool
+@pytest.mark.parametrize(("engine", "is_a_process"), [("embedded", False), ("vllm", False), *in_full(("vllm", True))])
+def test_inference_gets_what_the_trainer_leaves_of_the_gpu_and_the_trainer_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, is_a_process: bool
 ) -> None:
     if not is_a_process:
         monkeypatch.setattr("daemons.up_and_down.run_child", in_this_process(FIT_MODULE, fit))
     shape = {**SHAPE, "hidden_size": 4096, "intermediate_size": 65_536, "vocab_size": 32_000}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     trainer = {"max_tokens_per_micro_batch": 65_536}
-    said = {**VLLM, "trainer": trainer, "model": {"name": str(tmp_path)}, "max_concurrent_runs": 3}
+    said = {
+        "inference": {"engine": engine},
+        "trainer": trainer,
+        "model": {"name": str(tmp_path)},
+        "max_concurrent_runs": 3,
+    }
     output, lines = OutputDir(tmp_path / "workspace"), list[str]()
     system = build(SystemConfig, said, "said")
     found = settle_slots(system, output, stop=lambda: False, say=lines.append)
     assert found is not None and found.max_concurrent_runs == 3
-    share = found.inference.vllm.gpu_memory_utilization
-    assert isinstance(share, float) and 0.3 < share < 0.9, "the activations of such a pass are many"
-    assert (
-        lines[-1]
-        == f"inference.vllm.gpu_memory_utilization = 'auto': {share:g} of the GPU that trainer and inference share"
-    )
+    share, key = found.inference.gpu_share, found.inference.share_key
+    assert 0.3 < share < 0.9, "the activations of such a pass are many"
+    assert found.trainer.gpu_share == pytest.approx(1.0 - share)
+    assert lines[-1] == f"{key} = 'auto': {share:g} of the GPU that trainer and inference share"
     write_component_configs(found, output)
     output.component_config(UP).write_text(tomli_w.dumps(said))
     save_devices(output, None)
@@ -167,6 +171,6 @@ def test_vllm_gets_what_the_trainer_leaves_of_the_gpu(
 def test_what_does_not_fit_onto_some_gpus_is_refused_with_the_numbers() -> None:
     sizes = {"tokens": 8192, "runs": 4, "peak_gib": 61.25, "usable_gib": 75.0, "weights_gib": 15.3}
     with pytest.raises(LaunchError, match=r"8192 tokens with 4 slots takes 61\.2 of 75\.0 GiB.* 15\.3 GiB of weights"):
-        _numbers({**sizes, "gpu_memory_utilization": None}, True)
-    assert _numbers({**sizes, "gpu_memory_utilization": None}, False)["max_concurrent_runs"] == 4
-    assert _numbers({**sizes, "gpu_memory_utilization": 0.97}, True)["inference.vllm.gpu_memory_utilization"] == 0.9
+        _numbers({**sizes, "gpu_memory_utilization": None}, "share")
+    assert _numbers({**sizes, "gpu_memory_utilization": None}, None)["max_concurrent_runs"] == 4
+    assert _numbers({**sizes, "gpu_memory_utilization": 0.97}, "share")["share"] == 0.9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ from typing import Any
 import pytest
 
 from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.trainer import capacity
 from prime_rl.trainer.capacity import FRAGMENTS, MOST_AUTO_SLOTS, MOST_TOKENS, with_a_budget
+from prime_rl.trainer.loop import await_inference
 from prime_rl.trainer.memory import predict, setting_of
 from prime_rl.trainer.model import ModelError
 from tests.budgets import in_full
+from tests.patience import PATIENCE_S
 from tests.trainer_support import solo_world, trainer_config, write_model
 
 # One worker measures each shape once.
@@ -31,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def free(monkeypatch: pytest.MonkeyPatch, usable: float) -> None:
-    monkeypatch.setattr(capacity, "_free_bytes", lambda device: usable / (1.0 - FRAGMENTS))
+    monkeypatch.setattr(capacity, "_free_bytes", lambda device, share: usable / (1.0 - FRAGMENTS))
 
 
 def asked(workspace: Path, base: Path, **changes: Any) -> TrainerConfig:
@@ -40,6 +45,21 @@ def asked(workspace: Path, base: Path, **changes: Any) -> TrainerConfig:
 
 def peak(config: TrainerConfig) -> float:
     return predict(setting_of(config, "cpu", 1)).peak
+
+
+def test_a_trainer_that_shares_its_gpu_starts_once_inference_has_its_part(tmp_path: Path) -> None:
+    output = OutputDir(tmp_path)
+    status = StatusWriter(output.inference_status, InferenceStatus())
+    waits = threading.Thread(target=await_inference, args=(output, lambda: False, 0.0))
+    waits.start()
+    waits.join(0.2)
+    assert waits.is_alive()
+    await_inference(output, lambda: True)  # it is to end
+    status.update(state="serving")
+    waits.join(PATIENCE_S)
+    assert not waits.is_alive()
+    status.close(state="stopped")
+    await_inference(output, lambda: False, 0.0)  # there is none
 
 
 def test_numbers_stay(tmp_path: Path, model: Path) -> None:

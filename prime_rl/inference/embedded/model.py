@@ -278,6 +278,8 @@ def load_model(config: InferenceConfig) -> Served:
         AttentionInterface.register(ATTENTION, grouped_attention)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         model.set_attn_implementation(ATTENTION)
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(config.gpu_share, device)
     model.to(device).eval()
     routing = AdapterRouting(config.max_loras, is_served=True)
     layers: dict[str, MultiLoRALinear] = {}
@@ -292,9 +294,15 @@ def load_model(config: InferenceConfig) -> Served:
     served = Served(model, layers, routing, WholeWeights(model, config), eos_ids)
     layers_of_one = served.prefill([[0]], [None]).layers
     token_bytes = sum(each.nbytes for layer in layers_of_one for each in (layer.keys, layer.values))
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    served.cache_tokens = int(free * CACHE_SHARE / token_bytes)
+    served.cache_tokens = int(_free_bytes(device, config.gpu_share) * CACHE_SHARE / token_bytes)
     return served
+
+
+def _free_bytes(device: torch.device, share: float) -> float:
+    if device.type != "cuda":
+        return float(psutil.virtual_memory().available)
+    free, total = torch.cuda.mem_get_info(device)
+    return min(float(free), share * total - torch.cuda.memory_allocated(device))
 
 
 def _refuse_stateful(name: str, model: PreTrainedModel) -> None:

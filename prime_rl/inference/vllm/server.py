@@ -222,7 +222,7 @@ def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: boo
             "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, max_model_len),
         }
     else:
-        arguments["gpu_memory_utilization"] = config.vllm.gpu_share
+        arguments["gpu_memory_utilization"] = config.gpu_share
     if config.model.lora is not None:
         arguments |= {
             "enable_lora": True,
