@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
         runs = _runs(arguments.workspace, arguments.run)
         # From here on torch is loaded, which takes seconds.
         recordings = _recordings(runs, bool(arguments.run))
-        verdicts = _checked(_trainer(arguments.workspace, recordings), recordings, arguments.tolerance)
+        verdicts, numbers = _checked(_trainer(arguments.workspace, recordings), recordings, arguments.tolerance)
     except (WrongUse, ConfigError) as error:
         complain("selfcheck", one_line(str(error), MAX_ERROR_CHARS))
         return 2
@@ -101,9 +101,9 @@ def main(argv: Sequence[str]) -> int:
         complain("selfcheck", one_line(str(error), MAX_ERROR_CHARS))
         return 1
     if arguments.json:
-        print(json.dumps(as_json(verdicts, arguments.tolerance)))
+        print(json.dumps(as_json(verdicts, arguments.tolerance) | {"numbers": numbers}))
     else:
-        print(*as_lines(verdicts), sep="\n")
+        print(f"in {numbers}", *as_lines(verdicts), sep="\n")
     return 0 if all(verdict.ok for verdict in verdicts) else 1
 
 
@@ -233,14 +233,15 @@ def _trainer(workspace: Path, recordings: Sequence[Recording]) -> TrainerConfig:
         raise WrongUse(str(error)) from error
 
 
-def _checked(config: TrainerConfig, recordings: Sequence[Recording], tolerance: float) -> list[Verdict]:
-    """`check` with its own process group; every failure is a RuntimeError with one line."""
+def _checked(config: TrainerConfig, recordings: Sequence[Recording], tolerance: float) -> tuple[list[Verdict], str]:
+    """`check` with its own process group, and in what numbers; every failure is a RuntimeError with one line."""
     from prime_rl.trainer.world import setup_world
 
     world = setup_world(config.device, config.dist_timeout_s, config.num_threads)
     progress = Progress(2 * NUM_SIZES * sum(recording.num_steps for recording in recordings))
     try:
-        return check(config, world, recordings, tolerance, progress)
+        numbers = config.model.numbers_on(world.device.type)
+        return check(config, world, recordings, tolerance, progress), numbers
     except OSError as error:
         raise RuntimeError(str(error)) from error
     finally:

@@ -152,6 +152,8 @@ class PolicyModel:
 def load_model(config: TrainerModelConfig, lora: LoRAConfig | None, n_adapters: int, world: World) -> PolicyModel:
     """Load, freeze, adapt, shard over the ranks; without `lora` all weights are trained. Raises ModelError."""
     device_type = world.device.type
+    if device_type == "cuda":
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     modes = {
         "checkpoints": config.checkpoints_on(device_type),
         "offloads": config.activation_offload,

@@ -123,7 +123,6 @@ def _pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("high")  # TF32, where a config asks for float32
     return device
 
 

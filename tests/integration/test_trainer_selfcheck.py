@@ -208,6 +208,7 @@ def test_the_command_says_ok_or_failed_and_only_reads(config: TrainerConfig) -> 
     done = run_command(str(workspace), "--json", "--tolerance", "0")
     assert done.returncode == 1, done.stderr
     told = json.loads(done.stdout)
+    assert told["numbers"] == "float32 on cpu"
     assert told["version"] == 1 and [run["run_id"] for run in told["runs"]] == list(RUNS)
     assert all(0 < run["difference"] < 1e-4 and not run["ok"] for run in told["runs"]), "packs differ, so bits do"
     assert all(run["reached"]["version"] == NUM_STEPS and run["reached"]["difference"] < 1e-4 for run in told["runs"])
@@ -219,7 +220,8 @@ def test_the_command_says_ok_or_failed_and_only_reads(config: TrainerConfig) -> 
 def test_the_command_in_words(config: TrainerConfig) -> None:
     done = run_command(str(config.output_dir), "--run", "run_b")
     assert done.returncode == 0, done.stderr
-    neighbours, reached = done.stdout.splitlines()
+    numbers, neighbours, reached = done.stdout.splitlines()
+    assert numbers == "in float32 on cpu"
     assert neighbours.startswith("run_b: 2 steps, relative difference ") and neighbours.endswith(": ok")
     assert reached.startswith("run_b: version 4 as published, relative difference ") and reached.endswith(": ok")
 

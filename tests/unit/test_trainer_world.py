@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.contract.files import wait_for
 from prime_rl.trainer.world import LEFT, Liveness, Pulse, WorldError, name_of_this_start, setup_world
 from tests.patience import PATIENCE_S
@@ -108,3 +109,19 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         name_of_this_start(store, 0, 3, 0.2)
     with pytest.raises(WorldError, match=r"rank 0 did not join within 0\.2 s; rank 1 waits for it"):
         name_of_this_start(store, 1, 3, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("model", "device_type", "numbers"),
+    [
+        ({}, "cpu", "float32 on cpu"),
+        ({}, "cuda", "bfloat16 on cuda"),
+        ({"dtype": "float32"}, "cuda", "float32 on cuda"),
+        ({"dtype": "float32", "tf32": True}, "cuda", "float32 on cuda, multiplied in TF32"),
+        ({"tf32": True}, "cuda", "bfloat16 on cuda"),
+    ],
+)
+def test_numbers_are_cut_to_tf32_only_where_a_config_asks_for_it(
+    model: dict[str, object], device_type: str, numbers: str
+) -> None:
+    assert TrainerModelConfig.model_validate(model).numbers_on(device_type) == numbers
