@@ -20,6 +20,10 @@ from prime_rl.utils.secrets import handed_over
 
 WORKSPACE_MARK = "PRL_OUTPUT_DIR"
 DAEMON_MARK = "PRL_DAEMON"
+# Decides which GPUs daemons see beside their command lines. `prl up` saves it: a later one comes from another shell.
+DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+# torchrun's name for its option `--node-rank` in the environment.
+NODE_VARIABLE = "PET_NODE_RANK"
 # After SIGKILL the kernel needs moments; more means a process that hangs in the kernel (a dead file server).
 KILL_WAIT_S = 10.0
 CHILD_POLL_S = 0.1
@@ -33,6 +37,12 @@ def daemon_environment(output_dir: Path, name: str) -> dict[str, str]:
     """
     marks = {WORKSPACE_MARK: str(output_dir.resolve()), DAEMON_MARK: name}
     return {**os.environ, **marks, "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
+
+
+def visible_devices(visible: str, devices: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES of a daemon: its `devices`, counted among those that are `visible`."""
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return ",".join(names[number] if number < len(names) else str(number) for number in devices)
 
 
 def spawn(

@@ -19,7 +19,7 @@ from typing import Any
 
 import tomli_w
 
-from daemons.process import python_module
+from daemons.process import DEVICES_VARIABLE, python_module, visible_devices
 from daemons.workspace import replica_name
 from daemons.workspace_reader import Stamp, stamp_of
 from prime_rl.configs.admitted import read_effect
@@ -51,16 +51,12 @@ OPTIONAL = (ALERTS, MONITORS)
 MAKE_BASE_MODULE = "prime_rl.base_model"
 FIT_MODULE = "prime_rl.trainer.fit"
 MERGE_MODULE = "prime_rl.trainer.merge"
-# Decides which GPUs daemons see beside their command lines. `prl up` saves it: a later one comes from another shell.
-DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 MOVED_BY_DEVICES = frozenset({TRAINER, INFERENCE})
 _ENVIRONMENT_FILE = "environment"
 _FOLDER = "folder"
 
 # Ranks wait for work by asking the store again and again; torch would warn of each time that none came.
 _QUIET = "TORCH_CPP_LOG_LEVEL=ERROR"
-# torchrun's name for its option `--node-rank` in the environment.
-NODE_VARIABLE = "PET_NODE_RANK"
 # Of node 0, where ranks on several nodes meet: below the ports that the kernel gives to connections meanwhile, clear
 # of those of Ray.
 MEETING_PORTS = range(20_000, 30_000)
@@ -236,12 +232,6 @@ def trainer_spec(output: OutputDir, system: SystemConfig | None = None, visible:
         ranks=table.ranks,
         devices=tuple(table.gpus),
     )
-
-
-def visible_devices(visible: str, devices: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES of a daemon: its `devices`, counted among those that are `visible`."""
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return ",".join(names[number] if number < len(names) else str(number) for number in devices)
 
 
 def _only_on(output: OutputDir, gpus: Sequence[int], visible: str | None) -> list[str]:

@@ -29,11 +29,10 @@ from daemons.launchers.base import Alive, Ended, Launcher, LaunchError, Left
 from daemons.logs import JOB_LOG, SRUN_LOG, LogRelay, node_log, rotate
 from daemons.observe import Observer, held_runs, work_file
 from daemons.pidfile import SupervisorLock
-from daemons.process import log_tail
+from daemons.process import DEVICES_VARIABLE, log_tail
 from daemons.records import Records, adopt
 from daemons.specs import (
     ALERTS,
-    DEVICES_VARIABLE,
     INFERENCE,
     MONITORS,
     SYSTEM,

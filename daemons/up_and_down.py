@@ -29,9 +29,8 @@ from daemons import supervisor_process
 from daemons.errors import ActionError, WrongUseError, need_daemons
 from daemons.launchers.base import LaunchError
 from daemons.pidfile import SupervisorInfo, SupervisorLock, read_info
-from daemons.process import python_module, run_child
+from daemons.process import DEVICES_VARIABLE, python_module, run_child, visible_devices
 from daemons.specs import (
-    DEVICES_VARIABLE,
     FIT_MODULE,
     SYSTEM,
     UP,
@@ -41,7 +40,6 @@ from daemons.specs import (
     saved_folder,
     saved_system,
     settle_devices,
-    visible_devices,
 )
 from daemons.submit import end_job, has_job, is_for_a_job, start_job
 from daemons.supervisor_process import LOOK_EVERY_S, Look, Say, check_model, means_folder

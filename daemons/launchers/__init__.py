@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prime_rl.configs.system import DeploymentConfig
-from prime_rl.contract.layout import OutputDir
-
 if TYPE_CHECKING:
     from daemons.launchers.base import Launcher
+    from prime_rl.configs.system import DeploymentConfig
+    from prime_rl.contract.layout import OutputDir
 
 
 def launcher_of(deployment: DeploymentConfig, output: OutputDir) -> Launcher:

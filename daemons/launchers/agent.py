@@ -32,8 +32,15 @@ import psutil
 
 from daemons.launchers.base import Alive, Ended, Handle, Left
 from daemons.logs import node_log
-from daemons.process import DAEMON_MARK, WORKSPACE_MARK, daemon_environment, log_header
-from daemons.specs import DEVICES_VARIABLE, NODE_VARIABLE, visible_devices
+from daemons.process import (
+    DAEMON_MARK,
+    DEVICES_VARIABLE,
+    NODE_VARIABLE,
+    WORKSPACE_MARK,
+    daemon_environment,
+    log_header,
+    visible_devices,
+)
 from prime_rl.contract.files import WaitTimeout, make_folder, open_append, read_json, read_text, wait_for, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus

@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from daemons.specs import TRAINER, DaemonSpec
 from prime_rl.contract.status import DaemonStatus
 from prime_rl.contract.status import Handle as Handle
 from prime_rl.utils.process import ProcessId
+
+if TYPE_CHECKING:
+    from daemons.specs import DaemonSpec
 
 _START_ID_BYTES = 6
 
@@ -166,14 +168,14 @@ def find_place(
     Raises LaunchError.
     """
     others = list(taken.values())
-    if spec.name != TRAINER and TRAINER not in taken and trainer.gpus:
+    if spec.name != trainer.name and trainer.name not in taken and trainer.gpus:
         others.append(choose(trainer, up, others, capacity))
     return choose(spec, up, others, capacity)
 
 
 def place_all(specs: Sequence[DaemonSpec], up: Sequence[str], capacity: int | None = None) -> dict[str, Place]:
     """The places of all services of a workspace that starts, by name. Raises LaunchError."""
-    trainer = next(spec for spec in specs if spec.name == TRAINER)
+    trainer = next(spec for spec in specs if spec.name == "trainer")
     found: dict[str, Place] = {}
     for spec in specs:
         found[spec.name] = find_place(spec, up, found, trainer, capacity)

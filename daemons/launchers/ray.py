@@ -37,8 +37,8 @@ from daemons.launchers.agent import (
     worst_of,
 )
 from daemons.launchers.base import Alive, Ended, Handle, LaunchError, new_start_id
-from daemons.process import daemon_environment
-from daemons.specs import DEVICES_VARIABLE, INFERENCE, MEETING_PORTS, TRAINER, DaemonSpec, keys_of, on_nodes
+from daemons.process import DEVICES_VARIABLE, daemon_environment
+from daemons.specs import INFERENCE, MEETING_PORTS, TRAINER, DaemonSpec, keys_of, on_nodes
 from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.runtime import install_command

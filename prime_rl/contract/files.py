@@ -15,7 +15,6 @@ files, and where these cannot be written, with `find_trouble`.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import fcntl
@@ -617,6 +616,8 @@ def held(write: Callable[[], T], run: Path, gives_up: Callable[[float], bool]) -
 
 async def held_async(write: Callable[[], T], run: Path) -> T:
     """As `held`; the wait ends when the task is cancelled."""
+    import asyncio  # most processes that import this module need none
+
     while True:
         try:
             return held(write, run, lambda wait_s: True)

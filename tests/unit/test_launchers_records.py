@@ -28,7 +28,8 @@ from daemons.launchers.agent import (
 from daemons.launchers.base import Alive, Ended, Handle, Place
 from daemons.launchers.ray import LAST_RESORT_S, RayLauncher
 from daemons.launchers.slurm import NODES_KNOWN_S, SETTLE_S, Allocation, Slurm, Start
-from daemons.specs import DEVICES_VARIABLE, DaemonSpec, visible_devices
+from daemons.process import DEVICES_VARIABLE, visible_devices
+from daemons.specs import DaemonSpec
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.process import ProcessId
