@@ -15,9 +15,10 @@ import difflib
 import inspect
 import io
 import re
-import textwrap
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, get_args
@@ -42,17 +43,23 @@ class BaseConfig(BaseModel):
     @classmethod
     def docs(cls) -> dict[str, str]:
         """Field to its docstring, in one line. Read from the sources when asked: that is too dear for every start."""
-        found = {}
-        for base in reversed([base for base in cls.__mro__ if issubclass(base, BaseConfig)]):
-            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-            assert isinstance(body, ast.ClassDef)
-            for field, text in pairwise(body.body):
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    value = text.value if isinstance(text, ast.Expr) else None
-                    if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                        # A TOML key that is a word of Python has a field with an underscore behind it.
-                        found[field.target.id.rstrip("_")] = " ".join(value.value.split())
-        return found
+        bases = reversed([base for base in cls.__mro__ if issubclass(base, BaseConfig)])
+        return {name: text for base in bases for name, text in _docs(base.__module__).get(base.__name__, {}).items()}
+
+
+@cache
+def _docs(module: str) -> dict[str, dict[str, str]]:
+    """Class of a module to its `docs`, without those of its bases."""
+    found: dict[str, dict[str, str]] = {}
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    for each in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for field, text in pairwise(each.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                value = text.value if isinstance(text, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    # A TOML key that is a word of Python has a field with an underscore behind it.
+                    found.setdefault(each.name, {})[field.target.id.rstrip("_")] = " ".join(value.value.split())
+    return found
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
