@@ -37,6 +37,8 @@ typer.main.get_command = functools.cache(typer.main.get_command)
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Each process that loads pydantic would read the metadata of all packages for them.
+os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
 # Workers share the cores: threads that wait for each other across processes cost more than they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of processes import the same modules: each would compile them again.

@@ -3,8 +3,8 @@
 `fake_workspace` writes them as modules into a folder and returns a `Prl` that runs the real `prl` with them. What a
 daemon should do wrong is given by files in the workspace: `crash_<daemon>` ends it at its start, `say_<daemon>` is
 what it prints then, `stubborn_<daemon>` ignores SIGTERM, `stuck_trainer` gets nowhere, `saving_trainer` takes a while
-to save at its end. `hangs` names status files, a line each: the main loops of their writers hang while it is there,
-also the supervisor's.
+to save at its end. In a workspace that `may_hang`, `hangs` names status files, a line each: the main loops of their
+writers hang while it is there, also the supervisor's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.status import Handle
 from prime_rl.utils.process import ProcessId, boot_id
 from tests.patience import PATIENCE_S
-from tests.warm import warm
+from tests.warm import Piped, warm
 
 ROOT = Path(__file__).resolve().parents[1]
 # Enough for a machine with ten times more to do than it can; what reaches it has failed.
@@ -46,10 +46,13 @@ id = "reverse-text"
 """
 
 COMMON = '''
-import os, signal, sys
+import os, signal, sys, tomllib
 from pathlib import Path
-from prime_rl.configs.base import parse_argv
 from prime_rl.utils.process import StopFlag
+
+def load(path):
+    """A config that was checked before: its schema takes longer to load than all that these daemons do."""
+    return tomllib.loads(Path(path).read_text())
 
 def begin(daemon, output_dir):
     """The stop flag, after doing what the workspace asks of this daemon."""
@@ -91,17 +94,16 @@ StatusWriter.turn = turn_or_hang
 TRAINER = """
 import sys, time
 from fake_common import *
-from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import OutputDir, list_rollout_steps, list_steps, scan_runs
 from prime_rl.contract.status import StatusWriter, TrainerRunStatus, TrainerStatus
 
-config = parse_argv(TrainerConfig, sys.argv[1:])
-workspace = OutputDir(config.output_dir)
+config = load(sys.argv[2])
+model, max_runs = config["model"], config["max_concurrent_runs"]
+workspace = OutputDir(Path(config["output_dir"]))
 stop = begin("trainer", workspace.path)
 status = StatusWriter(workspace.trainer_status, TrainerStatus(
-    state="waiting", model=config.model.name, max_runs=config.max_concurrent_runs, max_seq_len=config.seq_len,
-    max_rank=config.model.lora.rank))
+    state="waiting", model=model["name"], max_runs=max_runs, max_seq_len=config["seq_len"],
+    max_rank=model["lora"]["rank"]))
 slots, progress = {}, 0
 while not stop():
     status.turn()
@@ -111,12 +113,12 @@ while not stop():
     progress += 1
     found = scan_runs(workspace.path)[0]
     runs = {run.run_id: run for run in found if run.orch_toml.exists() and not run.evicted.exists()}
-    configs = {run_id: load_run_config(run.orch_toml) for run_id, run in runs.items()}
+    max_steps = {run_id: load(run.orch_toml)["max_steps"] for run_id, run in runs.items()}
     step = lambda run: max(list_steps(run.broadcast, stable_only=True), default=0)
-    runs = {run_id: run for run_id, run in runs.items() if step(run) < configs[run_id].max_steps}
+    runs = {run_id: run for run_id, run in runs.items() if step(run) < max_steps[run_id]}
     slots = {run_id: idx for run_id, idx in slots.items() if run_id in runs}
     queue = sorted((run for run in runs if run not in slots), key=lambda run: runs[run].orch_toml.stat().st_mtime_ns)
-    free = [idx for idx in range(config.max_concurrent_runs) if idx not in slots.values()]
+    free = [idx for idx in range(max_runs) if idx not in slots.values()]
     slots |= dict(zip(queue, free))
     for run_id in slots:
         for done in list_rollout_steps(runs[run_id]):
@@ -124,7 +126,7 @@ while not stop():
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "STABLE").touch()
     status.update(progress=progress, waiting=[run for run in queue if run not in slots], runs={
-        run_id: TrainerRunStatus(run_idx=idx, step=step(runs[run_id]), max_steps=configs[run_id].max_steps)
+        run_id: TrainerRunStatus(run_idx=idx, step=step(runs[run_id]), max_steps=max_steps[run_id])
         for run_id, idx in slots.items()})
     stop.wait(0.05)
 if (workspace.path / "saving_trainer").exists():
@@ -136,7 +138,6 @@ status.close(state="stopped", runs={}, waiting=[])
 INFERENCE = """
 import http.server, subprocess, sys, threading
 from fake_common import *
-from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
 
@@ -147,15 +148,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-config = parse_argv(InferenceConfig, sys.argv[1:])
-workspace = OutputDir(config.output_dir)
+config = load(sys.argv[2])
+host, port = config["host"], config["port"]
+workspace = OutputDir(Path(config["output_dir"]))
 stop = begin("inference", workspace.path)
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 (workspace.path / "worker.pid").write_text(str(worker.pid))
-server = http.server.ThreadingHTTPServer((config.host, config.port), Handler)
+server = http.server.ThreadingHTTPServer((host, port), Handler)
 threading.Thread(target=server.serve_forever, daemon=True).start()
-url = f"http://{config.host}:{server.server_port}/v1"
-status = StatusWriter(workspace.inference_status, InferenceStatus(state="serving", base_url=url, engine=config.engine))
+url = f"http://{host}:{server.server_port}/v1"
+status = StatusWriter(workspace.inference_status, InferenceStatus(
+    state="serving", base_url=url, engine=config["engine"]))
 while not stop.wait(0.1):
     status.turn()
 server.shutdown()
@@ -166,7 +169,6 @@ status.close(state="stopped")
 ORCHESTRATOR = """
 import json, sys, time
 from fake_common import *
-from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import append_line
 from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps
 from prime_rl.contract.status import RunStatus, StatusWriter
@@ -174,11 +176,11 @@ from prime_rl.contract.status import RunStatus, StatusWriter
 path = Path(sys.argv[2])
 run = RunDir(path.parent.parent)
 stop = begin(run.run_id, run.path.parent)
-config = load_run_config(path)
-status = StatusWriter(run.status, RunStatus(run_id=run.run_id, state="running", max_steps=config.max_steps))
+max_steps = load(path)["max_steps"]
+status = StatusWriter(run.status, RunStatus(run_id=run.run_id, state="running", max_steps=max_steps))
 step = max(list_rollout_steps(run), default=0)
 state, reason = "finished", None
-while step < config.max_steps:
+while step < max_steps:
     status.turn()
     if run.evicted.exists():
         state, reason = "evicted", run.evicted.read_text()
@@ -194,13 +196,13 @@ while step < config.max_steps:
     step += 1
     # Before the batch: the trainer publishes it at once, and a run that is finished has all of its lines.
     run.metrics.mkdir(exist_ok=True)
-    record = {"step": step, "time": time.time(), "reward/mean": step / config.max_steps, "tokens_per_s": 10.0}
+    record = {"step": step, "time": time.time(), "reward/mean": step / max_steps, "tokens_per_s": 10.0}
     append_line(run.orchestrator_metrics, json.dumps(record))
     folder = run.rollout_dir(step)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rollouts.msgpack").write_bytes(b"")
-    status.update(step=step, reward=step / config.max_steps, tokens_per_s=10.0)
-while state == "finished" and not (run.broadcast_dir(config.max_steps) / "STABLE").exists():
+    status.update(step=step, reward=step / max_steps, tokens_per_s=10.0)
+while state == "finished" and not (run.broadcast_dir(max_steps) / "STABLE").exists():
     if run.evicted.exists() or stop.wait(0.05):
         state = "stopped"
 status.close(state=state, reason=reason)
@@ -225,6 +227,10 @@ class Prl:
         return subprocess.Popen(
             command, env=self.env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
+
+    def begin(self, *args: str) -> Piped:
+        """As `start`, in a process that has not to load `prl`."""
+        return warm("daemons.cli").begin([*args, "--output-dir", str(self.output_dir)], env=self.env, cwd=ROOT)
 
     def __call__(self, *args: str, exit_code: int | None = 0) -> subprocess.CompletedProcess[str]:
         """One command to its end, in a process that has not to load `prl`: `start` gives one that has."""
@@ -252,6 +258,10 @@ class Prl:
         path = self.output_dir.parent / f"{name}.toml"
         path.write_text(RUN_TOML.format(max_steps=max_steps, model=self.model))
         return path
+
+    def may_hang(self) -> None:
+        """Before its processes start: each of them pays for it."""
+        (self.output_dir.parent / "modules" / "sitecustomize.py").write_text(HANGS)
 
     def members(self) -> list[psutil.Process]:
         """All living processes that carry this workspace's mark as a daemon."""
@@ -302,7 +312,6 @@ def fake_workspace(tmp_path: Path) -> Prl:
         "orchestrator": ORCHESTRATOR,
     }.items():
         (modules / f"fake_{name}.py").write_text(text)
-    (modules / "sitecustomize.py").write_text(HANGS)
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")

@@ -101,14 +101,26 @@ class Warm:
         with log.open("wb") as out, open(os.devnull, "rb") as nothing:
             return self._fork(args, env, cwd, [nothing.fileno(), out.fileno(), out.fileno()], leads=True)
 
+    def begin(self, args: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> Piped:
+        """Start a command without input, its output in pipes. `suits` must hold."""
+        (out, says), (err, complains) = os.pipe(), os.pipe()
+        with open(os.devnull, "rb") as nothing:
+            answer = self._ask(args, env, cwd, [nothing.fileno(), says, complains], leads=False)
+        for fd in (says, complains):
+            os.close(fd)
+        return Piped(answer, out, err)
+
     def _fork(
         self, args: Sequence[str], env: Mapping[str, str], cwd: Path, fds: Sequence[int], *, leads: bool = False
     ) -> Started:
+        return Started(self._ask(args, env, cwd, fds, leads=leads))
+
+    def _ask(self, args: Sequence[str], env: Mapping[str, str], cwd: Path, fds: Sequence[int], *, leads: bool) -> int:
         answer, answers = os.pipe()
         request = {"args": list(args), "env": dict(env), "cwd": str(cwd), "leads": leads}
         socket.send_fds(self._socket, [json.dumps(request).encode()], [*fds, answers])
         os.close(answers)
-        return Started(answer)
+        return answer
 
     def close(self) -> None:
         self._socket.close()
@@ -158,6 +170,20 @@ class Started:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class Piped(Started):
+    """One whose output can be read while it lives."""
+
+    def __init__(self, answer: int, out: int, err: int) -> None:
+        super().__init__(answer)
+        self.stdout, self.stderr = os.fdopen(out, encoding="utf-8"), os.fdopen(err, encoding="utf-8")
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """The rest of its output, which fits into the pipes, once it has ended."""
+        self.wait(timeout)
+        with self.stdout, self.stderr:
+            return self.stdout.read(), self.stderr.read()
 
 
 def _read(fds: Sequence[int], deadline: float) -> list[bytes] | None:

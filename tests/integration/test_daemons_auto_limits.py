@@ -58,7 +58,7 @@ def test_slots_are_counted_once_and_kept_until_what_decides_them_changes(prl: Pr
         prl("down")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_what_does_not_fit_is_one_line_and_nothing_is_started(prl: Prl) -> None:
     sizes = {"hidden_size": 262_144, "intermediate_size": 1_048_576, "num_hidden_layers": 1}
     AutoConfig.for_model("qwen3", **sizes).save_pretrained(prl.model)

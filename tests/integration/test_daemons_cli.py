@@ -21,8 +21,9 @@ from daemons.cli import run
 from prime_rl.contract.files import append_line, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.samples import Sample, SampleFile
-from tests.budgets import in_full
+from tests.budgets import in_full, in_release
 from tests.daemons_support import PATIENCE_S, ROOT, RUN_TOML, Prl, fake_workspace
+from tests.warm import warm
 
 
 @pytest.fixture
@@ -350,16 +351,7 @@ def test_wrong_use_exits_2(args: tuple[str, ...], capsys: pytest.CaptureFixture[
 @pytest.mark.slow
 def test_a_question_that_has_no_answer_is_wrong_use(prl: Prl) -> None:
     prl("runs", "add", str(prl.run_file()))
-    command = [sys.executable, "-m", "daemons.cli", "runs", "delete", "run_reverse"]
-    done = subprocess.run(
-        [*command, "--output-dir", str(prl.output_dir)],
-        capture_output=True,
-        text=True,
-        env=prl.env,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+    done = prl("runs", "delete", "run_reverse", exit_code=None)
     assert (done.returncode, "add --yes" in done.stderr) == (2, True)
     assert prl.json("runs", "list")["runs"] != []
 
@@ -372,11 +364,9 @@ def test_a_traceback_only_with_debug(prl: Prl) -> None:
 
 def test_the_output_dir_comes_from_the_option_else_the_environment(prl: Prl, tmp_path: Path) -> None:
     env = {**prl.env, "PRL_OUTPUT_DIR": str(tmp_path / "from_env")}
-    command = [sys.executable, "-m", "daemons.cli", "status", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=True)
-    assert json.loads(done.stdout)["output_dir"] == str(tmp_path / "from_env")
-    done = subprocess.run(command, capture_output=True, text=True, env=prl.env, cwd=tmp_path, check=True)
-    assert json.loads(done.stdout)["output_dir"] == "outputs"
+    for given, said in ((env, str(tmp_path / "from_env")), (prl.env, "outputs")):
+        done = warm("daemons.cli").run(["status", "--json"], env=given, cwd=tmp_path, timeout_s=PATIENCE_S)
+        assert done.returncode == 0 and json.loads(done.stdout)["output_dir"] == said
     assert not (tmp_path / "outputs").exists() and not (tmp_path / "from_env").exists(), "looking makes no folders"
 
 
@@ -388,8 +378,7 @@ def test_logs_are_shown_without_what_a_terminal_obeys_and_followed(prl: Prl) -> 
         append_line(log, f"line {number} \x1b]2;title\x07")
     assert prl("logs", "run_reverse", "-n", "2").stdout == "line 98 \nline 99 \n"
     assert prl("logs", "run_reverse", "-n", "2", "--grep", "ne .5 $").stdout == "line 85 \nline 95 \n"
-    child = prl.start("logs", "run_reverse", "-f", "-n", "1")
-    assert child.stdout is not None
+    child = prl.begin("logs", "run_reverse", "-f", "-n", "1")
     assert child.stdout.readline() == "line 99 \n"
     append_line(log, "new")
     assert child.stdout.readline() == "new\n"
@@ -443,7 +432,7 @@ def test_a_component_runs_in_place_of_prl(prl: Prl) -> None:
 
 def demo_configs(prl: Prl, max_steps: int = 6, grace_s: float = 2) -> str:
     configs = prl.output_dir.parent / "configs"
-    configs.mkdir()
+    configs.mkdir(exist_ok=True)
     (configs / "system.toml").write_text(
         f'max_concurrent_runs = 2\n[model]\nname = "{prl.model}"\n[supervisor]\ngrace_s = {grace_s}\n'
         + tomli_w.dumps({"deployment": {"modules": prl.modules}})
@@ -455,9 +444,8 @@ def demo_configs(prl: Prl, max_steps: int = 6, grace_s: float = 2) -> str:
 
 @pytest.mark.slow
 def test_demo_trains_three_runs_on_two_slots_and_leaves_nothing(prl: Prl) -> None:
-    configs = demo_configs(prl, max_steps=20)  # so long that each state meets a look
-    for _ in range(2):  # the second removes what the first left
-        done = prl("demo", "--configs", configs)
+    for max_steps in (1, 20):  # the second removes what the first left, and is so long that each state meets a look
+        done = prl("demo", "--configs", demo_configs(prl, max_steps=max_steps))
     assert "run_upper: waiting" in done.stdout and "run_upper: active in slot" in done.stdout
     for name in ("reverse", "sort", "upper"):
         steps = [line for line in done.stdout.splitlines() if line.startswith(f"run_{name}: step ")]
@@ -473,7 +461,7 @@ def test_demo_trains_three_runs_on_two_slots_and_leaves_nothing(prl: Prl) -> Non
 @pytest.mark.slow
 def test_demo_ends_with_the_reason_when_a_run_fails(prl: Prl) -> None:
     configs = demo_configs(prl, max_steps=200)
-    child = prl.start("demo", "--configs", configs)
+    child = prl.begin("demo", "--configs", configs)
     wait_for((prl.output_dir / "run_sort").exists, "the demo to add its runs", timeout_s=PATIENCE_S)
     (prl.output_dir / "fail_run_sort").touch()
     _, err = child.communicate(timeout=PATIENCE_S)
@@ -482,7 +470,7 @@ def test_demo_ends_with_the_reason_when_a_run_fails(prl: Prl) -> None:
     assert prl.members() == []
 
 
-@pytest.mark.parametrize("end", ["ctrl-c", "its pipe breaks"])
+@pytest.mark.parametrize("end", ["its pipe breaks", *in_full("ctrl-c")])
 def test_a_demo_that_is_ended_ends_everything_it_started(prl: Prl, end: str) -> None:
     with prl.start("demo", "--configs", demo_configs(prl, max_steps=200)) as child:
         assert child.stdout is not None and child.stderr is not None
@@ -511,10 +499,10 @@ def test_a_demo_that_is_ended_while_its_daemons_start_does_not_wait_for_them(
     monkeypatch.setitem(prl.env, "DEAF", str(tmp_path / "deaf"))
     (tmp_path / "modules" / "fake_trainer.py").write_text(DEAF)
     configs = demo_configs(prl, grace_s=10 * PATIENCE_S)
-    with prl.start("demo", "--configs", configs) as child:
-        wait_for((tmp_path / "deaf").exists, "the trainer to start", timeout_s=PATIENCE_S)
-        child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=PATIENCE_S)
+    child = prl.begin("demo", "--configs", configs)
+    wait_for((tmp_path / "deaf").exists, "the trainer to start", timeout_s=PATIENCE_S)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=PATIENCE_S)
     assert (child.returncode, err, prl.members()) == (130, "", [])
     assert "trainer and inference load torch, then the model; the first start on a machine takes longest\n" in out
     _, said = out.split("stopping: what is begun is finished and saved; Ctrl-C again ends it at once\n")
@@ -522,20 +510,19 @@ def test_a_demo_that_is_ended_while_its_daemons_start_does_not_wait_for_them(
 
 
 def test_a_second_ctrl_c_ends_a_demo_at_once(prl: Prl) -> None:
-    with prl.start("demo", "--configs", demo_configs(prl, max_steps=200, grace_s=10 * PATIENCE_S)) as child:
-        assert child.stdout is not None and child.stderr is not None
-        wait_for((prl.output_dir / ".prl-demo").exists, "room for the demo", timeout_s=PATIENCE_S)
-        (prl.output_dir / "stubborn_trainer").touch()
-        wait_for((prl.output_dir / "run_sort").exists, "the demo to add its runs", timeout_s=PATIENCE_S)
-        child.send_signal(signal.SIGINT)
-        while not child.stdout.readline().startswith("stopping the supervisor"):
-            assert child.poll() is None
-        child.send_signal(signal.SIGINT)
-        assert child.wait(timeout=PATIENCE_S) == 130
-        assert (child.stderr.read(), prl.members()) == ("", [])
+    child = prl.begin("demo", "--configs", demo_configs(prl, max_steps=200, grace_s=10 * PATIENCE_S))
+    wait_for((prl.output_dir / ".prl-demo").exists, "room for the demo", timeout_s=PATIENCE_S)
+    (prl.output_dir / "stubborn_trainer").touch()
+    wait_for((prl.output_dir / "run_sort").exists, "the demo to add its runs", timeout_s=PATIENCE_S)
+    child.send_signal(signal.SIGINT)
+    while not child.stdout.readline().startswith("stopping the supervisor"):
+        assert child.poll() is None
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=PATIENCE_S)
+    assert (child.returncode, err, prl.members()) == (130, "", [])
 
 
-@pytest.mark.parametrize("plain", [False, *in_full(True)])
+@pytest.mark.parametrize("plain", [False, *in_release(True)])
 def test_a_demo_in_a_terminal_that_is_closed_leaves_nothing(prl: Prl, plain: bool) -> None:
     words = ["demo", "--configs", demo_configs(prl, max_steps=200), *["--plain"] * plain]
     pid, terminal = pty.fork()  # the kernel sends SIGHUP to the one that controls it

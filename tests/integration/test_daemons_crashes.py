@@ -19,7 +19,7 @@ from prime_rl.contract.notes import read_work
 from prime_rl.contract.status import DaemonStatus, read_status
 from tests.system_support import Workspace, closed, make_workspace
 
-GOOD, BAD, NUM_STEPS = ("run_a", "run_b"), "run_bad", 40
+GOOD, BAD, NUM_STEPS = ("run_a", "run_b"), "run_bad", 16
 
 
 class Fault:

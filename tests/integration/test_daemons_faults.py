@@ -22,6 +22,7 @@ def console(prl: Prl) -> Snapshot:
 
 @pytest.mark.release
 def test_a_supervisor_whose_loop_hangs_is_stalled_for_all_and_down_ends_it_and_its_daemons(prl: Prl) -> None:
+    prl.may_hang()
     prl.up()
     prl.wait_state("trainer", "running")
     trainer = prl.daemon("trainer").process
@@ -49,6 +50,7 @@ def test_a_supervisor_whose_loop_hangs_is_stalled_for_all_and_down_ends_it_and_i
 
 @pytest.mark.release
 def test_daemons_whose_loops_hang_are_stalled_for_all_until_they_turn_again(prl: Prl) -> None:
+    prl.may_hang()
     prl.up()
     (prl.output_dir / "pause_run_a").touch()
     prl("runs", "add", str(prl.run_file("a")))
@@ -82,7 +84,7 @@ def test_daemons_whose_loops_hang_are_stalled_for_all_until_they_turn_again(prl:
     assert [prl.daemon(name).pid for name in names] == pids, "nothing was ended for it"
 
 
-def test_what_up_was_given_holds_for_a_later_up_from_another_shell(prl: Prl) -> None:
+def test_what_up_was_given_holds_for_a_later_up_from_another_shell_and_down_needs_no_supervisor(prl: Prl) -> None:
     prl.env["CUDA_VISIBLE_DEVICES"] = "0,1"
     prl.up()
     for name in ("trainer", "inference"):
@@ -106,6 +108,17 @@ def test_what_up_was_given_holds_for_a_later_up_from_another_shell(prl: Prl) -> 
     prl.wait_state("trainer", "running")
     now = next(each for each in prl.members() if each.pid == prl.daemon("trainer").pid)
     assert now.environ()["CUDA_VISIBLE_DEVICES"] == "1"
+    (prl.output_dir / "pause_run_a").touch()
+    prl("runs", "add", str(prl.run_file("a")))
+    wait_for(lambda: prl.is_in("run_a", "running"), "the orchestrator to run", timeout_s=PATIENCE_S)
+    kill_supervisor(prl)
+    daemons = {each.environ()["PRL_DAEMON"] for each in prl.members()}
+    assert daemons == {"trainer", "inference", "run_a"}, "daemons outlive a killed supervisor"
+    lost = prl.daemon("trainer")
+    assert lost.state == "lost" and "still runs: prl up takes it over, prl down ends it" in (lost.reason or "")
+    prl("down")
+    assert (prl.members(), prl.daemon("trainer").state) == ([], "stopped")
+    assert "nothing is running" in prl("down").stdout
 
 
 def kill_supervisor(prl: Prl) -> None:

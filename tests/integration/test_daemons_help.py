@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ from daemons import actions
 from daemons.cli import app, run
 from prime_rl import __version__
 from prime_rl.configs.system import MakeBaseConfig
-from tests.daemons_support import ROOT, RUN_TOML
+from tests.daemons_support import PATIENCE_S, ROOT, RUN_TOML
+from tests.warm import warm
 
 
 def leaves(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -98,9 +97,7 @@ def complete(workspace: Path, line: str) -> list[str]:
     words = line.split(" ")
     env = {**os.environ, "PRL_OUTPUT_DIR": str(workspace), "_PRL_COMPLETE": "complete_bash"}
     env |= {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    done = subprocess.run(
-        [sys.executable, "-m", "daemons.cli"], capture_output=True, text=True, env=env, cwd=ROOT, check=False
-    )
+    done = warm("daemons.cli").run([], env=env, cwd=ROOT, timeout_s=PATIENCE_S)
     assert done.stderr == ""
     return done.stdout.split()
 

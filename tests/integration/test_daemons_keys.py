@@ -79,7 +79,7 @@ async def test_the_orchestrator_has_the_key_in_no_environment_and_an_environment
     assert others == {"NAMED", "PYTHONUTF8"}, "neither the key, nor the way to it, nor what was not named"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_no_process_of_a_workspace_has_the_key_in_its_environment(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

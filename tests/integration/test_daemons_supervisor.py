@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +21,10 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, read_status
 from prime_rl.utils.process import ProcessId, boot_id
-from tests.budgets import in_full
+from tests.budgets import in_release
 from tests.daemons_support import PATIENCE_S, ROOT, Prl, age_records, step_clock
 from tests.text_attacks import ATTACKS, check_clean
+from tests.warm import warm
 
 
 def waits_first(prl: Prl, run_id: str) -> bool:
@@ -38,13 +38,17 @@ def kill(pid: int) -> None:
     wait_for(lambda: not identity.is_running(), f"pid {pid} to be gone", timeout_s=PATIENCE_S)
 
 
-def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:
+def test_three_runs_on_two_slots_one_that_keeps_crashing_until_a_person_asks_then_down(prl: Prl) -> None:
+    prl.env["PRL_API_KEY"] = "sk-canary"
     prl.up()
     for name in ("a", "b"):
         (prl.output_dir / f"pause_run_{name}").touch()
     for name in ("a", "b", "c"):
         prl("runs", "add", str(prl.run_file(name)))
     wait_for(lambda: waits_first(prl, "run_c"), "run_c to be the first in the queue", timeout_s=PATIENCE_S)
+    environments = {each.environ()["PRL_DAEMON"]: each.environ() for each in prl.members()}
+    assert {"supervisor", "trainer", "inference"} < environments.keys() and "sk-canary" not in str(environments)
+    assert "PRL_API_KEY_FILE" in environments["inference"] and "PRL_API_KEY_FILE" not in environments["trainer"]
     for name in ("a", "b"):
         (prl.output_dir / f"pause_run_{name}").unlink()
     for name in ("a", "b", "c"):
@@ -52,17 +56,26 @@ def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:
     assert (prl.output_dir / "run_a" / "logs" / "orchestrator.log").read_text().count("begin run_a") == 1
     for name in ("run_a", "run_b", "run_c"):
         wait_for(lambda name=name: prl.is_in(name, "done"), f"{name}'s orchestrator to end", timeout_s=PATIENCE_S)
+    (prl.output_dir / "crash_run_d").touch()
+    prl("runs", "add", str(prl.run_file("d", max_steps=4)))
+    assert prl.wait_state("run_d", "failed").reason == "3 failed starts in a row, last: exit code 3"
+    assert prl.daemon("run_d").log_tail[-1] == "fatal: told to crash red"
+    assert {prl.daemon(name).state for name in ("trainer", "inference")} == {"running"}
+    (prl.output_dir / "crash_run_d").unlink()
+    prl("runs", "readmit", "run_d")
+    prl.wait_state("run_d", "finished")
+    wait_for(lambda: prl.is_in("run_d", "done"), "its orchestrator to end", timeout_s=PATIENCE_S)
     done = prl("down")
     assert "no process is left" in done.stdout
     assert prl.members() == []
     assert {each.name: each.state for each in read_workspace(prl.output_dir).daemons} == {
         **dict.fromkeys(["supervisor", "trainer", "inference"], "stopped"),
-        **dict.fromkeys(["run_a", "run_b", "run_c"], "done"),
+        **dict.fromkeys(["run_a", "run_b", "run_c", "run_d"], "done"),
     }
     assert "nothing is running" in prl("down").stdout
 
 
-def test_a_killed_daemon_is_restarted_and_what_it_left_behind_is_ended(prl: Prl) -> None:
+def test_a_killed_daemon_is_restarted_what_it_left_behind_ends_and_all_end_with_the_workspace(prl: Prl) -> None:
     prl.up("--supervisor.early_crash_s", "0")
     old = prl.daemon("inference")
     worker = ProcessId.of(int((prl.output_dir / "worker.pid").read_text()))
@@ -76,6 +89,8 @@ def test_a_killed_daemon_is_restarted_and_what_it_left_behind_is_ended(prl: Prl)
     now = prl.daemon("inference")
     assert (now.num_restarts, now.log_tail) == (1, (f"begin inference {old.pid}",))
     assert not worker.is_running(), "the grandchild of the killed daemon is gone"
+    os.rename(prl.output_dir, prl.output_dir.with_name("moved"))
+    wait_for(lambda: prl.members() == [], "the daemons to end", timeout_s=PATIENCE_S)
 
 
 def test_a_daemon_that_cannot_start_stops_the_rest_and_shows_its_log(prl: Prl) -> None:
@@ -89,21 +104,8 @@ def test_a_daemon_that_cannot_start_stops_the_rest_and_shows_its_log(prl: Prl) -
     assert prl.members() == []
 
 
-def test_a_daemon_that_keeps_crashing_fails_until_a_person_asks(prl: Prl) -> None:
-    prl.up()
-    (prl.output_dir / "crash_run_a").touch()
-    prl("runs", "add", str(prl.run_file("a", max_steps=4)))
-    failed = prl.wait_state("run_a", "failed")
-    assert failed.reason == "3 failed starts in a row, last: exit code 3"
-    assert prl.daemon("run_a").log_tail[-1] == "fatal: told to crash red"
-    assert {prl.daemon(name).state for name in ("trainer", "inference")} == {"running"}
-    (prl.output_dir / "crash_run_a").unlink()
-    prl("runs", "readmit", "run_a")
-    prl.wait_state("run_a", "finished")
-
-
 @pytest.mark.slow
-def test_final_states_and_readmission(prl: Prl) -> None:
+def test_final_states_readmission_the_delete_of_a_run_that_trains_and_the_restart_of_a_daemon(prl: Prl) -> None:
     prl.up()
     (prl.output_dir / "pause_run_a").touch()
     prl("runs", "add", str(prl.run_file("a", max_steps=4)))
@@ -119,50 +121,26 @@ def test_final_states_and_readmission(prl: Prl) -> None:
     wait_for(lambda: not users_of_run(prl.output_dir, "run_a"), "its slot to be free", timeout_s=PATIENCE_S)
     assert prl("runs", "evict", "run_a", "--reason", "x").stdout == "run_a: already finished, so nothing was changed\n"
 
-
-@pytest.mark.slow
-def test_delete_of_a_run_that_trains(prl: Prl) -> None:
-    prl.up()
-    (prl.output_dir / "pause_run_a").touch()
-    prl("runs", "add", str(prl.run_file("a")))
-    wait_for(lambda: prl.is_in("run_a", "running"), "the orchestrator to run", timeout_s=PATIENCE_S)
-    assert "in use by the trainer (slot 0)" in prl("runs", "delete", "run_a", exit_code=1).stderr
-    prl("runs", "delete", "run_a", "--yes")
-    assert read_workspace(prl.output_dir).runs == ()
+    (prl.output_dir / "pause_run_b").touch()
+    prl("runs", "add", str(prl.run_file("b")))
+    wait_for(lambda: prl.is_in("run_b", "running"), "the orchestrator to run", timeout_s=PATIENCE_S)
+    assert "in use by the trainer (slot 0)" in prl("runs", "delete", "run_b", exit_code=1).stderr
+    prl("runs", "delete", "run_b", "--yes")
+    assert [run.run_id for run in read_workspace(prl.output_dir).runs] == ["run_a"]
     wait_for(
-        lambda: read_workspace(prl.output_dir).daemon("run_a") is None,
+        lambda: read_workspace(prl.output_dir).daemon("run_b") is None,
         "the supervisor to forget it",
         timeout_s=PATIENCE_S,
     )
-    (prl.output_dir / "pause_run_a").unlink()
-    prl("runs", "undelete", "run_a")
-    prl.wait_state("run_a", "finished")
+    (prl.output_dir / "pause_run_b").unlink()
+    prl("runs", "undelete", "run_b")
+    prl.wait_state("run_b", "finished")
 
-
-@pytest.mark.slow
-def test_restart_of_a_daemon(prl: Prl) -> None:
-    prl.up()
     before = prl.daemon("trainer").pid
     prl("restart", "trainer")
     after = prl.wait_state("trainer", "running")
     assert after.pid != before and after.reason is None
     assert "daemon 'run_x' not found" in prl("restart", "run_x", exit_code=2).stderr
-
-
-def test_down_after_a_killed_supervisor_leaves_nothing(prl: Prl) -> None:
-    prl.up()
-    (prl.output_dir / "pause_run_a").touch()
-    prl("runs", "add", str(prl.run_file("a")))
-    wait_for(lambda: prl.is_in("run_a", "running"), "the orchestrator to run", timeout_s=PATIENCE_S)
-    kill(prl.daemon("supervisor").pid)
-    daemons = {each.environ()["PRL_DAEMON"] for each in prl.members()}
-    assert daemons == {"trainer", "inference", "run_a"}, "daemons outlive a killed supervisor"
-    lost = prl.daemon("trainer")
-    assert lost.state == "lost" and "still runs: prl up takes it over, prl down ends it" in (lost.reason or "")
-    prl("down")
-    assert prl.members() == []
-    assert prl.daemon("trainer").state == "stopped"
-    assert "nothing is running" in prl("down").stdout
 
 
 @pytest.mark.slow
@@ -251,7 +229,7 @@ def test_a_stubborn_daemon_is_killed_after_the_grace(prl: Prl) -> None:
 
 @pytest.mark.slow
 def test_one_of_two_ups_wins(prl: Prl) -> None:
-    both = [prl.start(*prl.up_args()) for _ in range(2)]
+    both = [prl.begin(*prl.up_args()) for _ in range(2)]
     ends = [(*child.communicate(timeout=PATIENCE_S), child.returncode) for child in both]
     told = [out for out, _, code in ends if code == 0 and "already running with these settings: pid " in out]
     if not told:  # it came while the winner was about to start
@@ -264,13 +242,13 @@ def test_one_of_two_ups_wins(prl: Prl) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, *in_full(signal.SIGTERM)])
+@pytest.mark.parametrize("signum", [signal.SIGINT, *in_release(signal.SIGTERM)])
 def test_ctrl_c_during_up_stops_everything(prl: Prl, signum: signal.Signals) -> None:
     prl.modules["inference"] = "slow_start"
     (prl.output_dir.parent / "modules" / "slow_start.py").write_text(
         "import time\nprint('loading', flush=True)\ntime.sleep(600)\n"
     )
-    child = prl.start(*prl.up_args())
+    child = prl.begin(*prl.up_args())
     log = prl.output_dir / "logs" / "inference.log"
     wait_for(lambda: log.exists() and "loading" in log.read_text(), "inference to be loading", timeout_s=PATIENCE_S)
     child.send_signal(signum)
@@ -283,7 +261,7 @@ def test_ctrl_c_during_up_stops_everything(prl: Prl, signum: signal.Signals) -> 
 def test_ctrl_c_before_the_supervisor_has_said_who_it_is(prl: Prl) -> None:
     prl.modules["inference"] = "slow_start"  # or all could be up before the signal
     (prl.output_dir.parent / "modules" / "slow_start.py").write_text("import time\ntime.sleep(600)\n")
-    child = prl.start(*prl.up_args())
+    child = prl.begin(*prl.up_args())
     log = prl.output_dir / "logs" / "supervisor.log"
     wait_for(log.exists, "the supervisor to be started", timeout_s=PATIENCE_S, poll_s=0.002)
     child.send_signal(signal.SIGINT)
@@ -319,12 +297,6 @@ def test_up_in_the_foreground_ends_with_1_when_a_daemon_cannot_start(prl: Prl) -
     assert "trainer | fatal: told to crash red" in done.stdout.splitlines()
     assert done.stderr.splitlines()[-1] == "prl: trainer did not start: exit code 3"
     assert prl.members() == []
-
-
-def test_a_workspace_that_is_removed_takes_its_daemons_with_it(prl: Prl) -> None:
-    prl.up()
-    os.rename(prl.output_dir, prl.output_dir.with_name("moved"))
-    wait_for(lambda: prl.members() == [], "the daemons to end", timeout_s=PATIENCE_S)
 
 
 def test_a_busy_port_and_a_missing_model_are_named(prl: Prl) -> None:
@@ -377,8 +349,6 @@ time.sleep(600)
 
 
 def test_a_daemon_is_ended_with_children_of_other_sessions_and_environments(tmp_path: Path) -> None:
-    import sys
-
     log = tmp_path / "daemon.log"
     with spawn([sys.executable, "-c", FAMILY.replace("os.setsid(); ", "")], log, tmp_path, "daemon") as child:
         wait_for(lambda: log_tail(log).count("ready") == 2, "the family to be complete", timeout_s=PATIENCE_S)
@@ -392,8 +362,6 @@ def test_a_daemon_is_ended_with_children_of_other_sessions_and_environments(tmp_
 
 
 def test_a_recycled_pid_is_left_alone(tmp_path: Path) -> None:
-    import sys
-
     with spawn([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "x.log", tmp_path, "other") as child:
         stranger = ProcessId.of(child.pid)
         recorded = replace(stranger, start=f"{boot_id()}/1")
@@ -415,10 +383,8 @@ def test_up_from_another_folder_starts_the_daemons_where_they_were_and_names_wha
     refused = prl("up", "--seq_len", "64", exit_code=1)
     assert "and with seq_len as given here" in refused.stdout and "prl up applies other settings" in refused.stderr
     prl("down")
-    command = [sys.executable, "-m", "daemons.cli", "up", "--output-dir", f"../{prl.output_dir.name}"]
+    command, elsewhere = ["up", "--output-dir", f"../{prl.output_dir.name}"], tmp_path / "elsewhere"
     for words in ("up: ", "already running with these settings: "):
-        done = subprocess.run(
-            command, cwd=tmp_path / "elsewhere", env=prl.env, check=True, timeout=PATIENCE_S, capture_output=True
-        )
-        assert words in done.stdout.decode()
+        done = warm("daemons.cli").run(command, cwd=elsewhere, env=prl.env, timeout_s=PATIENCE_S)
+        assert done.returncode == 0 and words in done.stdout
     assert {Path(process.cwd()) for process in prl.members()} == {ROOT}

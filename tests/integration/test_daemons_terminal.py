@@ -29,6 +29,7 @@ from prime_rl.contract.status import RunStatus
 from prime_rl.utils.process import ProcessId
 from tests.budgets import in_full
 from tests.daemons_support import PATIENCE_S, ROOT, Prl, fake_workspace
+from tests.warm import warm
 
 
 @pytest.fixture
@@ -118,8 +119,7 @@ def test_ctrl_c_while_a_delete_waits_says_how_things_stand(prl: Prl) -> None:
     status = RunStatus(run_id="run_a", state="running")
     status.sign(ProcessId.of(os.getpid()))
     holder.status.write_bytes(msgspec.json.encode(status))
-    child = prl.start("runs", "delete", "run_a", "--yes")
-    assert child.stdout is not None
+    child = prl.begin("runs", "delete", "run_a", "--yes")
     assert "waiting for its orchestrator" in child.stdout.readline()
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=PATIENCE_S)
@@ -195,19 +195,15 @@ def test_the_head_of_a_list_is_enough(prl: Prl) -> None:
 @pytest.mark.slow
 def test_down_ends_a_start_that_builds_the_base_model(tmp_path: Path) -> None:
     """From another terminal, which sees it under way; nothing is left of it."""
-    prl = [sys.executable, "-m", "daemons.cli"]
-    where = ["--output-dir", str(tmp_path / "out")]
+    where, prl = ["--output-dir", str(tmp_path / "out")], warm("daemons.cli")
     (tmp_path / "out").mkdir()
 
-    def told(*words: str, check: bool = True) -> str:
-        return subprocess.run([*prl, *words, *where], capture_output=True, text=True, check=check).stdout
+    def told(*words: str) -> str:
+        return prl.run([*words, *where], env=os.environ, cwd=ROOT, timeout_s=PATIENCE_S).stdout
 
-    def is_preparing() -> bool:  # before it has begun the folder is no workspace
-        return "prl up is preparing" in told("status", check=False)
-
-    up = subprocess.Popen([*prl, "up", *where], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    up = prl.start(["up", *where], env=os.environ, cwd=tmp_path, log=tmp_path / "log")
     try:
-        wait_for(is_preparing, "the start to be under way", timeout_s=PATIENCE_S)
+        wait_for(lambda: "prl up is preparing" in told("status"), "the start to be under way", timeout_s=PATIENCE_S)
         assert "stopped, no process is left" in told("down")
         assert up.wait(PATIENCE_S) == 130
     finally:

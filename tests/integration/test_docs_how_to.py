@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -19,7 +18,9 @@ import pytest
 
 from prime_rl.configs.reports import AlertsConfig
 from tests.integration.test_docs_commands import BIN, PAGES, ROOT, bash, blocks, prl
+from tests.patience import PATIENCE_S
 from tests.unit.test_alerts_targets import Server
+from tests.warm import warm
 
 # In the order in which they are run, on a workspace with the living run_a and the invalid run_b.
 HOW_TO = (
@@ -210,14 +211,9 @@ def test_the_commands_of_several_nodes_are_valid(tmp_path: Path, untaught_model:
     assert len(commands) == 9
     for command in commands:
         words = shlex.split(command.removeprefix("NODE_RANK=0 "))
-        done = subprocess.run(
-            [str(BIN / words[0]), *words[1:], "--dry-run"],
-            cwd=tmp_path,
-            env={**os.environ, **({"NODE_RANK": "0"} if command.startswith("NODE_RANK") else {})},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        env = {**os.environ, **({"NODE_RANK": "0"} if command.startswith("NODE_RANK") else {})}
+        assert words[0] == "prl"
+        done = warm("daemons.cli").run([*words[1:], "--dry-run"], cwd=tmp_path, env=env, timeout_s=PATIENCE_S)
         if "--resume" in words:
             assert done.returncode == 2 and "nothing to resume" in done.stderr, command
         else:

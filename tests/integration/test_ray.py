@@ -163,6 +163,7 @@ def test_a_daemon_ends_as_asked_with_time_and_without(launcher: RayLauncher, out
     assert until_ended(launcher, stubborn).exit_code in (None, -signal.SIGKILL)
 
 
+@pytest.mark.release
 def test_a_daemon_outlives_a_killed_supervisor_and_is_adopted(
     launcher: RayLauncher, cluster: Cluster, output: OutputDir
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_killed_actor_leaves_no_orphan(launcher: RayLauncher, output: OutputDi
     assert ended.exit_code in (None, -signal.SIGTERM)
 
 
+@pytest.mark.release
 def test_a_lost_node_ends_its_start_and_a_new_one_takes_its_place(
     launcher: RayLauncher, cluster: Cluster, output: OutputDir
 ) -> None:
@@ -217,6 +219,7 @@ def test_a_lost_node_ends_its_start_and_a_new_one_takes_its_place(
     until_ended(launcher, waits)
 
 
+@pytest.mark.release
 def test_ranks_on_two_nodes_meet(launcher: RayLauncher, output: OutputDir) -> None:
     script = output.path / "ranks.py"
     script.write_text(RANKS)
