@@ -30,7 +30,8 @@ from prime_rl.multinode.work import Plan, make_plan
 from tests.multinode_folder import SharedFolder
 
 MAX_LAG_S = 2.0
-POLL_S = 0.25
+# The longest pause of a node (`node.MAX_PAUSE_S`).
+POLL_S = 0.5
 MENDED_AFTER_S = 60.0
 # What a node does itself, with files: nothing cuts it short. In the other phases processes work, which are ended.
 OWN_STEPS = (Phase.START, Phase.AGGREGATE, Phase.COPY_CHECKPOINT, Phase.FINAL)

@@ -125,7 +125,7 @@ def quiet_world(seed: int, **changes: Any) -> World:
     return World(seed, 3, chaos_until_s=0.0, max_lag_s=0.5, **changes)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *in_full(*range(3, 10))])
+@pytest.mark.parametrize("seed", [0, *in_full(*range(1, 10))])
 def test_work_that_takes_longer_than_a_node_may_be_silent_costs_no_life(seed: int) -> None:
     world = quiet_world(seed, slow_s=10 * DEAD_AFTER_S)
     world.run(LIMIT_S)
