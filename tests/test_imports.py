@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,13 @@ GUARDED = (
 )
 
 
-def imported_names(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imported_names(path: Path) -> list[tuple[int, str]]:
     """(line, full name) of every import of a file, those inside functions too."""
+    return list(_imported_names(path))
+
+
+def _imported_names(path: Path) -> Iterator[tuple[int, str]]:
     package = ".".join(path.relative_to(ROOT).parts[:-1])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -160,7 +166,8 @@ def test_text_files_are_utf8_whatever_the_locale() -> None:
     found = []
     folders = ("prime_rl", "daemons", "tui", "scripts", "benchmarks")
     for path in [path for folder in folders for path in (ROOT / folder).rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        source = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)) if re.search(r"read_text|write_text|\btext=", source) else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
                 given = {each.arg for each in node.keywords}
@@ -171,11 +178,9 @@ def test_text_files_are_utf8_whatever_the_locale() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(
-    "module", ["tui", "tui.app", "daemons", "daemons.cli", "prime_rl.orchestrator.orchestrator", "prime_rl.results"]
-)
-def test_light_packages_load_no_heavy_library(module: str) -> None:
+def test_light_packages_load_no_heavy_library() -> None:
+    modules = "tui.app, daemons.cli, prime_rl.orchestrator.orchestrator, prime_rl.results"
     heavy = ("torch", "vllm", "transformers", "wandb", "tensorboard", "trackio", "reasoning_gym", "verifiers")
-    code = f"import sys, {module}; print(*[m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, {modules}; print(*[m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.split() == []

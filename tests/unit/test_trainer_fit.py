@@ -42,8 +42,10 @@ from prime_rl.trainer.memory import (
     predict,
     setting_of,
 )
+from scripts.outputs import OUTPUTS
 from tests.budgets import in_full, in_release
 from tests.daemons_support import ROOT
+from tests.test_reference import check
 
 # One worker measures each shape once.
 pytestmark = pytest.mark.xdist_group("fit")
@@ -378,9 +380,8 @@ def test_the_table_and_the_json_tell_the_same(small: str, capsys: Any) -> None:
     argv = ["--model", small, "--seq-len", "64", "--tokens", "128", "--runs", "2", "--gpu-memory", "1.6"]
     assert cli.main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    fields = {"version", "model", "tokens", "peak_gib", "weights_gib", "adapters_gib", "optimizer_gib"}
-    fields |= {"activations_gib", "head_gib", "max_tokens_per_micro_batch", "max_concurrent_runs"}
-    assert fields <= found.keys() and found["version"] == 1 and found["tokens"] == 128
+    assert found.pop("version") == 1 and found["tokens"] == 128
+    check(found, OUTPUTS["prl fit"], "prl fit")
     assert cli.main(argv) == 0
     table = capsys.readouterr().out
     assert "1 GPU of 2 GiB" in table
