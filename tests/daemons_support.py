@@ -155,7 +155,7 @@ stop = begin("inference", workspace.path)
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 (workspace.path / "worker.pid").write_text(str(worker.pid))
 server = http.server.ThreadingHTTPServer((host, port), Handler)
-threading.Thread(target=server.serve_forever, daemon=True).start()
+threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
 url = f"http://{host}:{server.server_port}/v1"
 status = StatusWriter(workspace.inference_status, InferenceStatus(
     state="serving", base_url=url, engine=config["engine"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from prime_rl.configs.envs import WITHOUT_CURRICULUM, CurriculumConfig, Reasonin
 from prime_rl.configs.losses import BaseLossConfig, LossConfig, MisLossConfig, TisLossConfig
 from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType
 from prime_rl.configs.validate import TrainerLimits, find_problems
+from tests.test_imports import imported_names
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -327,21 +327,12 @@ def test_dependencies_are_imported() -> None:
     names = {re.split(r"[<>=!\[ ]", line)[0] for line in wanted} - {project["name"]}
     files = [path for folder in ("prime_rl", "daemons", "tui") for path in (ROOT / folder).rglob("*.py")]
     texts = [path.read_text() for path in files]
-    imported = {
-        name.partition(".")[0]
-        for text in texts
-        for node in ast.walk(ast.parse(text))
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
     started = {name for name in names for text in texts if f'which("{name}"' in text}
-    module = {"pyyaml": "yaml"}
-    assert {name for name in names - started if module.get(name, name).replace("-", "_") not in imported} == set()
+    left = {{"pyyaml": "yaml"}.get(name, name).replace("-", "_") for name in names - started}
+    for path, text in zip(files, texts, strict=True):
+        if any(name in text for name in left):
+            left -= {name.partition(".")[0] for _, name in imported_names(path)}
+    assert left == set()
 
 
 def test_package_data_is_there() -> None:

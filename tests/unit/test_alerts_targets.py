@@ -43,7 +43,7 @@ class Server:
                 pass
 
         self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 
     def close(self) -> None:

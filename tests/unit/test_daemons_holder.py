@@ -146,7 +146,7 @@ def inference_with(output: OutputDir, key: str | None, *, lives: bool = True) ->
             """Nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Asks) as server:
-        threading.Thread(target=server.serve_forever).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,)).start()
         status = InferenceStatus(state="serving", base_url=f"http://127.0.0.1:{server.server_port}/v1")
         now = ProcessId.of(os.getpid())
         status.pid, status.pid_create_time, status.pid_start = now.pid, now.create_time, now.start if lives else "0"

@@ -336,7 +336,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     from huggingface_hub import constants
 
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
