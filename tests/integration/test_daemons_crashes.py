@@ -19,7 +19,7 @@ from prime_rl.contract.notes import read_work
 from prime_rl.contract.status import DaemonStatus, read_status
 from tests.system_support import Workspace, closed, make_workspace
 
-GOOD, BAD, NUM_STEPS = ("run_a", "run_b"), "run_bad", 16
+GOOD, BAD, NUM_STEPS = ("run_a", "run_b"), "run_bad", 40
 
 
 class Fault:
@@ -67,7 +67,7 @@ def three(tmp_path: Path, untaught_model: Path) -> Iterator[Workspace]:
     yield from closed(make_workspace(tmp_path, untaught_model, slots=3))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_that_ends_inference_twice_is_evicted_and_its_neighbours_train_on(three: Workspace) -> None:
     for run_id in (*GOOD, BAD):  # before the start: they begin together
         steps = NUM_STEPS if run_id in GOOD else 10_000
