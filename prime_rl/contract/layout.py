@@ -25,6 +25,7 @@ below `output_dir`. It only computes and validates paths; reading and writing is
       usage/       <run_id>.jsonl, trainer.jsonl (what each run has used)
       sweeps/      <name>.json (the plan of one sweep)  decisions/<name>.json
       monitors/    trackio/ (all runs in one database; only with this monitor)
+      cache/       what vLLM compiles (only where HOME cannot be written)
       multinode/   node_<rank>.json (one a node of a multi-node group)  group/group.json  iteration_N/
       .trash/
 
@@ -70,6 +71,11 @@ class DaemonPaths:
     def inference(self) -> Path:
         """Status files of the inference servers."""
         return self.path / "inference"
+
+    @property
+    def caches(self) -> Path:
+        """The place of what libraries keep between starts, where HOME cannot be written."""
+        return self.path / "cache"
 
     @property
     def inference_status(self) -> Path:

@@ -22,6 +22,7 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.gateway import build_app
 from prime_rl.inference.guard import ApiError, model_shapes
 from prime_rl.inference.vllm.control import AdapterGate, FairOrder, ToldAsOurs, VllmControl, num_places
+from prime_rl.inference.vllm.server import environment
 from tests.budgets import in_full
 from tests.inference_support import make_adapter, make_model
 from tests.patience import PATIENCE_S
@@ -357,3 +358,14 @@ async def test_weights_are_taken_by_all_engines_or_by_none(tmp_path: Path) -> No
         asked[refusal] = core.asked
     refused = ["prl_stage_weights", "prl_drop_weights"]
     assert asked == {None: ["prl_stage_weights", "prl_apply_weights"], "cannot be read": refused, "missing": refused}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_caches_are_in_the_workspace_where_there_is_no_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path if is_there else tmp_path / "nobody"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    found = environment(InferenceConfig(output_dir=tmp_path / "workspace"), tmp_path)
+    assert found.get("VLLM_CACHE_ROOT") == (None if is_there else str(tmp_path / "workspace" / "cache" / "vllm"))
+    assert "TRITON_CACHE_DIR" not in found, "what is set stays"

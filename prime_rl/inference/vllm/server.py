@@ -30,6 +30,7 @@ import psutil
 import torch
 
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.contract.layout import OutputDir
 from prime_rl.inference.gateway import serve_engine
 from prime_rl.inference.guard import Room, max_model_len, model_shapes
 from prime_rl.inference.serve import POLL_S, ServerContext
@@ -188,6 +189,10 @@ def environment(config: InferenceConfig, tmp: Path) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": config.log.level.upper(),
     }
+    if not os.access(Path.home(), os.W_OK):  # in a container, or of a user without one
+        folders = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton"}
+        caches = OutputDir(config.output_dir).caches.resolve()
+        env |= {name: str(caches / folder) for name, folder in folders.items() if name not in os.environ}
     if config.num_threads is not None:
         # Left alone, vLLM binds its threads to all cores but one.
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.num_threads)}
