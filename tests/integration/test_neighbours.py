@@ -1,7 +1,7 @@
-"""Runs and requests that do harm, each beside two good runs of a living system: the good ones notice nothing.
+"""Runs and requests that do harm beside two good runs of a living system: the good ones notice nothing.
 
 Both reach their last step; their weights are those that their batches lead to in a trainer of their own; no daemon was
-started more than once again; and the guilty run ends by itself, with a reason that names it. Quicker, each at the
+started more than once again; and each guilty run ends by itself, with a reason that names it. Quicker, each at the
 process that it attacks: `test_inference_engine`, `test_inference_sampling`, `test_trainer_faults`, `test_envs_run`.
 """
 
@@ -19,13 +19,11 @@ import pytest
 from safetensors.torch import load_file
 
 from prime_rl.contract.status import InferenceStatus, read_status
-from tests.budgets import in_release
 from tests.patience import PATIENCE_S
 from tests.system_support import ROOT, Workspace, closed, make_workspace
 
 NUM_STEPS = 8
 GOOD = ("run_good_a", "run_good_b")
-BAD = "run_bad"
 # Of float32, where AdamW would divide what vLLM's batches round otherwise by a gradient near zero (docs/isolation.md).
 TOLERANCE = 1e-5
 SGD = ("lr = 0.003", 'type = "sgd"\nlr = 1.0')
@@ -38,13 +36,7 @@ SPARSE_BYTES = 2 << 30
 @pytest.fixture
 def neighbours(request: pytest.FixtureRequest, tmp_path: Path, untaught_model: Path) -> Iterator[Workspace]:
     """A workspace with an engine and a slot for each run; the good runs keep their batches."""
-    yield from closed(make_workspace(tmp_path, untaught_model, slots=3, engine=request.param))
-
-
-on_embedded = pytest.mark.parametrize("neighbours", ["embedded"], indirect=True)
-on_both = pytest.mark.parametrize(
-    "neighbours", ["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.release])], indirect=True
-)
+    yield from closed(make_workspace(tmp_path, untaught_model, slots=len(GOOD) + len(HOSTILE), engine=request.param))
 
 
 def config(workspace: Workspace, name: str, *changes: tuple[str, str], max_steps: int = NUM_STEPS) -> Path:
@@ -64,14 +56,14 @@ def add_good(workspace: Workspace) -> None:
         workspace.prl("runs", "add", str(config(workspace, run_id.removeprefix("run_"), SGD)))
 
 
-def put_bad(workspace: Workspace, *changes: tuple[str, str]) -> None:
-    """Add the guilty run as somebody would who does not ask `prl` first: its file lands in its folder."""
-    path = config(workspace, "bad", *changes)
-    control = workspace.run_dir(BAD).control
+def put_bad(workspace: Workspace, run_id: str, *changes: tuple[str, str]) -> None:
+    """Add a guilty run as somebody would who does not ask `prl` first: its file lands in its folder."""
+    path = config(workspace, run_id.removeprefix("run_"), *changes)
+    control = workspace.run_dir(run_id).control
     control.mkdir(parents=True)
     part = control / "part"
     part.write_text(path.read_text())
-    part.rename(workspace.run_dir(BAD).orch_toml)
+    part.rename(workspace.run_dir(run_id).orch_toml)
 
 
 def check_good(workspace: Workspace, *, daemons: tuple[str, ...] = ("trainer", "inference", *GOOD)) -> None:
@@ -102,10 +94,10 @@ def check_good(workspace: Workspace, *, daemons: tuple[str, ...] = ("trainer", "
         assert moved > MOVED, f"{run_id}: {moved:g}"
 
 
-def reason_of_bad(workspace: Workspace) -> str:
-    """Wait until the guilty run has ended, and return the reason that people are shown."""
-    workspace.wait(lambda: workspace.state(BAD) in ENDED, f"{BAD} to end by itself")
-    found = workspace.runs()[BAD]
+def reason_of(workspace: Workspace, run_id: str) -> str:
+    """Wait until a guilty run has ended, and return the reason that people are shown."""
+    workspace.wait(lambda: workspace.state(run_id) in ENDED, f"{run_id} to end by itself")
+    found = workspace.runs()[run_id]
     assert found["state"] != "finished", found
     return str(found["reason"])
 
@@ -120,54 +112,33 @@ LR = ("lr = 0.003", "lr = 1e15")
 TEMPERATURE = ("max_tokens = 12", "max_tokens = 12\ntemperature = 1e-39")
 BATCH_SIZE = ("batch_size = 16", "batch_size = 4000000")
 TOO_SHORT = ("seed = ", "seq_len = 4\nseed = ")
-# The change of its config, and what the reason must name.
-HOSTILE = {
-    "a learning rate that ruins its weights": (LR, r"not finite.*lr|lr.*not finite"),
-    "a temperature that no float can divide by": (TEMPERATURE, r"sampling\.temperature"),
-    "prompts longer than its sequences": (TOO_SHORT, r"seq_len"),
+# By run: the change of its config, and what the reason must name.
+HOSTILE: dict[str, tuple[tuple[str, str] | None, str]] = {
+    "run_bad_rate": (LR, r"not finite.*lr|lr.*not finite"),  # it ruins its weights
+    "run_bad_temperature": (TEMPERATURE, r"sampling\.temperature"),  # no float can divide by it
+    "run_bad_length": (TOO_SHORT, r"seq_len"),  # prompts are longer than its sequences
+    "run_bad_batch": (BATCH_SIZE, r"batch_size"),  # no trainer can hold it
+    "run_bad_file": (None, r"rollouts/step_1.*bytes|bytes.*rollouts/step_1"),  # of two gigabytes
 }
 
 
 @pytest.mark.slow
-@on_both
-@pytest.mark.parametrize("name", [next(iter(HOSTILE)), *in_release(*list(HOSTILE)[1:])])
-def test_a_run_that_does_harm_ends_alone(neighbours: Workspace, name: str) -> None:
-    change, reason = HOSTILE[name]
-    add_good(neighbours)
-    put_bad(neighbours, change)
-    assert re.search(reason, reason_of_bad(neighbours)), reason_of_bad(neighbours)
-    check_good(neighbours)
-
-
-@pytest.mark.release
-@on_embedded
-def test_a_batch_that_no_trainer_can_hold_ends_its_run_alone(neighbours: Workspace) -> None:
-    add_good(neighbours)
-    put_bad(neighbours, BATCH_SIZE)
-    assert "batch_size" in reason_of_bad(neighbours)
-    check_good(neighbours)
-
-
-@pytest.mark.slow
-@on_embedded
-def test_a_batch_file_of_two_gigabytes_ends_its_run_alone(neighbours: Workspace) -> None:
-    """A sparse one, which takes no disk."""
-    add_good(neighbours)
-    file = neighbours.run_dir(BAD).rollout_file(1)
+@pytest.mark.parametrize(
+    "neighbours", ["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.release])], indirect=True
+)
+def test_runs_and_requests_that_do_harm_end_alone(neighbours: Workspace) -> None:
+    """All at once, from the start, beside the good runs until those are through."""
+    file = neighbours.run_dir("run_bad_file").rollout_file(1)
     file.parent.mkdir(parents=True)
-    with file.open("wb") as made:
+    with file.open("wb") as made:  # a sparse one, which takes no disk
         made.truncate(SPARSE_BYTES)
-    put_bad(neighbours)
-    reason = reason_of_bad(neighbours)
-    assert "rollouts/step_1" in reason and "bytes" in reason, reason
-    check_good(neighbours)
-
-
-@pytest.mark.slow
-@on_both
-def test_requests_that_do_harm_are_refused(neighbours: Workspace) -> None:
+    for run_id, (change, _) in HOSTILE.items():
+        put_bad(neighbours, run_id, *([change] if change else []))
     add_good(neighbours)
     attack(neighbours)
+    for run_id, (_, named) in HOSTILE.items():
+        reason = reason_of(neighbours, run_id)
+        assert re.search(named, reason), f"{run_id}: {reason}"
     check_good(neighbours)
 
 

@@ -140,40 +140,38 @@ def test_an_error_that_is_not_of_memory_is_not_hidden(
         train_until(trainer_config(tmp_path, tiny), lambda: False)
 
 
-@pytest.mark.parametrize(
-    ("where", "error"),
-    [("optimizer", ON_GPU), ("snapshot", ON_GPU), ("optimizer", ValueError("moments of another shape"))],
-)
 def test_what_an_optimizer_raises_and_a_snapshot_without_memory_evict_their_run(
-    alone: dict[str, Adapter],
-    tiny: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    where: str,
-    error: Exception,
+    alone: dict[str, Adapter], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good, large = put_run(tmp_path, tiny, "run_adamw"), write_run(tmp_path, "run_large", tiny, max_steps=9)
-    put_batches(large, 2)
-    owner, name = (RunOptimizer, "_update") if where == "optimizer" else (checkpoint.AdapterSnapshots, "weights")
-    real: Any = getattr(owner, name)
+    good = put_run(tmp_path, tiny, "run_adamw")
+    # By their last step, which tells them apart.
+    of_optimizer, of_snapshot = {7: ON_GPU, 8: ValueError("moments of another shape")}, {9: ON_GPU}
+    bad = {last: write_run(tmp_path, f"run_{last}", tiny, max_steps=last) for last in (7, 8, 9)}
+    for run in bad.values():
+        put_batches(run, 2)
+    update: Any = RunOptimizer._update
+    weights: Any = checkpoint.AdapterSnapshots.weights
 
-    def fails(self: Any, value: Any) -> Any:
-        config = self._config if where == "optimizer" else value.config
-        if config.max_steps == 9:
+    def failing_update(self: Any, value: Any) -> Any:
+        if error := of_optimizer.get(self._config.max_steps):
             raise error
-        return real(self, value)
+        return update(self, value)
 
-    monkeypatch.setattr(owner, name, fails)
-    train_until(trainer_config(tmp_path, tiny), lambda: all_done([good])() and large.evicted.exists())
+    def failing_weights(self: Any, run: Any) -> Any:
+        if error := of_snapshot.get(run.config.max_steps):
+            raise error
+        return weights(self, run)
+
+    monkeypatch.setattr(RunOptimizer, "_update", failing_update)
+    monkeypatch.setattr(checkpoint.AdapterSnapshots, "weights", failing_weights)
+    config = trainer_config(tmp_path, tiny, max_concurrent_runs=4)
+    train_until(config, lambda: all_done([good])() and all(run.evicted.exists() for run in bad.values()))
     check([good], alone)
-    reason = large.evicted.read_text()
-    if error is not ON_GPU:
-        assert reason.strip() == "update 1: its optimizer raised ValueError: moments of another shape"
-    elif where == "optimizer":
-        assert reason.startswith("update 1: its optimizer does not fit into the memory that is left: set ")
-    else:
-        assert reason.startswith("handing over version 1 failed: ") and "out of memory" in reason
-    assert published(large) == 0
+    memory, other, snapshot = (run.evicted.read_text() for run in bad.values())
+    assert memory.startswith("update 1: its optimizer does not fit into the memory that is left: set ")
+    assert other.strip() == "update 1: its optimizer raised ValueError: moments of another shape"
+    assert snapshot.startswith("handing over version 1 failed: ") and "out of memory" in snapshot
+    assert {published(run) for run in bad.values()} == {0}
 
 
 def test_a_sharded_model_ends_with_the_pass_and_the_next_one_makes_smaller_ones(

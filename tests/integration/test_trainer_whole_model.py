@@ -153,18 +153,16 @@ def test_bfloat16_computes_and_publishes_in_it_and_keeps_small_updates(model: Pa
     assert AutoModelForCausalLM.from_pretrained(run.broadcast_dir(2)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model": {"lora": {"rank": 4}}}, "model.lora.rank: this workspace fine-tunes the whole model"),
-        ({"optim": {"type": "muon"}}, "optim.type: found 'muon'"),
-        ({"loss": {"kl_coef": 0.1}}, "loss.kl_coef: found 0.1"),
-    ],
-)
-def test_what_needs_adapters_is_refused(model: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    run = write_run(tmp_path, "run_a", model, **changes)
-    train_until(whole_config(tmp_path, model), run.config_error.exists)
-    assert words in run.config_error.read_text()
+def test_what_needs_adapters_is_refused(model: Path, tmp_path: Path) -> None:
+    refused: dict[str, dict[str, Any]] = {
+        "model.lora.rank: this workspace fine-tunes the whole model": {"model": {"lora": {"rank": 4}}},
+        "optim.type: found 'muon'": {"optim": {"type": "muon"}},
+        "loss.kl_coef: found 0.1": {"loss": {"kl_coef": 0.1}},
+    }
+    runs = [write_run(tmp_path, f"run_{at}", model, **changes) for at, changes in enumerate(refused.values())]
+    train_until(whole_config(tmp_path, model), lambda: all(run.config_error.exists() for run in runs))
+    for run, words in zip(runs, refused, strict=True):
+        assert words in run.config_error.read_text()
 
 
 def test_more_slots_than_one_need_adapters(tmp_path: Path) -> None:
