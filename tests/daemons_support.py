@@ -335,10 +335,12 @@ def stopped(workspace: Prl) -> Iterator[Prl]:
 def in_this_process(module: str, main: Callable[[Sequence[str]], int]) -> Callable[..., int | None]:
     """What `daemons.process.run_child` does with a module that loads torch, without a process that has to."""
 
-    def run(argv: Sequence[str], stop: Callable[[], bool], *, stdout: IO[bytes], **_: Any) -> int | None:
+    def run(
+        argv: Sequence[str], stop: Callable[[], bool], *, stdout: IO[bytes], cwd: Path | None = None, **_: Any
+    ) -> int | None:
         if stop():
             return None
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+        with contextlib.chdir(cwd or "."), contextlib.redirect_stdout(io.StringIO()) as said:
             code = main(argv[list(argv).index(module) + 1 :])
         stdout.write(said.getvalue().encode())
         return code

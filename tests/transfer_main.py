@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
+import os
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 
 from prime_rl.transfer import TransferError, WeightReceiver, WeightSender
+from tests.warm import ROOT, Started, warm
 
 HOST = "127.0.0.1"
 LABEL = "run_a/broadcast/step_3"
@@ -39,11 +41,26 @@ def weights(seed: int) -> dict[str, Tensor]:
     }
 
 
-def ask(server: subprocess.Popen[str], label: str = LABEL) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Side:
+    """A process, and its standard streams."""
+
+    process: Started
+    stdin: TextIO
+    stdout: TextIO
+
+    def tell(self, label: str) -> None:
+        self.stdin.write(f"{label}\n")
+        self.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def ask(server: Side, label: str = LABEL) -> dict[str, Any]:
     """What a receiving `process` answers."""
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(f"{label}\n")
-    server.stdin.flush()
+    server.tell(label)
     found: dict[str, Any] = json.loads(server.stdout.readline())
     return found
 
@@ -53,17 +70,19 @@ def digest(tensors: dict[str, Tensor]) -> float:
 
 
 @contextlib.contextmanager
-def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+def process(*arguments: object) -> Iterator[Side]:
     """This program with `arguments`, once it is ready; killed in the end."""
-    command = [sys.executable, "-m", "tests.transfer_main", *map(str, arguments)]
-    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert started.stdout is not None
-    try:
-        assert started.stdout.readline() == "ready\n"
-        yield started
-    finally:
-        started.kill()
-        started.communicate()
+    (asks, question), (answer, says) = os.pipe(), os.pipe()
+    started = warm("tests.transfer_main").fork([*map(str, arguments)], os.environ, ROOT, [asks, says, 2])
+    os.close(asks)
+    os.close(says)
+    with open(question, "w", encoding="utf-8") as stdin, open(answer, encoding="utf-8") as stdout:
+        side = Side(started, stdin, stdout)
+        try:
+            assert stdout.readline() == "ready\n"
+            yield side
+        finally:
+            side.kill()
 
 
 def send(port: str, seed: str) -> None:
@@ -86,5 +105,9 @@ def receive(port: str, gpu: str, device: str = "cpu") -> None:
         print(json.dumps(found), flush=True)
 
 
+def main(arguments: Sequence[str]) -> None:
+    {"send": send, "receive": receive}[arguments[0]](*arguments[1:])
+
+
 if __name__ == "__main__":
-    {"send": send, "receive": receive}[sys.argv[1]](*sys.argv[2:])
+    main(sys.argv[1:])

@@ -45,7 +45,8 @@ LATER = {
         "prime_rl.inference.serve",
         "prime_rl.inference.embedded.server",
         "transformers.models.qwen3.modeling_qwen3",
-    )
+    ),
+    "benchmarks.selfcheck": ("benchmarks.selfcheck_replay", "transformers.models.qwen3.modeling_qwen3"),
 }
 
 
@@ -84,7 +85,7 @@ class Warm:
                 command, env=env, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False
             )
         (asks, question), (out, says), (err, complains) = os.pipe(), os.pipe(), os.pipe()
-        started = self._fork(args, env, cwd, [asks, says, complains])
+        started = self.fork(args, env, cwd, [asks, says, complains])
         for fd in (asks, says, complains):
             os.close(fd)
         with contextlib.suppress(BrokenPipeError), open(question, "wb", buffering=0) as file:
@@ -99,7 +100,7 @@ class Warm:
     def start(self, args: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path) -> Started:
         """Start a command as the supervisor does: a session of its own, its output to a file. `suits` must hold."""
         with log.open("wb") as out, open(os.devnull, "rb") as nothing:
-            return self._fork(args, env, cwd, [nothing.fileno(), out.fileno(), out.fileno()], leads=True)
+            return self.fork(args, env, cwd, [nothing.fileno(), out.fileno(), out.fileno()], leads=True)
 
     def begin(self, args: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> Piped:
         """Start a command without input, its output in pipes. `suits` must hold."""
@@ -110,9 +111,10 @@ class Warm:
             os.close(fd)
         return Piped(answer, out, err)
 
-    def _fork(
+    def fork(
         self, args: Sequence[str], env: Mapping[str, str], cwd: Path, fds: Sequence[int], *, leads: bool = False
     ) -> Started:
+        """Start a command with these files as its standard streams. `suits` must hold."""
         return Started(self._ask(args, env, cwd, fds, leads=leads))
 
     def _ask(self, args: Sequence[str], env: Mapping[str, str], cwd: Path, fds: Sequence[int], *, leads: bool) -> int:

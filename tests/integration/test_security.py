@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import io
 import json
 import os
 import pickle
+import re
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,8 @@ import pytest
 
 from daemons.exports import _staged
 from daemons.pidfile import SupervisorLock
-from prime_rl.configs.base import load_config
+from prime_rl.configs.base import build, load_config
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir, list_rollout_steps
@@ -334,8 +336,10 @@ def test_no_module_can_run_what_a_file_holds() -> None:
     """The calls that turn text or bytes into code, and models that may bring theirs, in each module of the product."""
     reward = ROOT / "prime_rl" / "orchestrator" / "envs" / "jsonl_env.py"  # of the workspace's account alone
     runs = {"eval", "exec", "__import__"} | {"pickle", "cPickle", "dill", "marshal", "shelve"}
+    words = re.compile(rf"\b({'|'.join(runs)}|trust_remote_code|from_pretrained)\b")
     for path in [path for package in ("prime_rl", "daemons", "tui") for path in (ROOT / package).rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if words.search(text) else ():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             if isinstance(node, ast.Call):
                 names += [node.func.id] if isinstance(node.func, ast.Name) else []
@@ -347,39 +351,23 @@ def test_no_module_can_run_what_a_file_holds() -> None:
             )
 
 
-REMOTE_CODE = """
-import sys
-from prime_rl.configs.base import build
-from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.guard import max_model_len
-from prime_rl.trainer.model import ModelError, _load_base
-import torch
-for load in (lambda: _load_base(sys.argv[1], torch.float32),
-             lambda: max_model_len(build(InferenceConfig, {"model": {"name": sys.argv[1]}}, ""))):
-    try:
-        load()
-    except (ModelError, ValueError) as error:
-        print("custom code" in str(error) or "trust_remote_code" in str(error))
-"""
+def test_a_base_model_runs_no_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where transformers would ask at a terminal, and somebody said yes."""
+    import torch  # with what loads models, which the other tests here do without
 
+    from prime_rl.inference.guard import max_model_len
+    from prime_rl.trainer.model import ModelError, _load_base
 
-@pytest.mark.slow
-def test_a_base_model_runs_no_code_of_its_own(tmp_path: Path) -> None:
     model, ran = tmp_path / "model", tmp_path / "ran"
     model.mkdir()
     (model / "config.json").write_text(
         json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}})
     )
     (model / "evil.py").write_text(f"import os\nos.mkdir({str(ran)!r})\nclass Evil: pass\n")
-    done = subprocess.run(
-        [sys.executable, "-c", REMOTE_CODE, str(model)],
-        env={**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
-        input="y\n" * 9,
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        timeout=PATIENCE_S,
-    )
-    assert done.stdout == "True\nTrue\n", done.stderr
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    config = build(InferenceConfig, {"model": {"name": str(model)}}, "")
+    loads: list[Callable[[], object]] = [lambda: _load_base(str(model), torch.float32), lambda: max_model_len(config)]
+    for load in loads:
+        with pytest.raises((ModelError, ValueError), match=r"custom code|trust_remote_code"):
+            load()
     assert not ran.exists()

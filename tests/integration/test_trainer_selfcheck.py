@@ -36,6 +36,7 @@ from tests.trainer_support import (
     trainer_config,
     write_run,
 )
+from tests.warm import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 4
@@ -237,11 +238,7 @@ def test_the_command_fails_where_the_published_adapter_is_ruined(config: Trainer
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.selfcheck", *arguments]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment
-    )
+    return warm("benchmarks.selfcheck").run(arguments, env=os.environ, cwd=ROOT, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from daemons.exports import Export, export_run
 from daemons.specs import MERGE_MODULE, save_devices, save_folder
 from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.trainer.merge import main as merge
+from prime_rl.trainer.merge import main as merge_main
 from prime_rl.trainer.merge import merge_into
 from tests.budgets import in_full
 from tests.daemons_support import ROOT, RUN_TOML, in_this_process
@@ -95,7 +95,7 @@ def test_a_merged_model_computes_what_the_adapter_computes(
 ) -> None:
     """With what merges, which is a process of its own; read back by transformers, with its tokenizer."""
     if not is_a_process:
-        monkeypatch.setattr(exports, "run_child", in_this_process(MERGE_MODULE, merge))
+        monkeypatch.setattr(exports, "run_child", in_this_process(MERGE_MODULE, merge_main))
     done = export(run, tmp_path / "merged", step=1, merge=True)
     assert (done.step, done.kind) == (1, "merged")
     check_same(logits(AutoModelForCausalLM.from_pretrained(done.out)), with_adapter(base, run.broadcast_dir(1)))
@@ -135,8 +135,11 @@ def test_an_adapter_that_does_not_fit_is_refused(run: RunDir, tmp_path: Path) ->
         merge_into(out, "models/none", run.broadcast_dir(1))
 
 
-def test_the_base_model_of_a_merge_is_found_from_any_folder(run: RunDir, base: Path, tmp_path: Path) -> None:
+def test_the_base_model_of_a_merge_is_found_from_any_folder(
+    run: RunDir, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A relative name means the folder in which the workspace was started first, and so the card has no link to it."""
+    monkeypatch.setattr(exports, "run_child", in_this_process(MERGE_MODULE, merge_main))
     output = OutputDir(run.path.parent)
     path = run.broadcast_dir(2) / "adapter_config.json"
     told = {**json.loads(path.read_text()), "base_model_name_or_path": "models/base"}
@@ -164,7 +167,7 @@ def test_a_merge_that_fails_leaves_nothing_and_tells_why(run: RunDir, tmp_path: 
     assert list(place.iterdir()) == []
 
 
-@pytest.mark.parametrize("merge", [False, *in_full(True)])
+@pytest.mark.parametrize("merge", [False, True])
 def test_a_version_that_goes_while_it_is_read_is_followed_by_the_next(
     run: RunDir, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merge: bool
 ) -> None:
@@ -182,6 +185,7 @@ def test_a_version_that_goes_while_it_is_read_is_followed_by_the_next(
         copy_of(source, folder, kind)
 
     monkeypatch.setattr(exports, "_copy", prune_then_copy)
+    monkeypatch.setattr(exports, "run_child", in_this_process(MERGE_MODULE, merge_main))
     done = export(run, tmp_path / "out", merge=merge)
     assert done.step == 4 and f"version {done.step}" in (run.path.parent / "logs" / "audit.jsonl").read_text()
     expected = with_adapter(base, run.broadcast_dir(4))
@@ -198,7 +202,6 @@ def test_a_version_that_goes_while_it_is_read_is_followed_by_the_next(
     assert not (tmp_path / "again").exists()
 
 
-@pytest.mark.slow
 def test_the_merge_needs_the_run_no_more(run: RunDir, base: Path, tmp_path: Path, monkeypatch: Any) -> None:
     expected = with_adapter(base, run.broadcast_dir(2))
     merge_of = exports._merge
@@ -208,6 +211,7 @@ def test_the_merge_needs_the_run_no_more(run: RunDir, base: Path, tmp_path: Path
         merge_of(*args)
 
     monkeypatch.setattr(exports, "_merge", prune_then_merge)
+    monkeypatch.setattr(exports, "run_child", in_this_process(MERGE_MODULE, merge_main))
     done = export(run, tmp_path / "merged", merge=True)
     check_same(logits(AutoModelForCausalLM.from_pretrained(done.out)), expected)
 

@@ -141,12 +141,9 @@ def test_a_server_that_is_killed_in_a_transfer_comes_back_and_harms_no_other(
         assert num_groups(caplog) == 2
         halting = Halting(weights(3))
         sender.offer(LABEL, halting)
-        assert server.stdin is not None
-        server.stdin.write(f"{LABEL}\n")
-        server.stdin.flush()
+        server.tell(LABEL)
         assert halting.begun.wait(PATIENCE_S)
         server.kill()
-        server.wait()
         halting.goes_on.set()
     assert same(other.fetch()[0], weights(3))
     with process("receive", port, "-") as server:
