@@ -1,5 +1,5 @@
-"""The whole system on real vLLM, and what is recorded of it: the same code at the shape of a real model on a GPU, and
-tiny on a CPU, where it shows that the code itself works.
+"""The whole system, and what is recorded of it: the same code at the shape of a real model on a GPU and vLLM, and tiny
+on a CPU and the embedded engine, where it shows that the code itself works.
 
 The weights are random: what is tested is memory, speed and the agreement of trainer and inference, not learning.
 """
@@ -57,6 +57,7 @@ class Scale:
     pass_tokens: int
     max_mismatch_kl: float
     inference: dict[str, Any]
+    engine: str = "vllm"
 
 
 QWEN = Scale(
@@ -83,6 +84,7 @@ TINY = Scale(
     pass_tokens=512,
     max_mismatch_kl=1e-5,
     inference={"num_threads": 1},
+    engine="embedded",
 )
 
 
@@ -145,7 +147,7 @@ def write_workspace(folder: Path, scale: Scale) -> Workspace:
         "model": {"name": str(model)},
         "lora": {"rank": 16, "alpha": 32},
         "trainer": {"device": scale.device, "max_tokens_per_micro_batch": scale.pass_tokens},
-        "inference": {"engine": "vllm", "port": 0, **scale.inference},
+        "inference": {"engine": scale.engine, "port": 0, **scale.inference},
     }
     path = folder / "system.toml"
     path.write_text(tomli_w.dumps(system))

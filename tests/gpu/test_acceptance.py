@@ -36,7 +36,10 @@ DEVICES = [
 MEMORY_TOLERANCE = 0.15
 
 
-@pytest.fixture(params=[pytest.param(QWEN, marks=ON_GPU), pytest.param(TINY, marks=ON_CPU)], ids=lambda each: each.name)
+@pytest.fixture(
+    params=[pytest.param(QWEN, marks=[*ON_GPU, pytest.mark.vllm]), pytest.param(TINY, marks=ON_CPU)],
+    ids=lambda each: each.name,
+)
 def scale(request: pytest.FixtureRequest) -> Scale:
     found: Scale = request.param
     return found
@@ -48,7 +51,6 @@ def workspace(scale: Scale, tmp_path: Path) -> Iterator[Workspace]:
 
 
 @pytest.mark.slow
-@pytest.mark.vllm
 def test_two_runs_train_within_the_memory_and_the_mismatch_that_are_promised(
     scale: Scale, workspace: Workspace
 ) -> None:

@@ -1,4 +1,4 @@
-"""File systems that fill up, run out of inodes and become read-only under a living workspace, on a tmpfs of 40 MB.
+"""File systems that fill up, run out of inodes and become read-only under a living workspace, on a tmpfs.
 
 They need root and the right to mount, and are skipped without.
 """
@@ -48,9 +48,9 @@ def mount(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextlib.contextmanager
-def mounted(place: Path, *, num_inodes: int = 10_000) -> Iterator[Path]:
-    """A tmpfs of 40 MB at `place`, which must be a folder; gone afterwards with all that was mounted over it."""
-    done = mount("-t", "tmpfs", "-o", f"size=40m,nr_inodes={num_inodes}", "tmpfs", str(place))
+def mounted(place: Path, *, num_mb: int = 4, num_inodes: int = 1_000) -> Iterator[Path]:
+    """A tmpfs at `place`, which must be a folder; gone afterwards with all that was mounted over it."""
+    done = mount("-t", "tmpfs", "-o", f"size={num_mb}m,nr_inodes={num_inodes}", "tmpfs", str(place))
     if done.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
     try:
@@ -191,7 +191,7 @@ def test_what_a_read_only_disk_kept_of_a_failed_write_goes_with_the_next_write(t
 def test_doctor_tells_of_inodes_and_of_a_mount_that_is_read_only(tmpfs: Path) -> None:
     assert (check_inodes(tmpfs).level, check_output_dir(tmpfs).level) != ("broken", "broken")
     with without_inodes(tmpfs):
-        assert (check_inodes(tmpfs).level, check_inodes(tmpfs).message) == ("broken", "0 of 10,000 free")
+        assert (check_inodes(tmpfs).level, check_inodes(tmpfs).message) == ("broken", "0 of 1,000 free")
     with read_only(tmpfs):
         check = check_output_dir(tmpfs)
         assert (check.level, check.message) == ("broken", f"tmpfs ({tmpfs}) is mounted read-only")
@@ -223,9 +223,9 @@ def test_a_supervisor_that_was_stopped_does_not_respond_and_goes_on(prl: Prl) ->
 
 
 @pytest.fixture
-def small(tmp_path: Path, base_model: Path) -> Iterator[Workspace]:
-    workspace = make_workspace(tmp_path, base_model)
-    with mounted(workspace.output_dir):
+def small(tmp_path: Path, untaught_model: Path) -> Iterator[Workspace]:
+    workspace = make_workspace(tmp_path, untaught_model)
+    with mounted(workspace.output_dir, num_mb=40, num_inodes=10_000):
         yield from closed(workspace)
 
 
@@ -318,12 +318,12 @@ def test_a_stop_on_a_full_disk_ends_and_the_next_start_goes_on(small: Workspace)
     small.up()
     small.prl("runs", "add", str(small.write_run("run_a", max_steps=MANY)))
     small.wait(lambda: are_active(small, 1), "the run to be in a slot")
-    go_on(small, 3)
+    go_on(small, 1)
     with filled(small.output_dir) as begins:
         small.wait(lambda: is_held(small, begins), begins)
         assert "no process is left" in small.prl("down").stdout
     small.up()
     small.wait(lambda: small.state("run_a") == "active", "the run to be in its slot again")
-    go_on(small, 2)
+    go_on(small, 1)
     end(small)
     check_whole(small.run_dir("run_a"))
