@@ -66,6 +66,8 @@ LOSSES: list[dict[str, Any]] = [
     *CLIPPED,
 ]
 OPTIMIZERS = get_args(OptimConfig.model_fields["type"].annotation)
+# Those with code of their own: the others are torch's, one like the other.
+USUAL = ("adamw", "sgd", "muon")
 _loss_config: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
 
 
@@ -216,9 +218,17 @@ def trained_head() -> None:
 
 def updates() -> None:
     """Two passes and an update of every run, what is published and saved, and one more update from there."""
+    update_all(USUAL)
+
+
+def updates_of_other_kinds() -> None:
+    update_all([kind for kind in OPTIMIZERS if kind not in USUAL])
+
+
+def update_all(optimizers: Sequence[str]) -> None:
     model = adapted(torch.bfloat16, packs=True)
     world = World(0, 1, GPU, dist.HashStore(), cast(Any, None))  # a group of one loses no rank
-    for kinds in batched(OPTIMIZERS, NUM_RUNS):
+    for kinds in batched(optimizers, NUM_RUNS):
         with tempfile.TemporaryDirectory() as folder:
             update_with(kinds, model, world, Path(folder))
 
@@ -279,6 +289,7 @@ SCENARIOS: list[Callable[[], None]] = [
     padded_bfloat16,
     trained_head,
     updates,
+    updates_of_other_kinds,
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,19 @@ def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return adapter(run, NUM_STEPS)
 
 
+@pytest.fixture(scope="module")
+def whole_at_4(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    run = make_run(tmp_path_factory.mktemp("at_4"), model)
+    train_to(trainer_config(run.path.parent, model), run, 4)
+    return run
+
+
+@pytest.fixture
+def at_4(whole_at_4: RunDir, tmp_path: Path) -> RunDir:
+    """A run that was stopped after step 4; all its batches are there."""
+    return RunDir(shutil.copytree(whole_at_4.path, tmp_path / whole_at_4.run_id))
+
+
 def make_run(workspace: Path, model: Path, **changes: Any) -> RunDir:
     run = write_run(workspace, "run_a", model, **{**CHANGES, **changes})
     put_batches(run, NUM_STEPS)
@@ -83,11 +97,9 @@ def metrics_steps(run: RunDir) -> list[int]:
 
 
 def test_a_stop_between_checkpoints_loses_nothing(
-    uninterrupted: dict[str, torch.Tensor], model: Path, tmp_path: Path
+    uninterrupted: dict[str, torch.Tensor], at_4: RunDir, model: Path, tmp_path: Path
 ) -> None:
-    run = make_run(tmp_path, model)
-    config = trainer_config(tmp_path, model)
-    train_to(config, run, 4)
+    run, config = at_4, trainer_config(tmp_path, model)
     assert list_steps(run.checkpoints, stable_only=True) == [3, 4], "the stop saved step 4"
     assert list_rollout_steps(run)[0] == 4, "step 3 is covered by a checkpoint of both parts"
     train_until(config, until(run, NUM_STEPS))
@@ -186,11 +198,9 @@ def finished_is_seen(workspace: Path) -> Callable[[], bool]:
     ],
 )
 def test_a_resume_that_cannot_be_is_explained(
-    model: Path, tmp_path: Path, changes: dict[str, Any], reason: str
+    at_4: RunDir, model: Path, tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
-    run = make_run(tmp_path, model)
-    config = trainer_config(tmp_path, model)
-    train_to(config, run, 4)
+    run, config = at_4, trainer_config(tmp_path, model)
     write_config(run, model, **{**CHANGES, **changes})
     apply(run, run.orch_toml.read_text())
     train_until(config, run.evicted.exists)
@@ -200,10 +210,8 @@ def test_a_resume_that_cannot_be_is_explained(
 @pytest.mark.parametrize(
     "name", ["adapter_model.safetensors", "state.safetensors", "progress.json", "adapter_config.json"]
 )
-def test_a_damaged_checkpoint_evicts_with_the_reason(model: Path, tmp_path: Path, name: str) -> None:
-    run = make_run(tmp_path, model)
-    config = trainer_config(tmp_path, model)
-    train_to(config, run, 4)
+def test_a_damaged_checkpoint_evicts_with_the_reason(at_4: RunDir, model: Path, tmp_path: Path, name: str) -> None:
+    run, config = at_4, trainer_config(tmp_path, model)
     (run.trainer_checkpoint(4) / name).write_bytes(b"\x80junk")
     train_until(config, run.evicted.exists)
     assert "it cannot be started" in run.evicted.read_text()
@@ -220,11 +228,9 @@ def test_a_damaged_checkpoint_evicts_with_the_reason(model: Path, tmp_path: Path
     ],
 )
 def test_progress_of_another_kind_is_explained(
-    model: Path, tmp_path: Path, change: dict[str, Any], reason: str
+    at_4: RunDir, model: Path, tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
-    run = make_run(tmp_path, model)
-    config = trainer_config(tmp_path, model)
-    train_to(config, run, 4)
+    run, config = at_4, trainer_config(tmp_path, model)
     path = run.trainer_checkpoint(4) / "progress.json"
     path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), **change}))
     train_until(config, run.evicted.exists)
@@ -240,12 +246,10 @@ def test_progress_of_another_kind_is_explained(
     ],
 )
 def test_moments_that_do_not_fit_evict_before_they_meet_an_update(
-    model: Path, tmp_path: Path, key: str, value: torch.Tensor | None, reason: str
+    at_4: RunDir, model: Path, tmp_path: Path, key: str, value: torch.Tensor | None, reason: str
 ) -> None:
     """torch would take them and fail in the middle of the next update, with all other runs."""
-    run = make_run(tmp_path, model)
-    config = trainer_config(tmp_path, model)
-    train_to(config, run, 4)
+    run, config = at_4, trainer_config(tmp_path, model)
     path = run.trainer_checkpoint(4) / "state.safetensors"
     tensors = load_file(path)
     name = f"optimizer/state/0/{key}"

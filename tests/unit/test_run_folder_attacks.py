@@ -50,7 +50,7 @@ from prime_rl.trainer.publish import write_version
 from prime_rl.trainer.runs.discovery import Discovery, Evictions, find_leave, is_finished
 from prime_rl.utils.tail import FileTail
 from tests.attack_support import ATTACKS, STEP, Outside, as_ordinary_user, attack, being_replaced, finishes, run_paths
-from tests.budgets import in_release
+from tests.budgets import in_full, in_release
 from tests.patience import PATIENCE_S
 from tests.trainer_support import (
     make_batch,
@@ -330,7 +330,8 @@ def test_every_file_of_a_run_is_replaced_while_it_is_read(tmp_path: Path, whole_
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(b':"', b':"\xff'), (b'"', b'"\xff'), (b"{", b'{"\xff":1,'), (b"= ", b"= \xff")]
+    ("before", "after"),
+    [(b':"', b':"\xff'), *in_full((b'"', b'"\xff'), (b"{", b'{"\xff":1,')), (b"= ", b"= \xff")],
 )
 def test_every_text_of_a_run_is_in_turn_no_utf8(
     tmp_path: Path, whole_run: RunDir, outside: Outside, before: bytes, after: bytes

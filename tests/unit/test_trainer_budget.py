@@ -26,10 +26,10 @@ from tests.trainer_support import solo_world, trainer_config, write_model
 pytestmark = pytest.mark.xdist_group("fit")
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """Of one layer, which is measured in a moment."""
-    file = write_model(tmp_path / "model") / "config.json"
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one layer, which is measured in a moment; one for all, so that each shape is measured once."""
+    file = write_model(tmp_path_factory.mktemp("model")) / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"num_hidden_layers": 1, "layer_types": config["layer_types"][:1]}))
     return file.parent

@@ -360,11 +360,12 @@ def test_inference_has_room_for_all_versions_of_a_run_and_as_much_for_its_cache(
     assert served_bytes(trained, predict(trained)) == pytest.approx(memory.weights, rel=0.01)
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a model of one layer, which is measured in a moment."""
-    tiny(1).model.save_pretrained(tmp_path / "small")
-    return str(tmp_path / "small")
+    folder = tmp_path_factory.mktemp("small")
+    tiny(1).model.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.mark.slow

@@ -9,18 +9,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
-from prime_rl.configs.orchestrator import OptimConfig
 from tests.budgets import in_full
 from tests.daemons_support import ROOT
 from tests.patience import PATIENCE_S
+from tests.traced_main import OPTIMIZERS, USUAL
 
 TORCH = Path(torch.__file__).parent
-OPTIMIZERS = get_args(OptimConfig.model_fields["type"].annotation)
 # What shows that the way of a GPU was taken.
 GROUPED, VARLEN, FUSED_ADAM = "aten._grouped_mm", "torch_attn._varlen_attn_backward", "aten._fused_adamw_"
 
@@ -69,6 +68,7 @@ def traces(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
             ("offloaded", {GROUPED, VARLEN}),
             ("packed_float32", set()),
             ("padded_bfloat16", {GROUPED}),
+            ("updates_of_other_kinds", {GROUPED, VARLEN, FUSED_ADAM}),
         ),
     ],
 )
@@ -76,9 +76,10 @@ def test_everything_is_on_the_gpu(traces: dict[str, dict[str, Any]], scenario: s
     found = traces[scenario]
     assert found["error"] is None, found["error"]
     assert {GROUPED, VARLEN, FUSED_ADAM} & set(found["operations"]) == takes
-    if scenario == "updates":
+    if scenario.startswith("updates"):
         exports = [wait for wait in found["waits"] if wait.startswith("aten._to_copy: adapter_state")]
-        assert len(exports) == len(OPTIMIZERS), "one copy of each run's weights for what it publishes"
+        updated = USUAL if scenario == "updates" else set(OPTIMIZERS) - set(USUAL)
+        assert len(exports) == len(updated), "one copy of each run's weights for what it publishes"
     else:
         # What is offloaded goes to pinned memory where there is a driver that pins.
         waits = [wait for wait in found["waits"] if scenario != "offloaded" or "copy_: model.py" not in wait]

@@ -71,14 +71,14 @@ def test_a_rank_that_is_missed_ends_the_process_and_one_that_leaves_does_not() -
     ends: list[str] = []
 
     def rank(number: int) -> Liveness:
-        return Liveness(store, number, 3, timeout_s=4.0, stop=lambda: False, end=ends.append)
+        return Liveness(store, number, 3, timeout_s=2.0, stop=lambda: False, end=ends.append)
 
     here, leaving, _dead = rank(0), rank(1), rank(2)
     here.start()
     leaving.start()
     assert leaving.leave() is None
     wait_for(lambda: bool(ends), "rank 2 to be missed", timeout_s=PATIENCE_S)
-    assert ends == ["no heartbeat from rank 2 of 3 for 4 s"]
+    assert ends == ["no heartbeat from rank 2 of 3 for 2 s"]
     assert here.explain() == here.leave() == ends[0]
 
 
