@@ -1,6 +1,7 @@
 """Managers that are made directly in groups of gloo ranks, and a trainer of two ranks that has nothing to do for long.
 
-    python -m tests.managers_main FOLDER
+    python -m tests.managers_main managers FOLDER
+    python -m tests.managers_main ranks FOLDER       what `ranks_main` does: one import of torch for both
 
 Ranks are forked from one process (see `ranks_main`). What each found is in FOLDER/facts_SIZE_RANK.json.
 """
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from prime_rl.contract.status import TrainerStatus, read_status
 from prime_rl.lora.linear import MultiLoRALinear
 from prime_rl.trainer.runs import MultiRunManager, setup_multi_run_manager
 from tests.patience import PATIENCE_S
-from tests.ranks_main import Ranks, run_entry, tight_config
+from tests.ranks_main import Ranks, run_entry, run_ranks, tight_config
 from tests.runs_support import add
 from tests.trainer_support import make_batch, published, put_batch, write_model, write_run
 
@@ -168,7 +170,7 @@ def idle_for_long(ranks: Ranks, workspace: Path) -> list[int]:
     return ranks.wait()
 
 
-def main(folder: Path) -> None:
+def run_managers(folder: Path) -> None:
     torch.set_num_threads(1)
     model, workspace = write_model(folder / "model"), folder / "idle"
     for size in SIZES:
@@ -184,5 +186,10 @@ def main(folder: Path) -> None:
     (folder / "codes.json").write_text(json.dumps(codes))
 
 
+def main(argv: Sequence[str]) -> None:
+    what, folder = argv
+    {"managers": run_managers, "ranks": run_ranks}[what](Path(folder))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1:])

@@ -1,6 +1,6 @@
 """Groups of trainer ranks for tests, as torchrun would start them.
 
-    python -m tests.ranks_main FOLDER
+    python -m tests.managers_main ranks FOLDER
 
 This process imports torch once and forks the ranks, because an import in each would take most of the time. A group goes
 through its scenarios one after another, in one process group; each writes what it found under FOLDER. The store of a
@@ -351,7 +351,7 @@ def start_again(workspace: Path, name: str, dead: Ranks, run: RunDir) -> list[in
     return ranks.wait()
 
 
-def main(folder: Path) -> None:
+def run_ranks(folder: Path) -> None:
     torch.set_num_threads(1)
     write_model(folder / "model")
 
@@ -367,7 +367,3 @@ def main(folder: Path) -> None:
     idle = forked(lambda: note_codes("idle", lose_a_rank(folder, "idle", 2, 0, busy=False)))
     note_codes("busy", lose_a_rank(folder, "busy", 4, 2, busy=True))
     os.waitpid(idle, 0)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

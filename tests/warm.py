@@ -46,6 +46,7 @@ LATER = {
         "prime_rl.inference.embedded.server",
         "transformers.models.qwen3.modeling_qwen3",
     ),
+    "prime_rl.trainer.train": ("prime_rl.trainer.loop", "transformers.models.qwen3.modeling_qwen3"),
     "benchmarks.selfcheck": ("benchmarks.selfcheck_replay", "transformers.models.qwen3.modeling_qwen3"),
 }
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,16 @@ import pytest
 
 from tests.managers_main import SIZES
 from tests.patience import PATIENCE_S
+from tests.warm import ROOT, warm
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("managers")
-    command = [sys.executable, "-m", "tests.managers_main", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    main = warm("tests.managers_main")
+    result = main.run(["managers", str(folder)], env=os.environ, cwd=ROOT, timeout_s=PATIENCE_S)
     logs = "\n".join(f"{path}:\n{path.read_text()}" for path in sorted(folder.rglob("*.log")))
     assert result.returncode == 0, f"{result.stderr}\n{logs}"
     assert json.loads((folder / "codes.json").read_text()) == {"managers": [0] * max(SIZES), "idle": [0, 0]}, logs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -24,17 +25,21 @@ from tests.trainer_support import (
     put_batches,
     relative_difference,
     start_trainer,
+    start_warm_trainer,
     train_until,
     trainer_config,
     write_config,
     write_run,
 )
+from tests.warm import ROOT, Started, warm
+
+Process = subprocess.Popen[bytes] | Started
 
 
 @pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+def processes() -> Iterator[list[Process]]:
     """Whatever a test puts here is gone when it ends, with its children."""
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[Process] = []
     yield started
     for process in started:
         family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
@@ -52,7 +57,7 @@ def status_says(workspace: Path, check: Callable[[TrainerStatus], bool]) -> Call
 
 
 @pytest.mark.slow
-def test_a_workspace_from_start_to_stop(model: Path, tmp_path: Path, processes: list[subprocess.Popen[bytes]]) -> None:
+def test_a_workspace_from_start_to_stop(model: Path, tmp_path: Path, processes: list[Process]) -> None:
     workspace = tmp_path / "workspace"
     workspace.mkdir()
     config = trainer_config(workspace, model, max_concurrent_runs=1, watch={"rescan_s": 30})
@@ -100,9 +105,7 @@ def test_a_workspace_from_start_to_stop(model: Path, tmp_path: Path, processes: 
 
 
 @pytest.mark.slow
-def test_two_ranks_reach_what_one_reaches(
-    model: Path, tmp_path: Path, processes: list[subprocess.Popen[bytes]]
-) -> None:
+def test_two_ranks_reach_what_one_reaches(model: Path, tmp_path: Path, processes: list[Process]) -> None:
     """Passes alternate between the ranks, runs come, go and are evicted, and the adapters agree with one rank's."""
     one, two = tmp_path / "one", tmp_path / "two"
     lengths = {"run_a": (4, "adamw"), "run_b": (16, "muon"), "run_c": (8, "sgd")}
@@ -148,33 +151,41 @@ def run_at(workspace: Path, run_id: str) -> RunDir:
     return RunDir(workspace / run_id)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "text"),
-    [
-        (["--model.lorra.rank", "4"], 2, "did you mean 'lora'"),
-        pytest.param(
-            ["--model.name", "no/such/folder", "--model.lora.rank", "4"], 1, "folder not found", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_wrong_use_is_one_line_on_standard_error(
-    model: Path, tmp_path: Path, arguments: list[str], code: int, text: str
-) -> None:
-    command = [sys.executable, "-m", "prime_rl.trainer.train", "--output_dir", str(tmp_path / "workspace")]
-    if "--model.name" not in arguments:
-        command += ["--model.name", str(model)]
-    result = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert result.returncode == code, result.stderr
-    assert text in result.stderr and result.stderr.count("\n") == 1 and not result.stdout
+def test_wrong_use_is_one_line_on_standard_error(model: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "prime_rl.trainer.train",
+        "--output_dir",
+        str(tmp_path),
+        "--model.name",
+        str(model),
+    ]
+    command += ["--model.lorra.rank", "4"]
+    check_refused(
+        subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False),
+        2,
+        "did you mean 'lora'",
+    )
 
 
 @pytest.mark.slow
-def test_a_stop_that_comes_at_once_is_not_lost(
-    model: Path, tmp_path: Path, processes: list[subprocess.Popen[bytes]]
-) -> None:
+def test_a_model_that_is_not_there_is_one_line_on_standard_error(tmp_path: Path) -> None:
+    argv = ["--output_dir", str(tmp_path), "--model.name", "no/such/folder", "--model.lora.rank", "4"]
+    trainer = warm("prime_rl.trainer.train")
+    check_refused(trainer.run(argv, env=os.environ, cwd=ROOT, timeout_s=PATIENCE_S), 1, "folder not found")
+
+
+def check_refused(done: subprocess.CompletedProcess[str], code: int, text: str) -> None:
+    assert done.returncode == code, done.stderr
+    assert text in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
+@pytest.mark.slow
+def test_a_stop_that_comes_at_once_is_not_lost(model: Path, tmp_path: Path, processes: list[Process]) -> None:
     """SIGTERM as soon as the process shows itself: while the model is loaded."""
     workspace = tmp_path / "workspace"
-    process = start_trainer(trainer_config(workspace, model), tmp_path)
+    process = start_warm_trainer(trainer_config(workspace, model), tmp_path)
     processes.append(process)
     wait_for((workspace / "trainer" / "status.json").exists, "the first status", timeout_s=PATIENCE_S)
     process.terminate()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,9 @@ from prime_rl.contract.types import read_batch
 from tests.patience import PATIENCE_S
 from tests.ranks_main import NUM_STEPS, RUNS, SHORT_TIMEOUT_S, TIGHT, put_run, put_whole_run, tight_config
 from tests.trainer_support import adapter, published, relative_difference, tiny_model, train_until, whole_config
+from tests.warm import ROOT, warm
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 TOLERANCE = 1e-4
 Adapters = dict[str, dict[str, torch.Tensor]]
 
@@ -28,9 +27,8 @@ Adapters = dict[str, dict[str, torch.Tensor]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All groups of ranks went through their scenarios in here."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.ranks_main", str(folder)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    main = warm("tests.managers_main")
+    result = main.run(["ranks", str(folder)], env=os.environ, cwd=ROOT, timeout_s=PATIENCE_S)
     assert result.returncode == 0, f"{result.stderr}\n{logs(folder)}"
     return folder
 

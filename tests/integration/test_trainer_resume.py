@@ -25,7 +25,7 @@ from tests.trainer_support import (
     published,
     put_batch,
     put_batches,
-    start_trainer,
+    start_warm_trainer,
     train_until,
     trainer_config,
     write_config,
@@ -276,13 +276,13 @@ def test_a_killed_process_is_started_again_and_reaches_the_same_bits(
     config = trainer_config(workspace, model, num_threads=1)
     for step in range(6, NUM_STEPS + 1):
         run.rollout_file(step).rename(tmp_path / f"batch_{step}")
-    process = start_trainer(config, tmp_path)
+    process = start_warm_trainer(config, tmp_path)
     try:
         wait_for(until(run, 5), "version 5", timeout_s=PATIENCE_S)
         process.send_signal(signal.SIGKILL)
         process.wait(PATIENCE_S)
         assert list_steps(run.checkpoints, stable_only=True) == [3]
-        process = start_trainer(config, tmp_path)
+        process = start_warm_trainer(config, tmp_path)
         for step in range(6, NUM_STEPS + 1):
             (tmp_path / f"batch_{step}").rename(run.rollout_file(step))
         wait_for(until(run, NUM_STEPS), f"version {NUM_STEPS}", timeout_s=PATIENCE_S)

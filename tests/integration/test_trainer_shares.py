@@ -15,8 +15,8 @@ from tests.patience import PATIENCE_S
 from tests.trainer_support import put_batches, train_until, trainer_config, write_run
 
 WEIGHTS = {"run_a": 1.0, "run_b": 2.0, "run_c": 4.0}
-# Updates of the heaviest run, 203 of all three. The lightest has a quarter: one more or less of it is a twentieth.
-NUM_UPDATES = 116
+# Updates of the heaviest run, 140 of all three. The lightest has a quarter: one more or less of it is a twentieth.
+NUM_UPDATES = 80
 
 
 @pytest.mark.slow
