@@ -1,4 +1,4 @@
-"""A real pass of the trainer in a process of its own, and the most memory that it took.
+"""A real pass of the trainer in a process that did nothing yet, and the most memory that it took.
 
     python -m tests.fit_main MODEL SEQ_LEN TOKENS RUNS CHECKPOINTS [HOST_COPIES]
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -75,7 +76,8 @@ def as_a_whole(setting: Setting, base: nn.Module) -> tuple[PolicyModel, object]:
     return model, [*kept, optimizer, weights, world]
 
 
-def main(name: str, seq_len: str, tokens: str, runs: str, checkpoints: str, host_copies: str = "0") -> None:
+def main(argv: Sequence[str]) -> None:
+    name, seq_len, tokens, runs, checkpoints, host_copies = [*argv, "0"][:6]
     config, lora = model_config(name), LoRAConfig() if int(runs) else None
     sizes = {"num_runs": int(runs), "seq_len": int(seq_len), "tokens": int(tokens), "host_copies": int(host_copies)}
     setting = Setting(config, torch.float32, lora, checkpoints=checkpoints == "True", **sizes)
@@ -92,4 +94,4 @@ def main(name: str, seq_len: str, tokens: str, runs: str, checkpoints: str, host
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

@@ -47,6 +47,7 @@ LATER = {
         "transformers.models.qwen3.modeling_qwen3",
     ),
     "prime_rl.trainer.train": ("prime_rl.trainer.loop", "transformers.models.qwen3.modeling_qwen3"),
+    "tests.fit_main": ("transformers.models.qwen3.modeling_qwen3",),
     "benchmarks.selfcheck": ("benchmarks.selfcheck_replay", "transformers.models.qwen3.modeling_qwen3"),
 }
 

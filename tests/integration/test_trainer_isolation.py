@@ -16,7 +16,7 @@ import pytest
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import read_batch
 from prime_rl.trainer.runs import get_multi_run_manager
-from tests.budgets import in_full
+from tests.budgets import in_full, in_release
 from tests.isolation_support import (
     NUM_SAMPLES,
     NUM_STEPS,
@@ -85,7 +85,7 @@ def test_files_of_version_1_train_the_same(alone: dict[str, Adapter], tiny: Path
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("max_tokens", [*in_full(24, 4096), 100])
+@pytest.mark.parametrize("max_tokens", [*in_release(24), *in_full(4096), 100])
 def test_packed_rows_together_equal_padded_rows_alone(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path, max_tokens: int
 ) -> None:
@@ -180,7 +180,7 @@ def test_a_smaller_adapter_is_the_same_in_larger_slots(tiny: Path, tmp_path: Pat
     assert relative_difference(one, other) <= TOLERANCE
 
 
-@pytest.mark.parametrize("late", ["run_muon", *in_full("run_adamw", "run_sgd")])
+@pytest.mark.parametrize("late", ["run_muon", *in_full("run_adamw"), *in_release("run_sgd")])
 def test_a_neighbour_evicted_in_the_middle_of_its_batch_and_its_slot_used_again(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path, late: str
 ) -> None:

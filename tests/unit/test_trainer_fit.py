@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -45,7 +46,9 @@ from prime_rl.trainer.memory import (
 from scripts.outputs import OUTPUTS
 from tests.budgets import in_full, in_release
 from tests.daemons_support import ROOT
+from tests.patience import PATIENCE_S
 from tests.test_reference import check
+from tests.warm import warm
 
 # One worker measures each shape once.
 pytestmark = pytest.mark.xdist_group("fit")
@@ -442,6 +445,7 @@ def test_the_real_peak_of_a_whole_model_is_what_was_predicted(
 
 def real_peak(model: Path, tokens: int, runs: int, checkpoints: bool, host_copies: int = 0) -> int:
     """Bytes."""
-    argv = [sys.executable, "-m", "tests.fit_main", str(model)]
-    argv += map(str, (ROW_TOKENS, tokens, runs, checkpoints, host_copies))
-    return int(subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    argv = [str(model), *map(str, (ROW_TOKENS, tokens, runs, checkpoints, host_copies))]
+    done = warm("tests.fit_main").run(argv, env=os.environ, cwd=ROOT, timeout_s=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
