@@ -10,6 +10,7 @@ from textual.screen import ModalScreen
 
 from tests.tui_run_support import opened_run
 from tests.tui_support import build_workspace, opened_app, screen_text, settled, until
+from tui.widgets.header import KeyFooter
 
 
 def foot(app: App[None]) -> str:
@@ -30,6 +31,10 @@ async def test_no_key_at_the_foot_is_cut(tmp_path: Path) -> None:
 async def test_nor_under_a_dialog(tmp_path: Path) -> None:
     async with opened_app(build_workspace(tmp_path), size=(80, 24)) as (app, pilot):
         await until(pilot, lambda: foot(app).endswith("q Quit"), "the keys")
+        keys = list(app.screen.query_one(KeyFooter).children)
+        app.screen.refresh_bindings()
+        await settled(pilot)
+        assert list(app.screen.query_one(KeyFooter).children) == keys, "what is the same is not made again"
         await pilot.press("e")
         await until(pilot, lambda: isinstance(app.screen, ModalScreen), "the dialog")
         await settled(pilot)

@@ -345,8 +345,18 @@ class KeyFooter(Footer):
     def __init__(self) -> None:
         super().__init__(compact=True, show_command_palette=False)
 
+    def compose(self) -> ComposeResult:
+        """Yield the keys, and keep what they are made from."""
+        self._made_from = self._bindings_shown()
+        yield from super().compose()
+
+    def _bindings_shown(self) -> list[object]:
+        return [each[1:] for each in self.screen.active_bindings.values() if each.binding.show]
+
     async def recompose(self) -> None:
-        """Make the keys again, and forget their size, so that `watch_virtual_size` is called for an equal one too."""
+        """Make the keys again if they are others, and forget their size, so that `watch_virtual_size` is called."""
+        if self.is_attached and self.children and self._made_from == self._bindings_shown():
+            return
         await super().recompose()
         self.set_reactive(Widget.virtual_size, Size(0, 0))  # so the size of what is new is one that has changed
 
