@@ -26,10 +26,15 @@ def until_seen(condition: Callable[[], bool], what: str) -> None:
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S) -> None:
-    """Let the app work until `condition()` on a screen that has its widgets; fails naming `what`."""
+    """Let the app work until `condition()` on a screen that has its widgets; fails naming `what`.
+
+    What is long in coming is looked for less often.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
+    pause_s = 0.02
     # A pushed screen is the app's screen before it is composed.
     while not (all(screen.is_mounted for screen in pilot.app.screen_stack[-1:]) and condition()):
         assert loop.time() < deadline, f"timed out after {timeout_s} s waiting for {what}"
-        await pilot.pause(0.02)
+        await pilot.pause(pause_s)
+        pause_s = min(pause_s * 1.3, 0.1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 from textual.app import App
 from textual.pilot import Pilot
 
@@ -12,6 +15,8 @@ from tui.watcher import RunWatcher, WorkspaceWatcher
 WATCHING = (
     *("watch the workspace", "read the selected run", "read run_", "read the compared runs", "measure the machine"),
 )
+
+NUM_QUIET, QUIET_S = 3, 0.01  # how often in a row the app has nothing to do, and how long after each other it is asked
 
 
 def screen_text(app: App[None]) -> str:
@@ -25,7 +30,7 @@ def is_at_rest(app: App[None]) -> bool:
     if not app.is_running:
         return True
     screen = app.screen
-    if getattr(app, "_keys", ()) or screen._callbacks:
+    if not screen.is_mounted or getattr(app, "_keys", ()) or screen._callbacks:
         return False
     return all(pump._message_queue.empty() for pump in (app, *screen.walk_children(with_self=True)))
 
@@ -38,19 +43,21 @@ class PatientPilot(Pilot[None]):
     """
 
     async def press(self, *keys: str) -> None:
-        await super().press(*keys)
+        await self.app._press_keys(keys)
         await self.pause()
 
     async def pause(self, delay: float | None = None) -> None:
-        await super().pause(delay)
-        if delay is None:
-            looks: list[bool] = []
-
-            def is_quiet() -> bool:
-                looks.append(is_at_rest(self.app))
-                return looks[-2:] == [True, True]
-
-            await until(self, is_quiet, "the app to have nothing to do")
+        if delay is not None:
+            await super().pause(delay)
+            return
+        await self._wait_for_screen()
+        deadline = time.monotonic() + PATIENCE_S
+        num_quiet = 0
+        while num_quiet < NUM_QUIET:
+            assert time.monotonic() < deadline, f"after {PATIENCE_S} s the app still had something to do"
+            await asyncio.sleep(QUIET_S)
+            self.app.screen._on_timer_update()
+            num_quiet = num_quiet + 1 if is_at_rest(self.app) else 0
 
     async def _wait_for_screen(self, timeout: float = PATIENCE_S) -> bool:
         return await super()._wait_for_screen(timeout)
@@ -69,7 +76,18 @@ async def settled(pilot: Pilot[None], *, num_same: int = 5) -> None:
         at_work = [each for each in pilot.app.workers if not each.is_finished and not each.name.startswith(WATCHING)]
         if is_behind or at_work or not is_at_rest(pilot.app):
             seen.clear()
+            return False
         seen.append(screen_text(pilot.app))
         return len(seen) >= num_same and len(set(seen[-num_same:])) == 1
 
     await until(pilot, same, "a picture that stays")
+
+
+async def sees(app: App[None], pilot: Pilot[None], *words: str) -> None:
+    """Wait until all `words` stand on the screen at once."""
+
+    def are_there() -> bool:
+        drawn = screen_text(app)
+        return all(each in drawn for each in words)
+
+    await until(pilot, are_there, f"{words} on the screen")

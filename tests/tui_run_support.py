@@ -9,7 +9,7 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
-from tests.tui_support import opened_app, screen_text, until
+from tests.tui_support import opened_app, sees, until
 from tui.app import PrlApp
 from tui.readers.tabs import TABS
 from tui.screens.run import RunScreen
@@ -28,7 +28,6 @@ class Opened:
 
     async def press(self, *keys: str) -> None:
         await self.pilot.press(*keys)
-        await self.pilot.pause()
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         await until(self.pilot, condition, what)
@@ -39,8 +38,7 @@ class Opened:
         await self.until(lambda: self.screen.tab == name and name in self.screen.shown, f"the tab {name}")
 
     async def sees(self, *words: str) -> None:
-        for each in words:
-            await self.until(lambda each=each: each in screen_text(self.app), f"{each!r} on the screen")
+        await sees(self.app, self.pilot, *words)
 
 
 @asynccontextmanager

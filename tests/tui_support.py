@@ -35,6 +35,7 @@ from tests.patience import PATIENCE_S
 from tests.patience import until as until
 from tests.tui_pilot import PatientPilot
 from tests.tui_pilot import screen_text as screen_text
+from tests.tui_pilot import sees as sees
 from tests.tui_pilot import settled as settled
 from tui.app import PrlApp
 from tui.model.snapshot import Disk
