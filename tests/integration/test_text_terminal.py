@@ -5,10 +5,11 @@ Which those are is seen in a workspace of the same form with harmless text.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -61,16 +62,19 @@ class Recorder(Screen):
         super().feed(data)
 
 
-def on_a_terminal(module: str, *words: str) -> tuple[Terminal, Recorder]:
-    terminal = Terminal([sys.executable, "-m", module, *words], size=(200, 60))
-    recorder = Recorder(200, 60)
+SIZE = (160, 48)
+
+
+def on_a_terminal(*words: str) -> tuple[Terminal, Recorder]:
+    terminal = Terminal([sys.executable, *words], size=SIZE)
+    recorder = Recorder(*SIZE)
     terminal.screen = recorder
     return terminal, recorder
 
 
 def walk(output: OutputDir) -> str:
     """All that `prl-tui` writes while a person looks at every screen, and at every tab of some runs."""
-    terminal, recorder = on_a_terminal("tui", str(output.path))
+    terminal, recorder = on_a_terminal("-m", "tui", str(output.path))
 
     def sees(words: str) -> None:
         terminal.wait(lambda screen: re.search(words, screen.text()), words, timeout_s=PATIENCE_S)
@@ -106,12 +110,26 @@ def walk(output: OutputDir) -> str:
     return "".join(recorder.drawn)
 
 
-def printed(*words: str) -> str:
-    """All that a command of `prl` writes to a terminal."""
-    terminal, recorder = on_a_terminal("daemons.cli", *words)
+# Commands one after another in one interpreter, as their start is not what is looked at; with a line after each.
+END = "the end of a command"
+COMMANDS = f"""
+import json, sys
+from daemons.cli import run
+for words in json.loads(sys.argv[1]):
+    run(words)
+    sys.stderr.flush()
+    print({END!r}, flush=True)
+"""
+
+
+def printed(commands: Sequence[Sequence[str]]) -> list[str]:
+    """All that each of these commands of `prl` writes to a terminal."""
+    terminal, recorder = on_a_terminal("-c", COMMANDS, json.dumps(commands))
     with terminal:
-        wait_for(lambda: not terminal.read(0.1), f"{words} to end", timeout_s=PATIENCE_S)
-    return "".join(recorder.drawn)
+        wait_for(lambda: not terminal.read(0.1), f"{commands} to end", timeout_s=PATIENCE_S)
+    *drawn, rest = "".join(recorder.drawn).split(f"{END}\r\n")
+    assert rest == "" and len(drawn) == len(commands)
+    return drawn
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +192,9 @@ def reading() -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", reading(), ids=" ".join)
-def test_every_reading_command_in_a_terminal(attacked: Attacked, words: tuple[str, ...]) -> None:
-    drawn = printed(*words, "--output-dir", str(attacked.output.path))
-    assert kinds(drawn) <= {"CSI m", ascii("\r")}
-    assert "--json" not in words or kinds(drawn) <= {ascii("\r")}
-    assert len(drawn) > 20
+def test_every_reading_command_in_a_terminal(attacked: Attacked) -> None:
+    commands = [[*words, "--output-dir", str(attacked.output.path)] for words in reading()]
+    for words, drawn in zip(commands, printed(commands), strict=True):
+        assert kinds(drawn) <= {"CSI m", ascii("\r")}, words
+        assert "--json" not in words or kinds(drawn) <= {ascii("\r")}, words
+        assert len(drawn) > 20, words

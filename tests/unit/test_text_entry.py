@@ -50,8 +50,7 @@ WORD = "wherever"
 LONG = "megabyte"
 IN_TURN = [
     "csi",
-    "lines",
-    *in_full("markup", "bidi"),
+    *in_full("lines", "markup", "bidi"),
     *in_release(*(each for each in ATTACKS if each not in SOME_ATTACKS)),
 ]
 # Of some attacks nothing is left to be seen, and some files may not be as long as that.
