@@ -112,8 +112,14 @@ FORMS = {
 PICTURED = ("budget", "fork-refused", "sweep")
 
 
-@SIZES
-@pytest.mark.parametrize("form", [*PICTURED, *in_full(*(form for form in FORMS if form not in PICTURED))])
+@pytest.mark.parametrize(
+    ("form", "size"),
+    [
+        *((form, SMALL) for form in PICTURED),
+        *in_full(*((form, SMALL) for form in FORMS if form not in PICTURED), *((form, LARGE) for form in PICTURED)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
+)
 def test_form(snap_compare: Compare, app: PrlApp, form: str, size: tuple[int, int]) -> None:
     assert snap_compare(app, terminal_size=size, run_before=in_form(*FORMS[form]))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from textual.pilot import Pilot
 
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import NodeHealth
-from tests.budgets import in_full
+from tests.snapshots.test_tui_snapshots import LOOKS, Compare
 from tests.tui_pilot import PatientPilot
 from tests.tui_places_support import FakeProbe, busy, put_group, put_sweep
 from tests.tui_support import (
@@ -27,8 +26,6 @@ from tests.tui_support import (
 from tui.app import PrlApp
 from tui.screens.base import WorkspaceScreen
 
-Compare = Callable[..., bool]
-
 
 def dead_nodes(app: PrlApp) -> list[int]:
     """Their ranks. A look between the writes of two nodes finds more of them dead than there are."""
@@ -37,8 +34,7 @@ def dead_nodes(app: PrlApp) -> list[int]:
     return [row.rank for row in screen.snapshot.group.rows if row.health == NodeHealth.DEAD]
 
 
-@pytest.mark.parametrize("theme", ["prl-dark", *in_full("prl-light")])
-@pytest.mark.parametrize("size", [(80, 24), *in_full(((200, 50),))], ids=["80x24", "200x50"])
+@LOOKS
 @pytest.mark.parametrize(
     ("key", "words"),
     [("3", "87 %"), ("4", "node 3 is dead"), ("5", "dead: no heartbeat"), ("6", "★")],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,12 @@ from textual.pilot import Pilot
 from prime_rl.contract.layout import RunDir
 from tests.budgets import in_full
 from tests.rollouts_support import add_batches
+from tests.snapshots.test_tui_snapshots import LARGE, LOOKS, SMALL, Compare, Steps
 from tests.tui_run_support import RUN
 from tests.tui_support import add_history, build_workspace, frozen_clock, has_looked, roomy_disk, settled, until
 from tui.app import PrlApp
 from tui.readers.tabs import CHARTS, CONFIG, EVENTS, LOGS, ROLLOUTS, TABS
 from tui.screens.run import RunScreen
-
-SMALL, LARGE = (80, 24), (200, 50)
-Compare = Callable[..., bool]
-Steps = Callable[[Pilot[None]], Awaitable[None]]
 
 
 @pytest.fixture
@@ -56,8 +52,7 @@ def opened(tab: str, *keys: str, run_id: str = RUN, theme: str | None = None) ->
     return run
 
 
-@pytest.mark.parametrize("theme", ["prl-dark", *in_full("prl-light")])
-@pytest.mark.parametrize("size", [SMALL, *in_full((LARGE,))], ids=["80x24", "200x50"])
+@LOOKS
 @pytest.mark.parametrize("tab", TABS)
 def test_tab(snap_compare: Compare, app: PrlApp, size: tuple[int, int], tab: str, theme: str) -> None:
     assert snap_compare(app, terminal_size=size, run_before=opened(tab, theme=theme))

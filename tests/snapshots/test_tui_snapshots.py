@@ -25,6 +25,12 @@ from tui.app import PrlApp
 from tui.readers.machine import Finding
 
 SMALL, LARGE = (80, 24), (200, 50)
+# Each theme in the small terminal: what a large one shows more of has the colours of the rest.
+LOOKS = pytest.mark.parametrize(
+    ("size", "theme"),
+    [(SMALL, "prl-dark"), *in_full((SMALL, "prl-light"), (LARGE, "prl-dark"))],
+    ids=["80x24-prl-dark", "80x24-prl-light", "200x50-prl-dark"],
+)
 Compare = Callable[..., bool]
 Steps = Callable[[Pilot[None]], Awaitable[None]]
 
