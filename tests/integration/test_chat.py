@@ -25,6 +25,9 @@ from tests.integration.test_tui_tmux import Terminal
 from tests.patience import PATIENCE_S
 from tests.warm import warm
 
+# With the others that start servers of this engine: a worker loads it once.
+pytestmark = pytest.mark.xdist_group("server")
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:

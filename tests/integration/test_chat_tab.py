@@ -25,6 +25,9 @@ from tui.screens.compare import PickRuns
 from tui.screens.runs import RunsScreen
 from tui.widgets.chat_view import ChatTalk, ChatView
 
+# With the others that start servers of this engine: a worker loads it once.
+pytestmark = pytest.mark.xdist_group("server")
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
