@@ -113,9 +113,15 @@ async def test_evict_with_a_suggestion_and_cancel(workspace: OutputDir) -> None:
     assert RunDir(workspace.path / "run_queued-a").evicted.read_text() == ALWAYS[1]
 
 
-async def test_readmit_an_evicted_and_a_failed_run(workspace: OutputDir) -> None:
+async def test_readmit_an_evicted_and_a_failed_run_and_no_other(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, "run_done")
+        assert not app.screen.active_bindings["r"].enabled
+        await pilot.press("r")
         await select(app, pilot, "run_collapsed")
+        assert app.screen.active_bindings["r"].enabled
+        assert not app.screen.active_bindings["e"].enabled
+        assert entry_of(app) is None
         await pilot.press("r")
         assert (await outcome(app, pilot)).text == "run_collapsed: readmitted"
         assert not RunDir(workspace.path / "run_collapsed").evicted.exists()
@@ -126,22 +132,14 @@ async def test_readmit_an_evicted_and_a_failed_run(workspace: OutputDir) -> None
         assert word is None or word.state != "failed"
 
 
-async def test_readmit_is_grey_for_a_run_that_is_neither(workspace: OutputDir) -> None:
-    async with opened(workspace.path) as (app, pilot):
-        await select(app, pilot, "run_done")
-        assert not app.screen.active_bindings["r"].enabled
-        await pilot.press("r")
-        await select(app, pilot, "run_collapsed")
-        assert app.screen.active_bindings["r"].enabled
-        assert not app.screen.active_bindings["e"].enabled
-        assert entry_of(app) is None
-
-
 async def test_delete_says_what_goes_and_undo_brings_it_back(workspace: OutputDir) -> None:
     # The fixture's statuses name this very process, which would hold the run.
     RunDir(workspace.path / "run_done").status.unlink()
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_done")
+        await pilot.press("u")
+        words = "nothing to restore"
+        await until(pilot, lambda: any(words in notice.message for notice in app._notifications), words)
         await pilot.press("d")
         dialog = app.screen
         assert isinstance(dialog, DeleteDialog)
@@ -158,13 +156,6 @@ async def test_delete_says_what_goes_and_undo_brings_it_back(workspace: OutputDi
         await until(pilot, lambda: (workspace.path / "run_done").exists(), "the run to come back")
         await outcome(app, pilot, of="undelete run_done")
     assert audit(workspace) == [("delete", "run_done"), ("undelete", "run_done")]
-
-
-async def test_undo_with_an_empty_trash_says_so(workspace: OutputDir) -> None:
-    async with opened(workspace.path) as (app, pilot):
-        await pilot.press("u")
-        words = "nothing to restore"
-        await until(pilot, lambda: any(words in notice.message for notice in app._notifications), words)
 
 
 async def test_a_live_run_is_deleted_only_with_its_name_and_the_wait_is_shown(workspace: OutputDir) -> None:

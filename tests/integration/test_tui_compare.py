@@ -23,6 +23,7 @@ from tests.tui_support import (
     opened_app,
     orch_toml,
     screen_text,
+    sees,
     until,
     write_status,
 )
@@ -85,7 +86,7 @@ class Opened:
         await until(self.pilot, lambda: isinstance(self.app.screen, CompareScreen), "the list to close")
 
     async def sees(self, *words: str) -> None:
-        await until(self.pilot, lambda: all(word in screen_text(self.app) for word in words), str(words))
+        await sees(self.app, self.pilot, *words)
 
     async def told(self, words: str) -> None:
         await until(self.pilot, lambda: any(words in each.message for each in self.app._notifications), words)
@@ -97,7 +98,7 @@ class Opened:
 @asynccontextmanager
 async def opened(workspace: OutputDir, *, filtered: str = "") -> AsyncIterator[Opened]:
     """The screen, after the home screen got a filter, if there is one."""
-    async with opened_app(workspace, size=(120, 40)) as (app, pilot):
+    async with opened_app(workspace, size=(110, 30)) as (app, pilot):
         opened = Opened(app, pilot)
         if filtered:
             await opened.filter(filtered)
@@ -106,20 +107,19 @@ async def opened(workspace: OutputDir, *, filtered: str = "") -> AsyncIterator[O
         yield opened
 
 
-async def test_the_best_run_is_named_with_what_differs(workspace: OutputDir) -> None:
+async def test_the_best_run_is_named_with_what_differs_and_with_the_reason_if_it_collapsed_or_failed(
+    workspace: OutputDir,
+) -> None:
+    best = RunDir(workspace.path / BEST)
+    status = read_status(best.status, RunStatus)
+    assert status is not None
     async with opened(workspace, filtered="step=80") as o:
         await o.shows({BEST, SECOND, OTHER})
         await o.sees(f"best ★ {BEST}", "lr = 0.003")
         assert "environments" not in screen_text(o.app)
-
-
-async def test_a_best_run_that_collapsed_or_failed_has_its_star_with_the_reason(workspace: OutputDir) -> None:
-    best = RunDir(workspace.path / BEST)
-    status = read_status(best.status, RunStatus)
-    assert status is not None
-    status.signs = [Sign("reward_collapsed", 0.1, 0.9, 12)]
-    write_status(best.status, status, updated_at=status.updated_at)
-    async with opened(workspace, filtered="step=80") as o:
+        status.signs = [Sign("reward_collapsed", 0.1, 0.9, 12)]
+        write_status(best.status, status, updated_at=status.updated_at)
+        o.app.watcher.wake()
         await o.sees(f"▲ ★ {BEST}: reward collapsed: mean 0.1 over 10 batches, was 0.9 at best", "★▲━ ")
         best.evicted.write_text("the loss is not finite")
         o.app.watcher.wake()
@@ -262,25 +262,30 @@ async def test_a_sweep_of_six_is_told_apart_at_80_columns(tmp_path: Path) -> Non
         await home.sees("RESULT  LR      ", *(f"━ lr{each[2]}e…eed{each[-1]}" for each in words))
 
 
-@pytest.mark.parametrize("place", ["runs", "compare", "rollouts", "logs"])
-async def test_slash_begins_with_an_empty_line(workspace: OutputDir, place: str) -> None:
-    def typed() -> str | None:
-        return app.focused.value if isinstance(app.focused, Input) else None
-
+async def test_slash_begins_with_an_empty_line(workspace: OutputDir) -> None:
     async with opened_app(workspace) as (app, pilot):
-        if place == "compare":
-            await command(pilot, "compare")
-        elif place in TABS:
-            app.call_next(app.open_run, BEST)
-            await until(pilot, lambda: isinstance(app.screen, RunScreen) and "charts" in app.screen.shown, "the run")
-            screen = app.screen
-            assert isinstance(screen, RunScreen)
+
+        def typed() -> str | None:
+            return app.focused.value if isinstance(app.focused, Input) else None
+
+        async def begins_empty() -> None:
+            for text in ("hi", "lo"):
+                await pilot.press("slash")
+                await until(pilot, lambda: typed() is not None, "the line")
+                assert typed() == ""
+                await pilot.press(*text)
+                await until(pilot, lambda text=text: typed() == text, f"{text} alone")
+                await pilot.press("enter")
+
+        await begins_empty()
+        await command(pilot, "compare")
+        await until(pilot, lambda: isinstance(app.screen, CompareScreen), "compare")
+        await begins_empty()
+        app.call_next(app.open_run, BEST)
+        await until(pilot, lambda: isinstance(app.screen, RunScreen) and "charts" in app.screen.shown, "the run")
+        screen = app.screen
+        assert isinstance(screen, RunScreen)
+        for place in ("rollouts", "logs"):
             await pilot.press(str(TABS.index(place) + 1))
-            await until(pilot, lambda: place in screen.shown, place)
-        for text in ("high", "low"):
-            await pilot.press("slash")
-            await until(pilot, lambda: typed() is not None, "the line")
-            assert typed() == ""
-            await pilot.press(*text)
-            await until(pilot, lambda text=text: typed() == text, f"{text} alone")
-            await pilot.press("enter")
+            await until(pilot, lambda place=place: place in screen.shown, place)
+            await begins_empty()

@@ -18,7 +18,7 @@ from tests.tui_support import (
     opened_app,
     orch_toml,
     screen_text,
-    until,
+    sees,
     write_status,
 )
 from tui.app import PrlApp
@@ -44,13 +44,11 @@ FORBIDDEN = {chr(code) for code in CONTROL} | set("\u202e\u2066\u200b\ufeff\u206
 SEEN = "zero<U+200B>width <U+FEFF +1> joined<U+200D> <U+E0041> tag x<U+FE0F>"
 
 
-opened = partial(opened_app, size=(200, 100))
+opened = partial(opened_app, size=(200, 70))
 
 
 async def check(app: PrlApp, pilot: Pilot[None], *seen: str) -> None:
-    for words in seen:
-        await until(pilot, lambda words=words: words in screen_text(app), f"{words!r} on the screen")
-    await pilot.pause()
+    await sees(app, pilot, *seen)
     assert not FORBIDDEN & set(screen_text(app))
 
 

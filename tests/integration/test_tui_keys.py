@@ -77,7 +77,7 @@ async def test_moving_with_letters_and_arrows(workspace: OutputDir) -> None:
             assert table(app).selected_id == ids[place], key
 
 
-async def test_enter_opens_and_esc_and_q_go_back(workspace: OutputDir) -> None:
+async def test_enter_opens_and_esc_and_q_go_back_and_q_quits(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
         for back in ("escape", "q"):
             await pilot.press("j", "enter")
@@ -85,6 +85,9 @@ async def test_enter_opens_and_esc_and_q_go_back(workspace: OutputDir) -> None:
             assert isinstance(app.screen, RunScreen) and app.screen.run_id == table_id(app)
             await pilot.press(back)
             await until(pilot, lambda: isinstance(app.screen, RunsScreen), "home")
+        await pilot.press("q")
+        await until(pilot, lambda: not app.is_running, "the end")
+        assert app.return_code == 0
 
 
 def table_id(app: PrlApp) -> str | None:
@@ -126,8 +129,15 @@ async def test_sort_goes_through_every_column_both_ways_and_the_cursor_stays_on_
         assert shown_ids(app) == sorted(shown_ids(app))
 
 
-async def test_the_cursor_stays_on_its_run_when_others_come_and_go(workspace: OutputDir) -> None:
+async def test_new_metrics_change_the_row_and_the_cursor_stays_on_its_run_when_others_come_and_go(
+    workspace: OutputDir,
+) -> None:
     async with opened(workspace.path) as (app, pilot):
+        before = cell_text(table(app), "run_reverse-lr1e-3", "reward")
+        with RunDir(workspace.path / "run_reverse-lr1e-3").orchestrator_metrics.open("a") as file:
+            file.write('{"step": 43, "reward/mean": 0.111}\n')
+        await until(pilot, lambda: "0.111" in cell_text(table(app), "run_reverse-lr1e-3", "reward"), "the new reward")
+        assert "0.111" not in before
         await pilot.press("j", "j", "j")
         chosen = table(app).selected_id
         add_run(workspace, "run_a-new", toml=orch_toml())
@@ -135,15 +145,6 @@ async def test_the_cursor_stays_on_its_run_when_others_come_and_go(workspace: Ou
         await until(pilot, lambda: "run_a-new" in shown_ids(app), "the new run")
         await until(pilot, lambda: "run_sort-rank16" not in shown_ids(app), "the other to go")
         assert table(app).selected_id == chosen
-
-
-async def test_new_metrics_change_the_row(workspace: OutputDir) -> None:
-    async with opened(workspace.path, size=(160, 30)) as (app, pilot):
-        before = cell_text(table(app), "run_reverse-lr1e-3", "reward")
-        with RunDir(workspace.path / "run_reverse-lr1e-3").orchestrator_metrics.open("a") as file:
-            file.write('{"step": 43, "reward/mean": 0.111}\n')
-        await until(pilot, lambda: "0.111" in cell_text(table(app), "run_reverse-lr1e-3", "reward"), "the new reward")
-        assert "0.111" not in before
 
 
 async def test_a_sign_of_life_that_changes_nothing_repaints_nothing(workspace: OutputDir) -> None:
@@ -183,17 +184,15 @@ async def test_a_run_becomes_lost_as_time_passes(workspace: OutputDir) -> None:
         )
 
 
-async def test_help_and_daemons_open_scroll_and_close(workspace: OutputDir) -> None:
+async def test_help_and_daemons_open_scroll_and_close_and_help_begins_at_the_keys_of_the_screen(
+    workspace: OutputDir,
+) -> None:
     async with opened(workspace.path, size=(80, 24)) as (app, pilot):
         for key, screen in (("question_mark", HelpScreen), ("P", SystemScreen)):
             await pilot.press(key)
             assert isinstance(app.screen, screen)
             await pilot.press("j", "k", key)
             assert isinstance(app.screen, RunsScreen)
-
-
-async def test_help_begins_at_the_keys_of_the_screen(workspace: OutputDir) -> None:
-    async with opened(workspace.path, size=(80, 24)) as (app, pilot):
 
         def top() -> list[str]:
             return [line.strip(" │▁▂▃▄▅▆▇█") for line in screen_text(app).splitlines()[1:4]]
@@ -263,13 +262,6 @@ async def test_ctrl_c_quits_and_says_so(workspace: OutputDir) -> None:
         await pilot.press("ctrl+c")
         await until(pilot, lambda: not app.is_running, "the end")
         assert app.return_code == 130
-
-
-async def test_q_quits(workspace: OutputDir) -> None:
-    async with opened(workspace.path) as (app, pilot):
-        await pilot.press("q")
-        await until(pilot, lambda: not app.is_running, "the end")
-        assert app.return_code == 0
 
 
 async def test_an_empty_workspace_says_what_to_do(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from textual.pilot import Pilot
 from textual.screen import Screen
 from textual.widgets import Input, OptionList
 
@@ -22,7 +21,7 @@ from tests.tui_support import (
     command,
     frozen_clock,
     opened_app,
-    screen_text,
+    sees,
     until,
     write_status,
 )
@@ -46,12 +45,7 @@ def workspace(tmp_path: Path) -> OutputDir:
     return output
 
 
-opened = partial(opened_app, size=(120, 40), monotonic=frozen_clock, make_probe=lambda path: FakeProbe())
-
-
-async def sees(app: PrlApp, pilot: Pilot[None], *words: str) -> None:
-    for each in words:
-        await until(pilot, lambda each=each: each in screen_text(app), f"{each!r}")
+opened = partial(opened_app, size=(120, 30), monotonic=frozen_clock, make_probe=lambda path: FakeProbe())
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from tui.screens.runs import RunsScreen
 from tui.widgets.runs_table import RunsTable
 
 QUEUED = "run_queued-a"
-opened = partial(opened_app, clock=time.time, size=(120, 40))
+opened = partial(opened_app, clock=time.time)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,11 @@ async def test_a_command_acts_on_the_runs_that_it_names(workspace: OutputDir) ->
         await pilot.press("escape")
         await typed(app, pilot, "diff run_queued-b run_upper")
         await until(pilot, lambda: "runs diff run_queued-b run_upper" in screen_text(app), "the difference")
+        await pilot.press("escape", "1")
+        await select(app, pilot, QUEUED)
+        await typed(app, pilot, "diff run_done")
+        await until(pilot, lambda: f"prl runs diff {QUEUED} run_done" in screen_text(app), "the differences")
+        assert "max_steps" in screen_text(app) and "result" in screen_text(app)
     assert not RunDir(workspace.path / QUEUED).paused.exists()
 
 
@@ -144,22 +149,10 @@ async def test_pause_many_and_continue_them_by_command(workspace: OutputDir) -> 
         await until(pilot, lambda: not any(run.paused.exists() for run in runs), "the end of both")
 
 
-async def test_a_finished_run_tells_why_it_cannot_be_paused_and_is_not_evicted(workspace: OutputDir) -> None:
-    async with opened(workspace.path) as (app, pilot):
-        await select(app, pilot, "run_done")
-        assert not app.screen.active_bindings["e"].enabled
-        why = "run_done: cannot be paused: it is finished and has no slot"
-        await pilot.press("z")
-        await until(pilot, lambda: told(app) == [why], "the reason")
-        await typed(app, pilot, "pause")
-        await until(pilot, lambda: told(app) == [why, why], "the reason again")
-        assert entry_of(app) is None and isinstance(app.screen, RunsScreen)
-
-
 # Of a run by its state: the acts that do nothing to it, and what tells so after its id.
 IDLE_ACTS = {
     "run_done": {
-        "pause": "cannot be paused: it is finished",
+        "pause": "cannot be paused: it is finished and has no slot",
         "evict": "already finished",
         "readmit": "is finished: only",
         "continue": "not paused",
@@ -168,8 +161,8 @@ IDLE_ACTS = {
     "run_typo": {"pause": "cannot be paused: it is invalid", "readmit": "is invalid: only"},
     "run_crashed": {"pause": "cannot be paused: it has failed"},
     QUEUED: {"readmit": "is stopped: only"},
-    "run_queued-b": {"pause": "already paused", "readmit": "is paused: only"},
 }
+PAUSED = "run_queued-b"
 ACT_KEYS = {"pause": "z", "evict": "e", "readmit": "r"}
 
 
@@ -177,42 +170,52 @@ def told(app: PrlApp) -> list[str]:
     return [each.message for each in app._notifications]
 
 
-async def test_each_act_tells_why_it_does_nothing_by_command(workspace: OutputDir) -> None:
-    """Of the run that the command names, whatever the state of the run under the cursor."""
-    RunDir(workspace.path / "run_queued-b").paused.write_text("later")
-    expected: list[str] = []
+async def test_each_act_tells_why_it_does_nothing_by_command_and_by_key(workspace: OutputDir) -> None:
+    """By command of the run that it names, whatever the state of the run under the cursor."""
     async with opened(workspace.path) as (app, pilot):
-        for run_id, acts in IDLE_ACTS.items():
-            for act, why in acts.items():
-                expected.append(f"{run_id}: {why}")
-                await typed(app, pilot, f"{act} {run_id}")
-                await until(pilot, lambda: len(told(app)) == len(expected), expected[-1])
-        assert all(line.startswith(start) for line, start in zip(told(app), expected, strict=True)), told(app)
-        assert entry_of(app) is None and isinstance(app.screen, RunsScreen)
 
+        async def tells(why: str) -> None:
+            await until(pilot, lambda: len(told(app)) == 1, why)
+            assert told(app)[0].startswith(why), told(app)
+            app.clear_notifications()
 
-async def test_each_act_tells_why_it_does_nothing_by_key(workspace: OutputDir) -> None:
-    expected: list[str] = []
-    async with opened(workspace.path) as (app, pilot):
         for run_id, acts in IDLE_ACTS.items():
             await select(app, pilot, run_id)
-            for act in ACT_KEYS.keys() & acts.keys() if run_id != "run_queued-b" else ():
-                expected.append(f"{run_id}: {acts[act]}")
+            for act in ACT_KEYS.keys() & acts.keys():
                 assert not app.screen.active_bindings[ACT_KEYS[act]].enabled
                 await pilot.press(ACT_KEYS[act])
-                await until(pilot, lambda: len(told(app)) == len(expected), expected[-1])
-        assert all(line.startswith(start) for line, start in zip(told(app), expected, strict=True)), told(app)
+                await tells(f"{run_id}: {acts[act]}")
         await select(app, pilot, "run_done")
         await pilot.press("space")
         await select(app, pilot, "run_collapsed")
         await pilot.press("space", "e")
-        await until(pilot, lambda: told(app)[-1].endswith("so nothing was changed; and 1 more"), "why of both")
+        await until(pilot, lambda: told(app)[-1:] != [], "why of both")
+        assert told(app)[0].endswith("so nothing was changed; and 1 more")
+        await pilot.press("escape")
+        app.clear_notifications()
+        RunDir(workspace.path / PAUSED).paused.write_text("later")
+        for run_id, acts in {**IDLE_ACTS, PAUSED: {"pause": "already paused", "readmit": "is paused: only"}}.items():
+            for act, why in acts.items():
+                await typed(app, pilot, f"{act} {run_id}")
+                await tells(f"{run_id}: {why}")
+        await select(app, pilot, "run_done")
+        await typed(app, pilot, "pause")
+        await tells("run_done: cannot be paused: it is finished and has no slot")
         assert entry_of(app) is None and isinstance(app.screen, RunsScreen)
 
 
 async def test_weight_is_checked_at_its_field_and_set(workspace: OutputDir) -> None:
+    """To remove what is not there changes nothing, and a mistake is told."""
+    path = RunDir(workspace.path / QUEUED).orch_toml
+    before = path.read_text()
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, QUEUED)
+        await typed(app, pilot, "set weight")
+        await until(pilot, lambda: any("expected KEY=VALUE" in each for each in told(app)), "why")
+        assert entry_of(app) is None
+        await typed(app, pilot, "set budget.max_hours=null")
+        assert (await outcome(app, pilot)).text == f"{QUEUED}: has these values already"
+        assert path.read_text() == before
         await pilot.press("w")
         dialog = await form(app, pilot)
         field = dialog.query_one("#weight", Input)
@@ -222,7 +225,7 @@ async def test_weight_is_checked_at_its_field_and_set(workspace: OutputDir) -> N
         field.value = "2"
         await checked(dialog, pilot, "share of the trainer")
         await pilot.press("enter")
-        entry = await outcome(app, pilot)
+        entry = await outcome(app, pilot, of="weight=2")
         assert entry.command.startswith(f"prl runs set {QUEUED} weight=2")
         table = app.screen_stack[1].query_one(RunsTable)
         await until(pilot, lambda: "weight 2" in cell_text(table, QUEUED, "note"), "the weight in the table")
@@ -230,25 +233,6 @@ async def test_weight_is_checked_at_its_field_and_set(workspace: OutputDir) -> N
         await until(pilot, lambda: "weight 3" in cell_text(table, QUEUED, "note"), "the other weight")
     config = load_toml(RunDir(workspace.path / QUEUED).orch_toml)
     assert (config["weight"], config["tags"]) == (3, ["a", "b"])
-
-
-@pytest.mark.slow
-async def test_a_mistake_in_a_set_is_told(workspace: OutputDir) -> None:
-    async with opened(workspace.path) as (app, pilot):
-        await select(app, pilot, QUEUED)
-        await typed(app, pilot, "set weight")
-        await until(pilot, lambda: any("expected KEY=VALUE" in each.message for each in app._notifications), "why")
-        assert entry_of(app) is None
-
-
-async def test_to_remove_what_is_not_there_changes_nothing(workspace: OutputDir) -> None:
-    path = RunDir(workspace.path / QUEUED).orch_toml
-    before = path.read_text()
-    async with opened(workspace.path) as (app, pilot):
-        await select(app, pilot, QUEUED)
-        await typed(app, pilot, "set budget.max_hours=null")
-        assert (await outcome(app, pilot)).text == f"{QUEUED}: has these values already"
-    assert path.read_text() == before
 
 
 @pytest.mark.slow
@@ -458,14 +442,6 @@ async def test_what_starts_from_one_run_refuses_several(workspace: OutputDir, ke
         await until(pilot, lambda: not isinstance(app.screen, RunsScreen), "the form for the run under the cursor")
 
 
-async def test_diff_tells_what_differs(workspace: OutputDir) -> None:
-    async with opened(workspace.path) as (app, pilot):
-        await select(app, pilot, QUEUED)
-        await typed(app, pilot, "diff run_done")
-        await until(pilot, lambda: f"prl runs diff {QUEUED} run_done" in screen_text(app), "the differences")
-        assert "max_steps" in screen_text(app) and "result" in screen_text(app)
-
-
 @pytest.mark.slow
 async def test_a_run_offers_its_chosen_checkpoint_and_tells_its_budget(workspace: OutputDir) -> None:
     run = add_history(workspace, "run_collapsed")
@@ -475,7 +451,7 @@ async def test_a_run_offers_its_chosen_checkpoint_and_tells_its_budget(workspace
     workspace.run_usage(run.run_id).write_text(
         '{"version":1,"run_id":"run_collapsed","day":"2026-09-21","life":"one","work_s":3600}\n'
     )
-    async with opened(workspace.path) as (app, pilot):
+    async with opened(workspace.path, size=(120, 30)) as (app, pilot):
         await select(app, pilot, "run_collapsed")
         await pilot.press("enter", "5")
         await until(pilot, lambda: "◌ partial" in screen_text(app), "the checkpoints")
