@@ -159,17 +159,29 @@ async def test_runs_are_grouped_by_tag_and_a_group_opens_with_its_best_first(wor
 
 
 @pytest.mark.slow
-async def test_a_run_of_the_list_opens(workspace: OutputDir) -> None:
+async def test_a_run_opens_and_smoothing_grouping_and_metric_are_chosen_by_key_list_and_command(
+    workspace: OutputDir,
+) -> None:
     async with opened(workspace) as o:
         await o.choose(OTHER)
         await o.pilot.press("enter")
         await until(o.pilot, lambda: isinstance(o.app.screen, RunScreen), "the run's screen")
         assert isinstance(o.app.screen, RunScreen) and o.app.screen.run_id == OTHER
-
-
-@pytest.mark.slow
-async def test_what_groups_and_what_is_compared_are_picked_from_lists(workspace: OutputDir) -> None:
-    async with opened(workspace) as o:
+        await o.pilot.press("escape")
+        await until(o.pilot, lambda: isinstance(o.app.screen, CompareScreen), "the runs compared")
+        before = o.screen.request.view.smoothing
+        seen = []
+        for _ in SMOOTHINGS:
+            await o.pilot.press("s")
+            seen.append(o.screen.request.view.smoothing)
+        assert seen[-1] == before and set(seen) == set(SMOOTHINGS)
+        await command(o.pilot, "metric entr")
+        await o.sees("entropy")
+        assert o.screen.request.metric == "entropy", "by a part of its name"
+        await command(o.pilot, "metric no-such")
+        await o.told("metric 'no-such' not found")
+        await command(o.pilot, "group r")
+        await o.told("grouping 'r' is ambiguous")
         await o.pick("b", "optim.lr")
         await o.sees("by optim.lr")
         await o.pick("m", "grad_norm")
@@ -177,28 +189,6 @@ async def test_what_groups_and_what_is_compared_are_picked_from_lists(workspace:
         assert o.screen.request.metric == "grad_norm" and o.screen.chart.border_title is not None
         await o.pick("m", "")
         assert o.screen.request.metric == "grad_norm", "escape changes nothing"
-
-
-@pytest.mark.slow
-async def test_a_command_takes_a_part_of_a_name_and_tells_of_a_wrong_one(workspace: OutputDir) -> None:
-    async with opened(workspace) as o:
-        await command(o.pilot, "metric grad")
-        await o.sees("grad_norm")
-        await command(o.pilot, "metric no-such")
-        await o.told("metric 'no-such' not found")
-        await command(o.pilot, "group r")
-        await o.told("grouping 'r' is ambiguous")
-
-
-@pytest.mark.slow
-async def test_smoothing_goes_round(workspace: OutputDir) -> None:
-    async with opened(workspace) as o:
-        before = o.screen.request.view.smoothing
-        seen = []
-        for _ in SMOOTHINGS:
-            await o.pilot.press("s")
-            seen.append(o.screen.request.view.smoothing)
-        assert seen[-1] == before and set(seen) == set(SMOOTHINGS)
 
 
 @pytest.mark.slow
@@ -269,7 +259,7 @@ async def test_slash_begins_with_an_empty_line(workspace: OutputDir) -> None:
             return app.focused.value if isinstance(app.focused, Input) else None
 
         async def begins_empty() -> None:
-            for text in ("hi", "lo"):
+            for text in "hl":
                 await pilot.press("slash")
                 await until(pilot, lambda: typed() is not None, "the line")
                 assert typed() == ""

@@ -54,8 +54,16 @@ async def test_tabs_by_number_letter_and_arrow(workspace: OutputDir) -> None:
 
 
 @pytest.mark.slow
-async def test_a_tab_that_is_asked_for_while_they_are_made_is_opened(workspace: OutputDir) -> None:
+async def test_a_tab_is_opened_that_is_asked_for_while_they_are_made_or_before_a_late_focus(
+    workspace: OutputDir,
+) -> None:
     async with opened_run(workspace.path) as o:
+        before = o.screen.charts
+        o.screen.action_tab(TABS.index("checkpoints"))
+        await o.until(lambda: "checkpoints" in o.screen.shown, "the tab")
+        before.post_message(DescendantFocus(before))
+        await o.pilot.pause()
+        assert o.screen.tab == "checkpoints", "the tab before does not come back"
         o.app.open_run(RUN)
         screen = o.app.screen
         assert isinstance(screen, RunScreen) and screen is not o.screen
@@ -63,17 +71,6 @@ async def test_a_tab_that_is_asked_for_while_they_are_made_is_opened(workspace: 
         await o.until(lambda: "checkpoints" in screen.shown, "the tab")
         await o.pilot.pause()
         assert screen.tab == "checkpoints" and "charts" not in screen.shown
-
-
-@pytest.mark.slow
-async def test_a_focus_that_comes_late_does_not_bring_the_tab_before_back(workspace: OutputDir) -> None:
-    async with opened_run(workspace.path) as o:
-        before = o.screen.charts
-        o.screen.action_tab(TABS.index("checkpoints"))
-        await o.until(lambda: "checkpoints" in o.screen.shown, "the tab")
-        before.post_message(DescendantFocus(before))
-        await o.pilot.pause()
-        assert o.screen.tab == "checkpoints"
 
 
 async def test_only_the_open_tab_is_read(workspace: OutputDir) -> None:
@@ -85,14 +82,18 @@ async def test_only_the_open_tab_is_read(workspace: OutputDir) -> None:
 
 @pytest.mark.slow
 async def test_escape_and_q_lead_back(workspace: OutputDir) -> None:
-    for key in ("escape", "q"):
-        async with opened_run(workspace.path) as o:
-            await o.press(key)
-            await o.until(lambda o=o: isinstance(o.app.screen, RunsScreen), "home")
+    async with opened_run(workspace.path) as o:
+        await o.press("escape")
+        await o.until(lambda: isinstance(o.app.screen, RunsScreen), "home")
+        o.app.call_next(o.app.open_run, RUN)
+        await o.until(lambda: isinstance(o.app.screen, RunScreen), "the run again")
+        await o.press("q")
+        await o.until(lambda: isinstance(o.app.screen, RunsScreen), "home")
 
 
 @pytest.mark.slow
-async def test_all_charts_have_room_on_a_large_screen(workspace: OutputDir) -> None:
+async def test_all_charts_have_room_on_a_large_screen_and_obey_cursor_and_mouse(workspace: OutputDir) -> None:
+    """The cursor shows the values of one step in every chart; the mouse points, chooses and maximises."""
     async with opened_run(workspace.path, size=(200, 50)) as o:
         charts, grid = o.screen.charts.charts, o.screen.charts.grid
         with_values = [title(chart).split("  ")[0] for chart in charts if chart.data.has_values]
@@ -103,6 +104,32 @@ async def test_all_charts_have_room_on_a_large_screen(workspace: OutputDir) -> N
         await o.until(lambda: len({chart.region.y for chart in charts}) == 4, "four rows of three")
         await o.until(lambda: all(grid.region.contains_region(chart.region) for chart in charts), "room for all")
         await o.sees("█ gener… ", "▓ envir… ", "▒ policy ")
+        view = o.screen.charts
+        reward, loss = view.charts[:2]
+        await o.press("l")
+        assert "at 1" in title(reward) and "at 1" in title(loss)
+        assert "│" in drawn(reward)
+        await o.press("right", "l", "shift+right", "left", "shift+left", "shift+right", "shift+left")
+        assert view.cursor == 2
+        curve = reward.data.curves[0]
+        step = curve.at(2)
+        assert step is not None and f"{curve.values[step]:.3f}" in title(reward)
+        await o.sees("at step 2")
+        await o.press("escape")
+        assert view.cursor is None and "at" not in title(reward) and o.app.screen is o.screen
+        await o.press("h")
+        assert view.cursor == 42, "from the right end"
+        await o.press("escape")
+        assert view.cursor is None
+        chart = view.charts[1]
+        await o.pilot.hover(chart, offset=(40, 5))
+        await o.until(lambda: view.cursor is not None, "the cursor under the mouse")
+        assert "at " in title(view.charts[0])
+        await o.pilot.click(chart, offset=(40, 5))
+        assert view.chosen == 1 and chart.has_class("-chosen")
+        await o.pilot.click(chart, offset=(40, 5), times=2)
+        await o.until(lambda: view.is_maximised, "the chart maximised")
+        assert [each for each in view.charts if each.display] == [chart]
 
 
 @pytest.mark.slow
@@ -130,41 +157,6 @@ async def test_charts_grow_while_open(workspace: OutputDir) -> None:
         with RunDir(workspace.path / RUN).orchestrator_metrics.open("a") as file:
             file.write('{"step": 43, "reward/mean": 0.123}\n')
         await o.until(lambda: "0.123" in title(o.screen.charts.charts[0]), "the new point")
-
-
-@pytest.mark.slow
-async def test_the_cursor_shows_the_values_of_one_step_in_every_chart(workspace: OutputDir) -> None:
-    async with opened_run(workspace.path, size=(200, 50)) as o:
-        view = o.screen.charts
-        reward, loss = view.charts[:2]
-        await o.press("l")
-        assert "at 1" in title(reward) and "at 1" in title(loss)
-        assert "│" in drawn(reward)
-        await o.press("right", "l", "shift+right", "left", "shift+left", "shift+right", "shift+left")
-        assert view.cursor == 2
-        curve = reward.data.curves[0]
-        step = curve.at(2)
-        assert step is not None and f"{curve.values[step]:.3f}" in title(reward)
-        await o.sees("at step 2")
-        await o.press("escape")
-        assert view.cursor is None and "at" not in title(reward) and o.app.screen is o.screen
-        await o.press("h")
-        assert view.cursor == 42, "from the right end"
-
-
-@pytest.mark.slow
-async def test_the_mouse_points_chooses_and_maximises(workspace: OutputDir) -> None:
-    async with opened_run(workspace.path, size=(200, 50)) as o:
-        view = o.screen.charts
-        chart = view.charts[1]
-        await o.pilot.hover(chart, offset=(40, 5))
-        await o.until(lambda: view.cursor is not None, "the cursor under the mouse")
-        assert "at " in title(view.charts[0])
-        await o.pilot.click(chart, offset=(40, 5))
-        assert view.chosen == 1 and chart.has_class("-chosen")
-        await o.pilot.click(chart, offset=(40, 5), times=2)
-        await o.until(lambda: view.is_maximised, "the chart maximised")
-        assert [each for each in view.charts if each.display] == [chart]
 
 
 @pytest.mark.slow
