@@ -46,7 +46,7 @@ def opened(tab: str, *keys: str, run_id: str = RUN, theme: str | None = None) ->
         await until(pilot, lambda: tab in screen.shown, f"the tab {tab}")
         for key in keys:
             await pilot.press(key)
-            await settled(pilot)
+            await settled(pilot, num_same=2)
         await settled(pilot)
 
     return run
@@ -72,14 +72,20 @@ def test_small(snap_compare: Compare, app: PrlApp, tab: str, keys: tuple[str, ..
     assert snap_compare(app, terminal_size=SMALL, run_before=opened(tab, *keys))
 
 
-@pytest.mark.parametrize("size", [SMALL, *in_full((LARGE,))], ids=["80x24", "200x50"])
+GROUP = ("v", "n", "t", "t")
+
+
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "size"),
     [
-        ("v", "n", "t", "t"),
-        *in_full((("slash", *"again reward>0.5", "enter", "v", "t"),), (("v", "v", "less_than_sign"),)),
+        (GROUP, SMALL),
+        *in_full(
+            (GROUP, LARGE),
+            (("slash", *"again reward>0.5", "enter", "v", "t"), SMALL),
+            (("v", "v", "less_than_sign"), SMALL),
+        ),
     ],
-    ids=["group", "found", "rewards"],
+    ids=["group-80x24", "group-200x50", "found-80x24", "rewards-80x24"],
 )
 def test_rollouts_with_their_tokens(
     snap_compare: Compare, app: PrlApp, size: tuple[int, int], keys: tuple[str, ...]
