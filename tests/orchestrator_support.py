@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tomli_w
 import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -23,7 +24,6 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import mark_stable, staged_dir
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
 from prime_rl.contract.served import BASE_WEIGHTS, LOGPROBS_HEADER, WEIGHTS_HEADER, parse_adapter_name
-from prime_rl.inference.sharing import ReadWriteLock
 from prime_rl.orchestrator.client import Endpoint, ServerClient
 from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, Split
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler
@@ -41,6 +41,20 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Token ids of the specials come first, then one id a byte.
 IM_END = 2
 FIRST_BYTE = len(SPECIALS)
+
+
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orchestrators of this process find at once what they look for every other second."""
+    for interval in (
+        "guard.MIN_LOOK_S",
+        "guard.MAX_LOOK_S",
+        "orchestrator.MAX_LOOK_S",
+        "policy.RESTORE_RETRY_S",
+        "pool.LOOK_EVERY_S",
+        "publication.LEASE_POLL_S",
+        "scheduler.LOAD_RETRY_S",
+    ):
+        monkeypatch.setattr(f"prime_rl.orchestrator.{interval}", 0.02)
 
 
 def make_model(folder: Path) -> Path:
@@ -125,7 +139,8 @@ class FakeInference:
         self.weights = BASE_WEIGHTS
         self.logprob: float | None = -0.5
         self.logprobs_mode: str | None = None
-        self._weights_lock = ReadWriteLock()
+        self._between = asyncio.Condition()  # held while the weights change, which no completion lives through
+        self._num_completing = 0
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.num_unknown = 0
         self.num_loads = 0
@@ -193,8 +208,14 @@ class FakeInference:
         if path == "/v1/unload_lora_adapter":
             return (200, "ok") if self.adapters.pop(body["lora_name"], None) else (404, _error("no such adapter"))
         if path == "/v1/completions":
-            with await self._weights_lock.enter():
+            async with self._between:
+                self._num_completing += 1
+            try:
                 return await self._complete(body)
+            finally:
+                self._num_completing -= 1
+                async with self._between:
+                    self._between.notify_all()
         if path in ("/update_weights", "/reload_weights"):
             return await self._change_weights(Path(body["weight_dir"]) if body else None)
         return 404, _error("no such route")
@@ -202,7 +223,8 @@ class FakeInference:
     async def _change_weights(self, folder: Path | None) -> tuple[int, Any]:
         if folder is not None and not (folder / "STABLE").exists():
             return 400, _error(f"{folder} is not complete")
-        async with self._weights_lock.alone(PATIENCE_S):
+        async with self._between:
+            await self._between.wait_for(lambda: not self._num_completing)
             self.num_loads += 1
             self.weights = "/".join(folder.parts[-3:]) if folder is not None else BASE_WEIGHTS
         return 200, {"weights": self.weights}

@@ -35,6 +35,7 @@ from tests.orchestrator_support import (
     write_toml,
 )
 from tests.patience import PATIENCE_S
+from tests.warm import warm
 
 ROOT = Path(__file__).parents[2]
 MAX_RESIDENT_BYTES = 120e6
@@ -217,14 +218,8 @@ def test_an_orchestrator_on_another_machine_is_known_by_its_heartbeat(tmp_path: 
 def test_wrong_use_is_one_line_and_exit_code_2(tmp_path: Path, argv: list[str], message: str) -> None:
     run = make_run(tmp_path)
     write_toml(run, config_data(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", *argv],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    orchestrator = warm("prime_rl.orchestrator.orchestrator")
+    done = orchestrator.run(argv, env=os.environ, cwd=tmp_path, timeout_s=PATIENCE_S)
     assert done.returncode == 2
     assert message in done.stderr and len(done.stderr.splitlines()) == 1
     assert not run.status.exists()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import subprocess
-import sys
+import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -544,26 +544,29 @@ def tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-HOLD = (
-    "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-    "from prime_rl.inference.vllm.server import private_tmp\n"
-    "with private_tmp() as folder:\n"
-    "    (folder / 'left').touch(); print(folder, flush=True); sys.stdin.read()\n"
-)
-
-
 def test_a_private_folder_goes_with_its_process_or_at_the_next_start(tmp: Path) -> None:
     with private_tmp() as folder:
         assert folder.parent == tmp and folder.stat().st_mode & 0o777 == 0o700
         (folder / "socket").touch()
     assert list(tmp.iterdir()) == []
-    command = [sys.executable, "-c", HOLD, str(tmp)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed:
-        assert killed.stdout is not None
-        held = Path(killed.stdout.readline().strip())
+    reading, writing = os.pipe()
+    if (owner := os.fork()) == 0:
+        try:
+            with private_tmp() as folder:
+                (folder / "left").touch()
+                os.write(writing, os.fsencode(folder))
+                signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        held = Path(os.fsdecode(os.read(reading, 4096)))
         with private_tmp():
             assert (held / "left").exists(), "its owner lives"
-        killed.kill()
+    finally:
+        os.kill(owner, signal.SIGKILL)
+        os.waitpid(owner, 0)
+        os.close(reading)
+        os.close(writing)
     (tmp / "other").mkdir()
     assert held.exists() and held.name.startswith(PREFIX)
     with private_tmp() as folder:

@@ -6,9 +6,8 @@ import asyncio
 import json
 import os
 import socket
-import subprocess
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,13 @@ from starlette.types import ASGIApp
 
 from prime_rl.configs.inference import InferenceConfig, VllmConfig
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.notes import Item, WorkNote
 from prime_rl.contract.status import InferenceStatus, StatusWriter, read_status
+from prime_rl.inference.embedded import server as embedded_server
 from prime_rl.inference.embedded.server import ChatRequest, CompletionRequest, parsed
 from prime_rl.inference.guard import MAX_BODY_BYTES, ApiError, Guard, confined_adapter
 from prime_rl.inference.serve import WINDOW_S, EngineReporter, ServerContext, Snapshot, serve
-from prime_rl.inference.server import base_url, bind, check_model, read_api_key
+from prime_rl.inference.server import base_url, bind, check_model, main, read_api_key
 from prime_rl.inference.vllm.server import command_line, environment, round_rank, server_arguments
 from prime_rl.utils.runtime import StartError, is_loopback
 from prime_rl.utils.secrets import handed_over
@@ -335,25 +336,27 @@ def test_what_the_config_itself_sets_cannot_be_set_twice() -> None:
         server_arguments(config, max_model_len=64, on_cpu=True)
 
 
-MAIN = """
-import os, pathlib, sys, types
-from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.notes import Item, WorkNote
-from prime_rl.inference import server
-from prime_rl.utils.runtime import StartError
-
-def run(context):
-    held = [each.resolve().name for each in pathlib.Path("/proc/self/fd").iterdir()]
+def tell_and_end(context: ServerContext) -> None:
+    """In the place of an engine."""
+    held = [each.resolve().name for each in Path("/proc/self/fd").iterdir()]
     print(context.api_key, any("memfd" in each for each in held), "PRL_API_KEY_FILE" in os.environ, flush=True)
     WorkNote(OutputDir(context.config.output_dir).replica_work(1)).write([Item("run_a", "served run_a@v1")])
     if context.config.log.level == "error":
         raise StartError("the engine has failed")
 
-engine = types.ModuleType("prime_rl.inference.embedded.server")
-engine.run = run
-sys.modules[engine.__name__] = engine
-sys.exit(server.main(sys.argv[1:]))
-"""
+
+def become_server(flags: Sequence[str], environ: Mapping[str, str], out: Path) -> None:
+    """The server's command in this process, which has loaded it. Never returns."""
+    code = 99
+    try:
+        os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
+        sys.stdout = os.fdopen(1, "w")
+        os.environ.clear()
+        os.environ.update(environ)
+        embedded_server.run = tell_and_end
+        code = main(flags)
+    finally:
+        os._exit(code)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="keys are in files without a name on Linux only")
@@ -366,8 +369,9 @@ def test_a_server_holds_no_open_key_and_one_that_was_stopped_leaves_no_run_to_bl
     model.mkdir()
     (model / "config.json").write_text("{}")
     flags = {"output_dir": output.path, "model.name": model, "port": 0, "replica": 1, "log.level": level}
-    command = [sys.executable, "-c", MAIN, *(f"--{name}={value}" for name, value in flags.items())]
-    with handed_over({**os.environ, "PRL_API_KEY": "k"}, ["PRL_API_KEY"]) as (environ, fds):
-        done = subprocess.run(command, env=environ, pass_fds=fds, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (code, "k False False\n"), done.stderr
+    with handed_over({**os.environ, "PRL_API_KEY": "k"}, ["PRL_API_KEY"]) as (environ, _):
+        if (pid := os.fork()) == 0:
+            become_server([f"--{name}={value}" for name, value in flags.items()], environ, tmp_path / "out")
+        found = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert (found, (tmp_path / "out").read_text()) == (code, "k False False\n")
     assert output.replica_work(1).exists() is bool(code)

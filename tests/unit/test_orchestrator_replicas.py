@@ -17,7 +17,16 @@ from prime_rl.contract.status import LOST_AFTER_S, InferenceStatus, StatusWriter
 from prime_rl.orchestrator.pool import InferenceClient, Replicas, Standing
 from prime_rl.orchestrator.publication import AdapterPublication, connect
 from prime_rl.utils.process import ProcessId
-from tests.orchestrator_support import FakeInference, make_model, make_run, publish, run_config, serving, until
+from tests.orchestrator_support import (
+    FakeInference,
+    look_often,
+    make_model,
+    make_run,
+    publish,
+    run_config,
+    serving,
+    until,
+)
 from tests.unit.test_orchestrator_pool import completions, sample
 
 
@@ -42,7 +51,8 @@ class Place:
 
 
 @pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
+async def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
+    look_often(monkeypatch)
     async with AsyncExitStack() as stack:
         yield Place(tmp_path, stack)
 

@@ -25,6 +25,7 @@ from tests.orchestrator_support import (
     FIRST_BYTE,
     FakeInference,
     config_data,
+    look_often,
     make_model,
     make_run,
     publish,
@@ -76,7 +77,8 @@ class Workspace:
 
 
 @pytest.fixture
-async def workspace(tmp_path: Path) -> AsyncIterator[Workspace]:
+async def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Workspace]:
+    look_often(monkeypatch)
     model = make_model(tmp_path / "model")
     fake = FakeInference(model)
     async with serving(fake) as url:
@@ -133,6 +135,7 @@ async def test_a_stopped_run_goes_on_at_the_next_example(workspace: Workspace, t
     task = workspace.start(max_steps=6, max_async_level=1)
     publish(workspace.run, 1)
     await workspace.until_waiting_on("policy version 2 (have 1)")
+    await until(lambda: 3 in list_rollout_steps(workspace.run), "batch 3, which may be generated with version 1")
     workspace.stopped = True
     assert await asyncio.wait_for(task, PATIENCE_S) == 0
     assert workspace.status.state == "stopped" and workspace.fake.adapters == {}

@@ -25,6 +25,7 @@ from tests.orchestrator_support import (
     FakeInference,
     TalkEnv,
     connected,
+    look_often,
     make_model,
     make_run,
     make_worker,
@@ -38,6 +39,11 @@ from tests.patience import PATIENCE_S
 from tests.ports import free_port
 
 UPDATE, RELOAD = "/update_weights", "/reload_weights"
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_often(monkeypatch)
 
 
 @pytest.fixture
