@@ -99,7 +99,13 @@ def _fields(kind: type[msgspec.Struct]) -> SearchStrategy[dict[str, Any]]:
     optional = few.flatmap(lambda names: st.fixed_dictionaries({name: own[name] for name in names}))
     other = _mostly(st.just({}), st.dictionaries(st.sampled_from(OTHER_FIELDS), _anything(), max_size=1), 5)
     whole = st.fixed_dictionaries(required)
+    if "max_tokens" in own:  # without it a request takes all the room of the model, and a server the time for that
+        whole = st.builds(dict.__or__, whole, _mostly(_few_tokens(own["max_tokens"]), st.just({}), 8))
     return st.builds(lambda *parts: {k: v for part in parts for k, v in part.items()}, whole, optional, other)
+
+
+def _few_tokens(drawn: SearchStrategy[Any]) -> SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({"max_tokens": _mostly(st.integers(1, 8), drawn, 8)})
 
 
 def _of(kind: inspect.Type) -> SearchStrategy[Any]:
