@@ -14,6 +14,7 @@ import time
 import uuid
 from typing import Any
 
+import httpx._transports.default
 import psutil
 import pytest
 import typer.main
@@ -34,6 +35,8 @@ gc.disable()
 
 # Each call of `prl` within this process would make the tree of all its commands again.
 typer.main.get_command = functools.cache(typer.main.get_command)
+# Each client of HTTP would read the authorities of TLS again: 30 ms.
+httpx._transports.default.create_ssl_context = functools.cache(httpx._transports.default.create_ssl_context)
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

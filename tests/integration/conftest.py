@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # torch, which most of the tests here do without
 from tests.daemons_support import Prl, fake_workspace, stopped
 from tests.fork_runner import Runner, runner
 from tests.system_support import (
+    SMALL,
     Workspace,
     build_base_model,
     build_number_model,
@@ -43,13 +44,13 @@ def _once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[P
 
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Knows the form of the tasks."""
-    return _once(tmp_path_factory, "base", build_base_model)
+    """Knows the form of the tasks; small, so that all that is done with it takes a part of the time."""
+    return _once(tmp_path_factory, "base", lambda folder: build_base_model(folder, **SMALL))
 
 
 @pytest.fixture(scope="session")
 def untaught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same after two steps: its answers are noise, and it is made in a third of the time."""
+    """One of the usual shape after two steps: its answers are noise."""
     return _once(tmp_path_factory, "untaught", lambda folder: build_base_model(folder, num_steps=2))
 
 

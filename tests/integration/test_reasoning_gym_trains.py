@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from prime_rl.contract.samples import Sample, read_samples
 from prime_rl.contract.types import read_batch
 from tests.system_support import Workspace, closed, make_workspace, read_metrics
 
-reasoning_gym = pytest.importorskip("reasoning_gym", reason="not installed: a part of it needs a C compiler")
-
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="not installed: a part of it needs a C compiler"),
+]
 NUM_STEPS, BATCH_SIZE, NUM_EVAL, NUM_TRAIN, SEED = 5, 8, 2, 20, 7
 # Settings of each family, and a question with its answer that shows which form counts.
 FAMILIES: dict[str, tuple[dict[str, int], str, str]] = {
@@ -88,6 +90,8 @@ def own_score(dataset: Any, sample: Sample) -> float:
 
 @pytest.mark.release
 def test_three_families_train_and_the_recorded_scores_are_the_librarys_own(pretrained_workspace: Workspace) -> None:
+    import reasoning_gym  # it takes a second, and no other test here needs it
+
     workspace = pretrained_workspace
     workspace.up()
     for family in FAMILIES:
