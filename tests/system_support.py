@@ -18,6 +18,7 @@ import psutil
 from daemons import cli
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.utils.process import StopFlag
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
 from tests.warm import warm
@@ -78,23 +79,25 @@ port = {port}
 """
 
 
-# `python -m prime_rl.base_model`, of another shape; what it has learned is measured with two words: nobody reads it.
-MAKE = """
-import functools, sys
-from prime_rl.base_model import __main__, teach
-teach.NUM_WORDS = 2
-__main__.Recipe = functools.partial(__main__.Recipe, **{shape})
-sys.exit(__main__.main(sys.argv[1:]))
-"""
 # It learns in a quarter of the time what the usual shape has learned after 30 steps.
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "batch_size": 16}
 
 
 def build_base_model(folder: Path, num_steps: int = 100, **shape: int) -> Path:
-    """A base model as `prl make-base` makes it, trained for a few steps only; `shape` differs from the usual one."""
-    script = MAKE.format(shape=shape)
-    command = [sys.executable, "-c", script, "--out", str(folder), "--steps", str(num_steps), "--num-threads", "1"]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    """A base model as `prl make-base` makes it, trained for a few steps only; `shape` differs from the usual one.
+
+    In this process, which has loaded torch. What it has learned is measured with two words: nobody reads it.
+    """
+    import pytest
+    import torch
+
+    from prime_rl.base_model import __main__, teach
+
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(teach, "NUM_WORDS", 2)
+        __main__.make(folder, __main__.Recipe(num_steps=num_steps, num_threads=1, **shape), StopFlag())
+    torch.use_deterministic_algorithms(is_deterministic)
     return folder
 
 

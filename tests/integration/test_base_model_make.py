@@ -21,14 +21,18 @@ from prime_rl.utils.process import StopFlag
 from prime_rl.utils.tasks import TASKS, similarity, split_of
 from tests.budgets import in_release
 from tests.patience import PATIENCE_S
+from tests.warm import warm
 
 COMMAND = [sys.executable, "-m", "prime_rl.base_model"]
 NUM_STEPS = 2
 
 
 def make_base(out: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, "--out", str(out), "--num_threads", "1", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return prl_make_base("--out", str(out), "--num_threads", "1", *args)
+
+
+def prl_make_base(*args: str) -> subprocess.CompletedProcess[str]:
+    return warm("prime_rl.base_model.__main__").run(args, env=os.environ, cwd=Path.cwd(), timeout_s=PATIENCE_S)
 
 
 def make(out: Path) -> Path:
@@ -185,7 +189,7 @@ def check_refused(done: subprocess.CompletedProcess[str], words: str) -> None:
 
 def test_wrong_use() -> None:
     for args, words in ((["--step", "3", "--out", "x"], "did you mean 'steps'"), ([], "out: required, but missing")):
-        done = subprocess.run([*COMMAND, *args], capture_output=True, text=True, check=False)
+        done = prl_make_base(*args)
         assert done.returncode == 2
         assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr
 

@@ -20,9 +20,11 @@ import pytest
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, read_status
+from tests.budgets import in_release
 from tests.inference_support import RunningServer, error_of, spawn, start, unread_request, write_config
 from tests.page_attacks import answered, ask
 from tests.patience import PATIENCE_S
+from tests.warm import warm
 
 MAX_WAITING = 256
 
@@ -40,15 +42,14 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
     try:
         yield running
     finally:
-        running.stop()
+        if running.process.poll() is None:
+            running.stop()
 
 
-def run_to_end(config: Path, env: dict[str, str] | None = None) -> tuple[int, str]:
+def run_to_end(config: Path) -> tuple[int, str]:
     """Exit code and standard error of a server that does not come up."""
-    command = [sys.executable, "-m", "prime_rl.inference.server", "@", str(config)]
-    done = subprocess.run(
-        command, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    server = warm("prime_rl.inference.server")
+    done = server.run(["@", str(config)], env=os.environ, cwd=Path.cwd(), timeout_s=PATIENCE_S)
     assert done.stdout == ""
     return done.returncode, done.stderr
 
@@ -102,7 +103,7 @@ def test_only_the_chosen_engine_is_imported(model: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, *in_release(signal.SIGINT)])
 def test_a_signal_while_the_model_is_loaded_ends_the_server(signum: int, model: Path, tmp_path: Path) -> None:
     config = write_config(
         tmp_path / "i.toml", output_dir=str(tmp_path), port=0, model={"name": str(model)}, num_threads=1
@@ -176,19 +177,6 @@ def metric(server: RunningServer, name: str) -> int:
     return int(float(next(line.split()[1] for line in lines if line.startswith(f"{name} "))))
 
 
-@pytest.mark.slow
-def test_requests_in_flight_end_with_an_error_that_says_why(model: Path, tmp_path: Path) -> None:
-    server = start("embedded", model, tmp_path)
-    body = {"prompt": [[5]] * 32, "max_tokens": 250, "n": 256, "ignore_eos": True}  # minutes of work
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(server.post, "/v1/completions", **body)
-        wait_for(lambda: num_running(server) > 0, "the request to run", timeout_s=PATIENCE_S)
-        assert server.stop() == 0
-        response = pending.result()
-    assert response.status_code == 503 and "shutdown" in response.json()["error"]["message"]
-    assert "Traceback" not in server.log.read_text()
-
-
 def test_a_client_that_goes_away_frees_its_rows(server: RunningServer) -> None:
     with unread_request(server, prompt=[5], max_tokens=250, n=200, ignore_eos=True):
         wait_for(lambda: num_running(server) > 0, "the rows to run", timeout_s=PATIENCE_S)
@@ -246,3 +234,16 @@ def test_status_shows_rows_that_run_and_wait(server: RunningServer) -> None:
             timeout_s=PATIENCE_S,
         )
     wait_for(lambda: status().num_running == 0 == status().num_waiting, "the rows to be free", timeout_s=PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_requests_in_flight_end_with_an_error_that_says_why(server: RunningServer) -> None:
+    """The last test of this server."""
+    body = {"prompt": [5], "max_tokens": 250, "n": 256, "ignore_eos": True}  # minutes of work
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(server.post, "/v1/completions", **body)
+        wait_for(lambda: num_running(server) > 0, "the request to run", timeout_s=PATIENCE_S)
+        assert server.stop() == 0
+        response = pending.result()
+    assert response.status_code == 503 and "shutdown" in response.json()["error"]["message"]
+    assert "Traceback" not in server.log.read_text()
