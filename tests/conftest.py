@@ -21,7 +21,7 @@ import typer.main
 from hypothesis import HealthCheck, settings
 
 from tests.budgets import examples
-from tests.warm import close_all
+from tests.warm import close_all, fork_parents
 
 pytest_plugins = ["tests.durations"]
 
@@ -139,6 +139,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # triton reports what is not collected at the end
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """In each process that runs tests: pytest has set nothing for a test of its own yet."""
+    if not session.config.option.collectonly:
+        fork_parents()
 
 
 @pytest.hookimpl(trylast=True)

@@ -110,6 +110,12 @@ _fixtures: dict[str, float] = {}
 _depth = 0
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart() -> None:
+    """What is forked from now on counts."""
+    _own_group()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> Iterator[None]:
     """Takes the cost of a shared fixture out of the test that happens to need it first."""

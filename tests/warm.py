@@ -18,6 +18,7 @@ import importlib
 import inspect
 import io
 import json
+import logging
 import math
 import os
 import select
@@ -61,7 +62,8 @@ def _of_the_interpreter(env: Mapping[str, str]) -> dict[str, str]:
 class Warm:
     """The parent of forks of one module, from outside."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, *, is_forked: bool = False) -> None:
+        """`is_forked`: it is one of this process, which has loaded what takes long, instead of a new interpreter."""
         self.module = module
         self._interpreter = _of_the_interpreter(os.environ)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -69,9 +71,15 @@ class Warm:
         env = {name: value for name, value in os.environ.items() if not name.startswith("PRL_") or name == MARK}
         command = [sys.executable, "-m", "tests.warm", module, str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen(
-                command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
+            if not is_forked:
+                started = subprocess.Popen(
+                    command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                )
+                self._wait: Callable[[], object] = started.wait
+            elif (pid := os.fork()) == 0:
+                _start_anew(module, theirs, env)
+            else:
+                self._wait = functools.partial(os.waitpid, pid, 0)
 
     def suits(self, env: Mapping[str, str]) -> bool:
         """Whether a fork with this environment does what a new interpreter would."""
@@ -128,7 +136,7 @@ class Warm:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait()
+        self._wait()
 
 
 class Started:
@@ -216,6 +224,38 @@ def warm(module: str) -> Warm:
     if module not in _parents:
         _parents[module] = Warm(module)
     return _parents[module]
+
+
+def fork_parents() -> None:
+    """Before any test has run in this process: fork the parents that would load what it has loaded."""
+    for module in LATER if "torch" in sys.modules else ():
+        _parents[module] = Warm(module, is_forked=True)
+
+
+def _start_anew(module: str, requests: socket.socket, env: Mapping[str, str]) -> None:
+    """What `python -m tests.warm` does, in a fork of the tests, of which it keeps the modules alone. Never returns."""
+    try:
+        atexit._clear()
+        os.environ.clear()
+        os.environ.update(env)
+        os.chdir(ROOT)
+        path = [str(ROOT), *(each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each)]
+        sys.path[:] = [*path, *(each for each in sys.path if each not in ("", *path))]
+        sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+        threading.excepthook = threading.__excepthook__
+        logging.root.handlers.clear()
+        # Who holds the files of the tests open would keep others waiting for their end.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd").exists() else ():
+            if int(name) not in (1, 2, requests.fileno(), nothing):
+                with contextlib.suppress(OSError):  # that of the list itself
+                    os.fstat(int(name))
+                    os.dup2(nothing, int(name))
+        serve(module, requests)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def close_all() -> None:

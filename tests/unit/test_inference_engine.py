@@ -33,7 +33,7 @@ from tests.inference_support import greedy, make_adapter, make_model
 from tests.patience import PATIENCE_S
 
 PROMPT = [5, 6, 7]
-LONG = 400
+LONG = 160
 ENDLESS = 10**9
 T = TypeVar("T")
 
