@@ -126,7 +126,7 @@ def test_it_learns_and_a_killed_server_gets_the_newest_weights_again(whole_works
     workspace.up()
     source = write_run(workspace)
     wrong = workspace.prl("runs", "add", str(source), "--set", "model.lora.rank=4", check=False)
-    assert wrong.returncode == 1 and "add the run to a workspace with adapters" in wrong.stderr
+    assert wrong.returncode == 2 and "add the run to a workspace with adapters" in wrong.stderr
     workspace.prl("runs", "add", str(source))
     # Looked at without `prl`, which takes as long as some of the few steps that are left.
     run = workspace.run_dir("run_a")
