@@ -284,7 +284,7 @@ def _become(main: Callable[..., int | None], request: dict[str, Any], fds: Seque
         sys.stderr = io.TextIOWrapper(
             io.BufferedWriter(io.FileIO(2, "w", closefd=False)), "utf-8", "backslashreplace", line_buffering=True
         )
-        sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+        vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
         sys.argv[1:] = request["args"]
         code = main(*([request["args"]] if inspect.signature(main).parameters else [])) or 0
     except SystemExit as end:
