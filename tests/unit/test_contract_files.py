@@ -46,6 +46,12 @@ from tests.patience import PATIENCE_S
 T = TypeVar("T")
 
 
+def only_here(patched: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """`patched` in this thread; those that other tests have left, such as heartbeats, do as ever."""
+    here = threading.get_ident()
+    return lambda *args, **options: (patched if threading.get_ident() == here else real)(*args, **options)
+
+
 def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     contents = {b"a" * 200_000, b"b" * 300_000}
@@ -77,7 +83,7 @@ def test_a_failed_write_keeps_the_old_content_and_leaves_nothing(
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", only_here(full, os.fsync))
     with pytest.raises(OSError, match="No space"):
         write_atomic(path, "new")
     assert path.read_text() == "old"
@@ -127,8 +133,8 @@ def test_staged_dir_appears_when_the_disk_has_every_file_of_it(tmp_path: Path, m
         calls.append("rename")
         rename(source, target, **at)
 
-    monkeypatch.setattr(os, "fsync", watched_sync)
-    monkeypatch.setattr(os, "rename", watched_rename)
+    monkeypatch.setattr(os, "fsync", only_here(watched_sync, os.fsync))
+    monkeypatch.setattr(os, "rename", only_here(watched_rename, os.rename))
     with staged_dir(tmp_path / "step_1") as staged:
         (staged / "weights").write_text("w")
         (staged / "inner").mkdir()
@@ -259,7 +265,7 @@ def test_a_folder_that_is_moved_away_while_it_is_removed_takes_nobody_elsewhere(
         (ours / "step_1" / "inner").rename(others / "moved")
         unlink(name, dir_fd=dir_fd)
 
-    monkeypatch.setattr(os, "unlink", moved)
+    monkeypatch.setattr(os, "unlink", only_here(moved, os.unlink))
     with pytest.raises(OSError, match="was moved while it was removed"):
         remove(ours / "step_1")
     assert sorted(os.listdir(others)) == ["inner", "moved"]
@@ -277,7 +283,7 @@ def test_what_others_remove_at_the_same_time_ends_no_removal(tmp_path: Path, mon
             shutil.rmtree(other) if other.is_dir() else other.unlink()
         unlink(name, dir_fd=dir_fd)
 
-    monkeypatch.setattr(os, "unlink", by_two)
+    monkeypatch.setattr(os, "unlink", only_here(by_two, os.unlink))
     remove(tmp_path / "run_a")
     assert os.listdir(tmp_path) == []
 
@@ -303,8 +309,8 @@ def test_what_a_failed_write_left_is_removed_with_the_next_in_its_folder_and_no_
         raise OSError(30, "Read-only file system")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", no_more)
-        patch.setattr(os, "unlink", no_more)
+        patch.setattr(os, "rename", only_here(no_more, os.rename))
+        patch.setattr(os, "unlink", only_here(no_more, os.unlink))
         with pytest.raises(OSError, match="Read-only"):
             write_atomic(ours / "paused.txt", "x")
     (left,) = os.listdir(ours)
@@ -330,7 +336,7 @@ def test_a_staging_folder_that_others_may_write_into_is_refused(
     if how == "of another owner" and os.geteuid() != 0:
         pytest.skip("only root can give a folder away")
     (tmp_path / "broadcast").mkdir()
-    monkeypatch.setattr(os, "mkdir", replaced)
+    monkeypatch.setattr(os, "mkdir", only_here(replaced, os.mkdir))
     with pytest.raises(FileRefused, match="was replaced while it was made"), staged_dir(tmp_path / "broadcast/step_1"):
         raise AssertionError("nothing may be written there")
     assert os.listdir(tmp_path / "broadcast") == []
@@ -347,7 +353,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypat
             file.write(b"y" * 2)
         return found
 
-    monkeypatch.setattr(os, "fstat", grows)
+    monkeypatch.setattr(os, "fstat", only_here(grows, os.fstat))
     with pytest.raises(FileRefused, match="has 11 bytes, expected at most 10"):
         read_file(path, limit=10)
 

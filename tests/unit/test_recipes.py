@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from daemons.cli import app
 from daemons.demo import REPORT, SYSTEM_FILE
 from daemons.specs import write_component_configs
-from daemons.up_and_down import SHARE, _numbers
+from daemons.up_and_down import _numbers
 from prime_rl.base_model import __main__ as make_base
 from prime_rl.configs.base import build, load_config, load_toml, merge
 from prime_rl.configs.system import SystemConfig
@@ -129,7 +129,7 @@ def test_the_figures_are_those_of_prl_fit(row: str) -> None:
     if told[SHARE_OF_GPU] == NOT_SHARED:
         del told[SHARE_OF_GPU]
     else:
-        assert _numbers(answer, True)[SHARE] == 0.9, "the most that prl up gives"
+        assert _numbers(answer, SHARE_OF_GPU)[SHARE_OF_GPU] == 0.9, "the most that prl up gives"
     assert told == {name: f"{answer[name]:.2f}" for name in told}
 
 
