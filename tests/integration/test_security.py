@@ -131,8 +131,9 @@ from pathlib import Path
 from prime_rl.orchestrator.envs.base import Example, Outcome
 
 HOPPER = '''
-import os
+import os, time
 while True:
+    time.sleep(0.002)  # far quicker than anyone looks, and the other processes of the machine have a core too
     if os.fork():
         os._exit(0)
     os.setsid()

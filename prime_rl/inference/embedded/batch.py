@@ -129,12 +129,12 @@ class BatchParams:
             used.update(_PENALTIES)
         ends = [(*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)) for p in params]
         # A greedy row reports the logprobs of the unscaled distribution.
-        self.temperature_R1 = torch.tensor([[p.temperature or 1.0] for p in params], device=device)
-        self.greedy_R = torch.tensor([p.temperature == 0 for p in params], device=device)
+        self.temperature_R1 = sent(torch.tensor([[p.temperature or 1.0] for p in params]), device)
+        self.greedy_R = sent(torch.tensor([p.temperature == 0 for p in params]), device)
         self.any_random = any(p.temperature for p in params)
         self.num_top_logprobs = max(p.top_logprobs for p in params)
-        self.settings = {name: torch.tensor(values[name], device=device)[:, None] for name in used}
-        self.num_tokens_R1 = torch.tensor([[len(token_ids)] for token_ids in completions], device=device)
+        self.settings = {name: sent(torch.tensor(values[name]), device)[:, None] for name in used}
+        self.num_tokens_R1 = sent(torch.tensor([[len(token_ids)] for token_ids in completions]), device)
         self.ends_RV = counted(ends) > 0 if "min_tokens" in used else None
         self.prompt_RV = counted(prompts) > 0 if penalizes else None
         self.counts_RV = counted(completions) if penalizes else None
@@ -218,9 +218,9 @@ def _narrowed(scaled_RV: Tensor, params: BatchParams) -> Tensor:
 
 def _draw(logprobs_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
     """Invert the distribution function at `uniforms`; float64, so that rare tokens keep their probability."""
-    cdf_RV = logprobs_RV.double().exp().cumsum(dim=-1)
+    cdf_RV = logprobs_RV.double().exp_().cumsum_(dim=-1)
     # 52 bits: the largest number times any total stays below that total after rounding.
-    threshold_R = torch.tensor(uniforms, dtype=torch.float64, device=cdf_RV.device) * cdf_RV[:, -1]
+    threshold_R = sent(torch.tensor(uniforms, dtype=torch.float64), cdf_RV.device) * cdf_RV[:, -1]
     # In a row of NaN nothing is above the threshold.
     return torch.searchsorted(cdf_RV, threshold_R[:, None], right=True)[:, 0].clamp(max=cdf_RV.shape[1] - 1)
 
@@ -546,8 +546,8 @@ class Batch:
             num_vocabulary=self._served.num_logits,
             device=device,
         )
-        ids_R = torch.tensor([(row.token_ids or row.prompt_ids)[-1] for row in rows], device=device)
-        lengths_R = torch.tensor(lengths, device=device)
+        ids_R = sent(torch.tensor([(row.token_ids or row.prompt_ids)[-1] for row in rows]), device)
+        lengths_R = sent(torch.tensor(lengths), device)
         columns_C = torch.arange(max(lengths) + SPARE_COLUMNS, device=device)
         # All or nothing: what raises above can be tried again with other rows.
         self._mask_RC = columns_C >= max(lengths) - lengths_R[:, None]
