@@ -15,7 +15,7 @@ define CHECK_PYTHON
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-gpu lock demo test test-slow test-release test-all coverage test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs docs-check wheel clean
+.PHONY: help install install-test install-gpu lock demo test test-slow test-release test-all coverage test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode gpu-check screenshots docs docs-check wheel clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -95,6 +95,9 @@ screenshots: install-test ## pictures of prl-tui for the documents, from a demo 
 bench-multinode: install-test ## what the barriers of a group cost; the supervisor of 1,000 nodes with 5,000 runs
 	@$(BIN)/python -m benchmarks.run multinode
 	@$(BIN)/python -m benchmarks.supervisor_scale
+
+gpu-check: ## what this machine's GPU does, beside what is asked of one, in eight minutes; on a CPU, to try it, with TINY=1
+	@$(BIN)/python -m benchmarks.gpu $(if $(TINY),--tiny) $(ARGS)
 
 docs: install-test ## the site of the documents, into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

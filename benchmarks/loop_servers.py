@@ -49,6 +49,7 @@ def server(
     max_adapters: int = 2,
     rank: int = 8,
     num_threads: int | None = None,
+    num_seqs: int = NUM_SEQS,
     vllm: dict[str, Any] | None = None,
 ) -> Iterator[str]:
     """A server with room for `max_adapters` adapters of `rank`; the value is its URL."""
@@ -58,7 +59,7 @@ def server(
         "engine": engine,
         "port": 0,
         "num_threads": num_threads or os.cpu_count() or 1,
-        "max_num_seqs": NUM_SEQS,
+        "max_num_seqs": num_seqs,
         "max_concurrent_runs": max_adapters,
         "max_versions_per_run": 1,
         "model": {"name": str(model), "max_model_len": 512, "lora": {"rank": rank}},

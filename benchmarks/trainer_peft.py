@@ -30,6 +30,7 @@ class PeftTrainer:
         base: PreTrainedModel | None = None,
         rank: int = RANK,
         checkpoints: bool = False,
+        max_tokens: int = MAX_TOKENS,
     ) -> None:
         base = bench_model() if base is None else base
         config = LoraConfig(
@@ -39,6 +40,10 @@ class PeftTrainer:
             base.train()  # without it transformers checkpoints nothing; no layer of these models has dropout
             base.gradient_checkpointing_enable({"use_reentrant": False})
             base.enable_input_require_grads()
+        self._max_tokens = max_tokens
+        self._device = torch.device(base.device)
+        # Products of the float32 adapters of a base in 16 bits are in 16 bits too, as ours.
+        self._autocast = {"dtype": torch.bfloat16, "enabled": base.dtype == torch.bfloat16}
         self._model = get_peft_model(base, config, adapter_name="0")
         for number in range(1, num_adapters):
             self._model.add_adapter(str(number), config)
@@ -60,7 +65,7 @@ class PeftTrainer:
     def _step(self, number: int, samples: Sequence[SampleColumns]) -> None:
         self._model.set_adapter(str(number))
         rows = rows_of(0, samples)
-        per_pass = max(1, MAX_TOKENS // rows[0].num_tokens)
+        per_pass = max(1, self._max_tokens // rows[0].num_tokens)
         for start in range(0, len(rows), per_pass):
             self._pass(rows[start : start + per_pass])
         torch.nn.utils.clip_grad_norm_(self._params[number], MAX_NORM)
@@ -70,7 +75,7 @@ class PeftTrainer:
     def _pass(self, rows: Sequence[Row]) -> None:
         batch = Rows.of(to_micro_batch(rows))
         ids_RT, columns_K, mask_RK, mu_RK, advantages_R1, temperatures_R, scales_R = (
-            torch.from_numpy(array)
+            torch.from_numpy(array).to(self._device)
             for array in (
                 batch.token_ids_RT,
                 batch.columns_K,
@@ -81,7 +86,8 @@ class PeftTrainer:
                 batch.scales_R,
             )
         )
-        logits_RKV = self._model(input_ids=ids_RT, use_cache=False, logits_to_keep=columns_K - 1).logits
+        with torch.autocast(self._device.type, **self._autocast):
+            logits_RKV = self._model(input_ids=ids_RT, use_cache=False, logits_to_keep=columns_K - 1).logits
         all_logprobs_RKV = torch.log_softmax(logits_RKV.float() / temperatures_R[:, None, None], dim=-1)
         logprobs_RK = all_logprobs_RKV.gather(-1, ids_RT[:, columns_K][..., None]).squeeze(-1)
         ratio_RK = (logprobs_RK.detach() - mu_RK).exp()

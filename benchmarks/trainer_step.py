@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import tomli_w
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.layout import RunDir
-from prime_rl.contract.types import SampleColumns, TrainingSample
+from prime_rl.contract.types import MicroBatch, SampleColumns, TrainingSample
 from prime_rl.trainer.fair_queue import RowQueue, rows_of, to_micro_batch
 from prime_rl.trainer.model import adapt_model
 from prime_rl.trainer.runs import MultiLoRAOptimizer, MultiRunManager
@@ -64,8 +65,8 @@ def bench_sample(
 
 
 @functools.cache
-def world() -> World:
-    return setup_world("cpu", timeout_s=600)
+def world(device: Literal["cpu", "cuda"] = "cpu") -> World:
+    return setup_world(device, timeout_s=600)
 
 
 class Tenants:
@@ -74,6 +75,8 @@ class Tenants:
     Args:
         base: by default the small model.
         again: what backward computes again: none, mlp, layers.
+        device: where the base model is.
+        packs: lay rows end to end.
     """
 
     def __init__(
@@ -84,46 +87,66 @@ class Tenants:
         base: PreTrainedModel | None = None,
         rank: int = RANK,
         again: str = "none",
+        *,
+        device: Literal["cpu", "cuda"] = "cpu",
+        packs: bool = False,
+        lr: float = LR,
     ) -> None:
         base = bench_model() if base is None else base
         lora, modes = (
             LoRAConfig(rank=rank, alpha=ALPHA),
-            {"checkpoints": again == "layers", "lean_mlps": again == "mlp"},
+            {"checkpoints": again == "layers", "lean_mlps": again == "mlp", "packs": packs},
         )
-        model = adapt_model(base, lora, num_slots, **modes)
+        self.model = model = adapt_model(base, lora, num_slots, **modes)
         limits = TrainerLimits("bench", max_seq_len=2048, max_rank=rank, alpha=ALPHA)
         self.manager = manager = MultiRunManager(workspace, num_slots, limits=limits)
         for name, layer in model.layers.items():
             layer.register_with_runs(manager, name)
-        MultiLoRAOptimizer(manager, world())
-        self._step = TrainStep(model, manager, world())
+        MultiLoRAOptimizer(manager, world(device))
+        self.step = TrainStep(model, manager, world(device))
         for number in range(num_runs):
-            _write_config(workspace, f"run_{number}")
+            _write_config(workspace, f"run_{number:03d}", lr)
         manager.discover_runs()
         manager.synchronize_state()
         assert len(manager.used_idxs) == num_runs
 
     def step_of(self, batches: Sequence[Sequence[SampleColumns]]) -> Callable[[], None]:
         """A call that trains every run on its batch: all passes, then all updates."""
-        ready = [
-            ReadyRun(idx, sum(len(sample.loss_mask) for sample in samples), len(samples))
-            for idx, samples in enumerate(batches)
-        ]
 
         def step() -> None:
             queue = RowQueue(MAX_TOKENS)
             for idx, samples in enumerate(batches):
                 queue.add(idx, rows_of(idx, samples))
             while queue:
-                self._step.forward_backward(to_micro_batch(queue.next_rows()))
-            for run in ready:
-                report = self._step.update(self.manager.run(run.run_idx), run)
-                assert report.problem is None, report.problem
+                self.step.forward_backward(to_micro_batch(queue.next_rows()))
+            self._update(batches)
 
         return step
 
+    def train(self, batches: Sequence[Sequence[SampleColumns]], batch: MicroBatch) -> None:
+        """Train every run on its batch, all rows of which are in one pass."""
+        self.train_pass(batch)
+        self._update(batches)
 
-def _write_config(workspace: Path, run_id: str) -> None:
+    def train_pass(self, batch: MicroBatch) -> None:
+        """Forward and backward. Raises MemoryError for what does not fit as a whole."""
+        self.model.routing.set_rows([None])  # in life the groups of each pass are others: no plan is kept
+        if self.step.forward_backward(batch) or math.isfinite(self.step.most_tokens):
+            raise MemoryError("the pass does not fit")
+
+    def drop_gradients(self) -> None:
+        """Forget what passes have collected."""
+        for idx in self.manager.used_idxs:
+            self.manager.run(idx).training.weights.drop_gradients()
+
+    def _update(self, batches: Sequence[Sequence[SampleColumns]]) -> None:
+        for idx, samples in enumerate(batches):
+            run = ReadyRun(idx, sum(len(sample.loss_mask) for sample in samples), len(samples))
+            report = self.step.update(self.manager.run(idx), run)
+            assert report.problem is None, report.problem
+
+
+def _write_config(workspace: Path, run_id: str, lr: float) -> None:
     run = RunDir(workspace / run_id)
     run.control.mkdir(parents=True)
     config = {
@@ -131,7 +154,7 @@ def _write_config(workspace: Path, run_id: str) -> None:
         "rollouts_per_example": 2,
         "max_steps": 1_000_000,
         "model": {"name": "bench"},
-        "optim": {"type": "adamw", "lr": LR, "max_norm": MAX_NORM},
+        "optim": {"type": "adamw", "lr": lr, "max_norm": MAX_NORM},
         "env": [{"id": "reverse-text"}],
     }
     run.orch_toml.write_text(tomli_w.dumps(config), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""`make gpu-check`: what a card does with this project, in at most eight minutes."""
