@@ -15,7 +15,7 @@ from benchmarks.gpu.stage import RANK, Batches, Stage, differ, matmul_rate, one_
 from benchmarks.trainer_step import Tenants, world
 from prime_rl.contract.types import MicroBatch
 from prime_rl.lora.linear import GroupedPlan, LoopedPlan, Plan, TokenGroup
-from prime_rl.trainer.fused import Segments, packed_attention, varlen_kernel
+from prime_rl.trainer.model import Segments, packed_attention, varlen_kernel
 from prime_rl.trainer.step import split
 
 # Tokens of rows and of groups: few ends are a multiple of eight.

@@ -1,6 +1,12 @@
-"""The loss of the rows of a pass: each run's own, summed over its loss tokens. Pure functions on tensors.
+"""The head of a pass, and the loss of its rows: each run's own, summed over its loss tokens. Functions on tensors.
 
-First the rows, and which formula a run's config names; then the formulas; then the sums for reports. In all formulas
+The head gives log-probability of the sampled tokens and entropy, a chunk of tokens at a time. The logits of a real
+vocabulary are most of the memory of a pass: 16,384 tokens of 151,936 entries are 9.3 GiB in float32, and autograd
+keeps several tables of that size. Here only a chunk of them exists at a time. The gradient with respect to a hidden
+state, `(W[target] - sum_v p_v W[v]) / temperature`, needs nothing but the chunk, so it is worked out there and
+backward only multiplies. Where the head itself is trained, backward computes each chunk again instead.
+
+Then the rows, and which formula a run's config names; then the formulas; then the sums for reports. In all formulas
 r = pi / mu is the importance ratio, pi the policy that is trained and mu the (older, or differently computed) one that
 sampled, A the advantage of the sample (or the token's own), and sg(x) is x held constant in the gradient. The "old"
 policy of the papers is mu here, or, in `decoupled`, the trainer's at the start of the update. A row comes with the
@@ -8,7 +14,7 @@ scale that makes the sum over any split of its run's batch the mean over that ba
 known, in `fair_queue`.
 
 Dimensions: R rows (samples), K positions that predict a loss token of at least one row; `_R1` is broadcast over K; S
-statistics, G runs of a pass.
+statistics, G runs of a pass. In the head N tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,17 +23,133 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
-from typing import Literal, NamedTuple, assert_never
+from typing import Any, Literal, NamedTuple, assert_never
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from prime_rl.configs import losses as configs
 from prime_rl.configs.losses import LossConfig
 
+# Largest table of a chunk of the head, in bytes of float32: enough to keep a GPU busy, small beside any real model.
+CHUNK_BYTES = 128 * 2**20
 # exp of this is 5e8, far above any limit of a ratio: it keeps sums finite. Beyond it a ratio has no gradient.
 MAX_LOG_RATIO = 20.0
 MAX_RATIO = 1e9  # a limit beyond every ratio has no effect, and need not fit into float32
+
+
+def token_logprobs(
+    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperatures_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(log pi of the targets, entropy), both `[N]` in float32, of the distribution after temperature.
+
+    The entropy carries no gradient: it is reported, not trained.
+
+    Args:
+        weight_VH: the head's weight; it may be frozen or trained.
+    """
+    logprobs_N: Tensor
+    entropy_N: Tensor
+    logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, weight_VH, targets_N, temperatures_N
+    )
+    return logprobs_N, entropy_N
+
+
+def head_chunks(num_tokens: int, num_vocabulary: int) -> list[slice]:
+    """Tokens whose tables exist at one time."""
+    size = max(1, CHUNK_BYTES // (4 * num_vocabulary))
+    return [slice(start, start + size) for start in range(0, num_tokens, size)]
+
+
+def _scaled(hidden_CH: Tensor, weight_VH: Tensor, temperatures_C: Tensor) -> Tensor:
+    """Logits after temperature, in float32 (or wider)."""
+    if hidden_CH.dtype.itemsize >= torch.float32.itemsize:  # H of a token is much less than V
+        return (hidden_CH / temperatures_C[:, None]) @ weight_VH.T
+    scaled_CV: Tensor = (hidden_CH @ weight_VH.T) / temperatures_C[:, None]
+    return scaled_CV
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """The tables of a chunk are locals of `_found` and `_grad`: gone before those of the next are made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperatures_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        trains_head, trains_hidden = ctx.needs_input_grad[1], ctx.needs_input_grad[0]
+        dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+        logprobs_N, entropy_N, log_total_N = (hidden_NH.new_empty(len(hidden_NH), dtype=dtype) for _ in range(3))
+        slope_NH = torch.empty_like(hidden_NH) if trains_hidden and not trains_head else None
+        for chunk in head_chunks(len(hidden_NH), len(weight_VH)):
+            slope_CH = None if slope_NH is None else slope_NH[chunk]
+            found = _found(hidden_NH[chunk], weight_VH, targets_N[chunk], temperatures_N[chunk], slope_CH)
+            logprobs_N[chunk], entropy_N[chunk], log_total_N[chunk] = found
+        if trains_head:
+            ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperatures_N, log_total_N)
+        else:
+            ctx.save_for_backward(slope_NH)
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        if not ctx.needs_input_grad[1]:
+            (slope_NH,) = ctx.saved_tensors
+            return slope_NH * grad_N[:, None].to(slope_NH.dtype), None, None, None
+        hidden_NH, weight_VH, *of_tokens = ctx.saved_tensors
+        grad_hidden_NH = torch.empty_like(hidden_NH)
+        # Many chunks are summed: in float32, whatever the weight's own type.
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.promote_types(weight_VH.dtype, torch.float32))
+        for chunk in head_chunks(len(hidden_NH), len(weight_VH)):
+            grad_CV = _grad(hidden_NH[chunk], weight_VH, *(each_N[chunk] for each_N in (*of_tokens, grad_N)))
+            grad_hidden_NH[chunk] = grad_CV @ weight_VH
+            grad_weight_VH.add_(grad_CV.T @ hidden_NH[chunk])
+            del grad_CV
+        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None
+
+
+def _found(
+    hidden_CH: Tensor, weight_VH: Tensor, targets_C: Tensor, temperatures_C: Tensor, slope_CH: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log pi of the targets, entropy, and the logarithm of the sum of all exponentials; fills `slope_CH`.
+
+    Of all operations on a whole table, the exponential alone makes another one.
+    """
+    scaled_CV = _scaled(hidden_CH, weight_VH, temperatures_C)
+    most_C = scaled_CV.amax(-1)
+    exps_CV = scaled_CV.sub_(most_C[:, None]).exp()
+    total_C = exps_CV.sum(-1)
+    log_total_C = total_C.log()
+    logprobs_C = scaled_CV.gather(-1, targets_C[:, None]).squeeze(-1) - log_total_C
+    entropy_C = log_total_C - scaled_CV.mul_(exps_CV).sum(-1) / total_C
+    if slope_CH is not None:
+        del scaled_CV
+        at_target_C = 1 / temperatures_C.to(exps_CV.dtype)
+        slope_CV = _slope(exps_CV, targets_C, at_target_C, at_target_C / total_C)
+        slope_CH.copy_(slope_CV.to(hidden_CH.dtype) @ weight_VH)
+    return logprobs_C, entropy_C, most_C + log_total_C
+
+
+def _grad(
+    hidden_CH: Tensor,
+    weight_VH: Tensor,
+    targets_C: Tensor,
+    temperatures_C: Tensor,
+    log_total_C: Tensor,
+    grad_C: Tensor,
+) -> Tensor:
+    """`[C, V]`, of the logits, in the type of the hidden states."""
+    probs_CV = _scaled(hidden_CH, weight_VH, temperatures_C).sub_(log_total_C[:, None]).exp_()
+    weights_C = grad_C / temperatures_C.to(probs_CV.dtype)
+    return _slope(probs_CV, targets_C, weights_C, weights_C).to(hidden_CH.dtype)
+
+
+def _slope(exps_CV: Tensor, targets_C: Tensor, at_target_C: Tensor, scales_C: Tensor) -> Tensor:
+    """`at_target` at the target, less the scaled exponentials: d log pi(target) / d logits; in place of `exps_CV`."""
+    return exps_CV.mul_(-scales_C[:, None]).scatter_add_(-1, targets_C[:, None], at_target_C[:, None])
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.types import TOKEN_BYTES, MicroBatch
 from prime_rl.lora import linear
 from prime_rl.lora.linear import GroupedPlan, LoopedPlan
-from prime_rl.trainer import fused
+from prime_rl.trainer import loss
 from prime_rl.trainer import model as policy_model
 from prime_rl.trainer.fair_queue import LOSS_TOKEN
 from prime_rl.trainer.model import PolicyModel, adapt_model, train_whole
@@ -390,7 +390,7 @@ def _run_pass(setting: Setting, meter: Meter, model: PolicyModel, trained: list[
 @contextmanager
 def _few_chunks() -> Iterator[None]:
     """Inside, the head works on its first two chunks and the last: the hundreds between are alike, and take as long."""
-    module: Any = fused
+    module: Any = loss
     every = module.head_chunks
 
     def few(num_tokens: int, num_vocabulary: int) -> list[slice]:

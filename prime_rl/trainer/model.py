@@ -10,18 +10,26 @@ On a GPU all rows lie end to end in one (`packed_attention`). On a CPU they are 
 causal, so a token never sees the padding. No mask is needed in either. The head is applied only where the caller asks
 for the log-probability of a token, and its logits never exist as a whole.
 
-Dimensions: R rows, T tokens of a row, N loss tokens of all rows, H hidden size, V vocabulary.
+Attention of a packed row is causal inside each sample: on a GPU in 16 bits one kernel for all samples, flash-attn's
+where that is installed, else torch's own; elsewhere a call of torch's scaled dot product for each sample, or each
+stretch of neighbours of one length. The mask of tokens x tokens that transformers would make never exists.
+
+Dimensions: R rows, T tokens of a row, N loss tokens of all rows, H hidden size, V vocabulary; in attention N tokens of
+a packed row, S samples, H query heads, K KV heads, D head size, R rows, or neighbours of L tokens.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +40,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
 from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
+from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model, sent
 from prime_rl.lora.parts import computed_again, fuse_mlps, fuse_norms, made_again, use_rotary
-from prime_rl.trainer.fused import Segments, can_pack, token_logprobs, use_packed_attention
+from prime_rl.trainer.loss import token_logprobs
 from prime_rl.trainer.world import World
 from prime_rl.utils.runtime import give_back_holes
 
@@ -50,6 +60,9 @@ CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 # Hidden states from which on the holes between the tensors of a pass are worth giving back.
 LARGE_BYTES = 1 << 20
+# The name of packed attention. No mask function is registered under it, so transformers makes no mask: causal is all
+# that there is.
+PACKED_ATTENTION = "prl_packed"
 
 
 class ModelError(RuntimeError):
@@ -381,3 +394,120 @@ def join(part: Tensor, like: Tensor) -> Tensor:
     placed = DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
     whole: Tensor = placed.full_tensor()
     return whole
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The places of the samples of a packed row.
+
+    Attributes:
+        stretches: (number of neighbours of one length, that length), in order.
+        positions_1N: the place of each token in its own sample.
+        ends_S: int32, 0 and the end of each sample, as the kernels want it.
+        longest: tokens of the longest sample.
+    """
+
+    stretches: tuple[tuple[int, int], ...]
+    positions_1N: Tensor
+    ends_S: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
+        """Of samples of `lengths` tokens, in order; the tensors are on `device`."""
+        stretches = tuple((len(list(same)), length) for length, same in groupby(lengths))
+        positions_N = torch.cat([torch.arange(length) for length in lengths])
+        ends_S = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(stretches, sent(positions_N[None], device), sent(ends_S, device), max(lengths))
+
+
+def can_pack(model: nn.Module) -> bool:
+    """True when attention of `model` is causal and nothing else: a window or a score of its own needs its own mask."""
+    config: Any = model.config
+    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
+    return kinds == {"full_attention"} and config._attn_implementation in ("sdpa", PACKED_ATTENTION)
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Let `model` take `segments=Segments(...)` with a packed row; without it attention is plainly causal."""
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    model.set_attn_implementation(PACKED_ATTENTION)
+
+
+def packed_attention(
+    module: nn.Module,
+    query_1HND: Tensor,
+    key_1KND: Tensor,
+    value_1KND: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    segments: Segments | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Same arguments and result (`[1, N, H, D]`) as transformers' sdpa function."""
+    query, key, value = query_1HND, key_1KND, value_1KND
+    if segments is None:
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return result
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        q_NHD, k_NKD, v_NKD = (each[0].transpose(0, 1) for each in (query, key, value))
+        return varlen_kernel()(q_NHD, k_NKD, v_NKD, segments, scaling)[None], None
+    return _by_stretches(query, key, value, segments, scaling), None
+
+
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, Segments, float | None], Tensor]
+
+
+@cache
+def varlen_kernel() -> VarlenKernel:
+    """The best one that is installed; named in the log. Query `[N, H, D]`, key and value `[N, K, D]`."""
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    logger.info("packed rows: attention of %s", "flash-attn" if has_flash else "torch (varlen_attn)")
+    return _flash_attn if has_flash else _torch_varlen
+
+
+def _flash_attn(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
+
+    ends, longest = segments.ends_S, segments.longest
+    out: Tensor = flash_attn_varlen_func(
+        query, key, value, ends, ends, longest, longest, softmax_scale=scaling, causal=True
+    )
+    return out
+
+
+def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends, longest = segments.ends_S, segments.longest
+    # A window without end to the left and none to the right is causal.
+    options = {"scale": scaling, "window_size": (-1, 0), **_takes_gqa(varlen_attn)}
+    out = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@cache
+def _takes_gqa(kernel: Callable[..., Any]) -> dict[str, Any]:
+    """Before torch 2.12 it takes fewer KV heads without being asked."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+
+
+def _by_stretches(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+    """`[1, N, H, D]`."""
+    parts, start = [], 0
+    for num_samples, length in segments.stretches:
+        stop = start + num_samples * length
+        q_RHLD, k_RKLD, v_RKLD = (
+            each[0, :, start:stop].reshape(each.shape[1], num_samples, length, -1).transpose(0, 1)
+            for each in (query, key, value)
+        )
+        out_RHLD = nn.functional.scaled_dot_product_attention(
+            q_RHLD, k_RKLD, v_RKLD, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        parts.append(out_RHLD.transpose(1, 2).flatten(0, 1))
+        start = stop
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.lora.linear import GroupedPlan, Layer, LoopedPlan, TokenGroup, grouped_lora, make_plan
-from prime_rl.trainer.fused import Segments, packed_attention
+from prime_rl.trainer.model import Segments, packed_attention
 from tests.gpu.acceptance import QWEN, RESULTS, RUN_IDS, TINY, Scale, train_two_runs, write_workspace
 from tests.numeric import check_same
 from tests.system_support import Workspace, closed

@@ -31,7 +31,7 @@ from prime_rl.trainer.capacity import (
     served_bytes,
     split,
 )
-from prime_rl.trainer.fused import CHUNK_BYTES
+from prime_rl.trainer.loss import CHUNK_BYTES
 from prime_rl.trainer.memory import (
     HOST_COPIES,
     PassMemory,

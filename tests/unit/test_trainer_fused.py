@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from prime_rl.configs.base import DEFAULT_TARGET_MODULES
 from prime_rl.lora.linear import AdapterRouting, apply_lora_to_model
 from prime_rl.lora.parts import FrozenRMSNorm, GatedMLP, fuse_mlps, fuse_norms
-from prime_rl.trainer.fused import Segments, _torch_varlen, packed_attention
+from prime_rl.trainer.model import Segments, _torch_varlen, packed_attention
 from tests.numeric import check_same
 from tests.trainer_support import VOCAB, tiny_model
 

@@ -11,9 +11,16 @@ import torch
 from torch import Tensor
 
 from prime_rl.configs.losses import AipoLossConfig, DapoLossConfig, GspoLossConfig, LossConfig, TisLossConfig
-from prime_rl.trainer import fused
-from prime_rl.trainer.fused import token_logprobs
-from prime_rl.trainer.loss import LossInputs, LossSums, compute_loss, compute_losses, row_statistics, sums_by_run
+from prime_rl.trainer import loss
+from prime_rl.trainer.loss import (
+    LossInputs,
+    LossSums,
+    compute_loss,
+    compute_losses,
+    row_statistics,
+    sums_by_run,
+    token_logprobs,
+)
 from tests.loss_support import EVERY_LOSS, by_token, inputs_of, name_of
 from tests.numeric import check_same
 
@@ -58,7 +65,7 @@ def test_logprobs_and_entropy_are_those_after_temperature() -> None:
 def test_the_gradient_of_logprobs_is_that_of_a_plain_log_softmax(
     trained: str, dtype: torch.dtype, tokens_of_a_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "CHUNK_BYTES", 4 * V * tokens_of_a_chunk)
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * tokens_of_a_chunk)
     hidden, head, targets, temperatures = some_tokens(10, dtype)
     hidden.requires_grad_(trained != "head")
     head.requires_grad_(trained != "hidden states")

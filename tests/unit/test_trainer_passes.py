@@ -16,9 +16,8 @@ from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.losses import AipoLossConfig, GspoLossConfig, LossConfig
 from prime_rl.contract.types import TOKEN_DTYPE, MicroBatch
 from prime_rl.trainer.fair_queue import rows_of, to_micro_batch
-from prime_rl.trainer.fused import can_pack
 from prime_rl.trainer.memory import metered
-from prime_rl.trainer.model import PolicyModel, adapt_model
+from prime_rl.trainer.model import PolicyModel, adapt_model, can_pack
 from prime_rl.trainer.step import PassResult, forward_backward
 from tests.numeric import check_same, num_terms
 from tests.trainer_support import sample, tiny_model
