@@ -21,7 +21,7 @@ from daemons.process import KILL_WAIT_S
 from daemons.specs import TRAINER, DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.notes import Item, Work
-from prime_rl.contract.status import LOST_AFTER_S, Crash, Handle, stall_text, utc
+from prime_rl.contract.status import LOST_AFTER_S, TAKES_ITS_SHARE, Crash, Handle, stall_text, utc
 from prime_rl.utils.process import ProcessId
 
 EXIT_WRONG_USE = 2
@@ -246,6 +246,8 @@ def _alive(
     else:
         daemon = replace(daemon, held_at=None)
     if daemon.state is State.STARTING and not seen.ready:
+        if seen.waiting_on == TAKES_ITS_SHARE:
+            daemon = replace(daemon, started_at=now)
         if now - daemon.started_at >= config.start_timeout_s:
             what = f" (it waits for {seen.waiting_on})" if seen.waiting_on else ""
             return _stop(daemon, f"not ready within {config.start_timeout_s:g} s{what}", now, After.NOT_READY)

@@ -216,7 +216,8 @@ def wait_until_ready(
     """
     reader = WorkspaceReader(output.path)
     limits = system.supervisor
-    deadline = time.monotonic() + limits.start_timeout_s + limits.grace_s + 30.0
+    starts = 2 if system.trainer.gpu_share < 1.0 else 1  # one after the other
+    deadline = time.monotonic() + starts * limits.start_timeout_s + limits.grace_s + 30.0
     while not stop():
         workspace = reader.read()
         on_look(workspace)

@@ -29,7 +29,7 @@ from daemons import supervisor_process
 from daemons.errors import ActionError, WrongUseError, need_daemons
 from daemons.launchers.base import LaunchError
 from daemons.pidfile import SupervisorInfo, SupervisorLock, read_info
-from daemons.process import DEVICES_VARIABLE, python_module, run_child, visible_devices
+from daemons.process import DEVICES_VARIABLE, python_module, run_child
 from daemons.specs import (
     FIT_MODULE,
     SYSTEM,
@@ -67,7 +67,7 @@ _SEVERAL_GPUS = {"tensor_parallel_size", "pipeline_parallel_size", "data_paralle
 # The fields that decide how many slots fit, and what of a GPU is left for inference.
 _DECIDES: dict[str, Any] = {
     "max_concurrent_runs": True,
-    "trainer": {"model", "seq_len", "max_tokens_per_micro_batch", "device"},
+    "trainer": {"model", "seq_len", "max_tokens_per_micro_batch", "device", "gpu_share"},
     "inference": {
         "engine": True,
         "model": True,
@@ -337,8 +337,8 @@ def settle_slots(
 def share_a_gpu(system: SystemConfig, devices: str | None) -> bool:
     """True when the share of inference of its GPU is to be worked out: it is "auto", and the trainer uses that GPU too.
 
-    `devices`: CUDA_VISIBLE_DEVICES. One process takes the first GPU that it sees. What several GPUs of one vLLM
-    hold is left to the person who set that up.
+    `devices`: CUDA_VISIBLE_DEVICES. One process takes the first GPU that it sees, ranks the first ones. What several
+    GPUs of one vLLM hold is left to the person who set that up.
     """
     inference = system.inference
     if inference.share != "auto" or (inference.engine == "vllm" and _SEVERAL_GPUS & inference.vllm.extra_args.keys()):
@@ -346,10 +346,9 @@ def share_a_gpu(system: SystemConfig, devices: str | None) -> bool:
     if "cpu" in (system.trainer.device, inference.device) or not count_gpus(_with_devices(devices)):
         return False
     trainer, server = system.deployment.trainer, system.deployment.inference
-    if trainer.gpus and (server.gpus or system.deployment.engine != "local"):
-        return False
-    first = "0" if devices is None else devices.partition(",")[0]
-    return not trainer.gpus or first in visible_devices(devices or "", trainer.gpus).split(",")
+    if system.deployment.engine != "local":
+        return not (trainer.gpus_per_node or server.gpus_per_replica)
+    return not {*(trainer.gpus or range(trainer.ranks))}.isdisjoint(server.gpus or [0])
 
 
 def _with_devices(devices: str | None) -> dict[str, str]:

@@ -77,7 +77,7 @@ def products(stage: Stage, rank: int) -> dict[str, float]:
 
 def run_correct(stage: Stage) -> None:
     """Adapters and their gradients."""
-    world(stage.device)  # which sets the precision of float32 products, as in the trainer
+    world(stage.device)
     stage.measure("isolation_float32", isolation, stage, torch.float32, "highest")
     stage.measure("packed_float32", packed, stage, torch.float32)
     stage.measure("packed_bfloat16", packed, stage, torch.bfloat16)

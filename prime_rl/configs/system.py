@@ -371,10 +371,11 @@ class SystemConfig(BaseConfig):
         return self
 
     def with_gpu_share(self, share: float) -> Self:
-        """A copy in which `inference.share` is a number, and the rest of the GPU the trainer's."""
+        """A copy in which `inference.share` is a number, and `trainer.gpu_share` what it leaves, unless that is set."""
         _, engine, key = self.inference.share_key.split(".")
         table = getattr(self.inference, engine).model_copy(update={key: share})
-        trainer = self.trainer.model_copy(update={"gpu_share": round(1.0 - share, 2)})
+        own = "gpu_share" in self.trainer.model_fields_set
+        trainer = self.trainer if own else self.trainer.model_copy(update={"gpu_share": round(1.0 - share, 2)})
         inference = self.inference.model_copy(update={engine: table})
         return self.model_copy(update={"inference": inference, "trainer": trainer})
 

@@ -198,6 +198,10 @@ class TrainerStatus(Status, kw_only=True):
         return *super().headline, frozenset(self.runs), tuple(self.waiting)
 
 
+# What a trainer that shares its GPU waits for: it has not begun to start.
+TAKES_ITS_SHARE = "inference to take its share of the GPU that both use"
+
+
 class InferenceStatus(Status, kw_only=True):
     """`inference/<n>/status.json`, one a server. `base_url` ends in `/v1`.
 

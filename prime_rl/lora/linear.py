@@ -31,6 +31,17 @@ from torch.nn.functional import linear, silu
 HAVE_GROUPED_MM = (9, 10)
 
 
+# What the CUDA context and the libraries of a process take of a GPU, beside torch's allocator.
+CONTEXT_BYTES = 1 << 30
+
+
+def take_share(share: float) -> float:
+    """Keep torch's allocator, and what it does not count, within `share` of the present GPU; returns the free bytes."""
+    free, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(max(0.0, share - CONTEXT_BYTES / total))
+    return min(float(free), share * total - CONTEXT_BYTES)
+
+
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor`, which is on the host, on `device`. The host waits for no GPU: it copies from pinned memory only."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.trainer import MOST_SLOTS, TrainerConfig
 from prime_rl.contract.served import NUM_CHAT_ADAPTERS
+from prime_rl.lora.linear import CONTEXT_BYTES, take_share
 from prime_rl.trainer.memory import PassMemory, Setting, UnknownModel, predict, setting_of
 from prime_rl.trainer.model import ModelError
 from prime_rl.trainer.world import World
@@ -29,8 +30,7 @@ from prime_rl.trainer.world import World
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-# What the CUDA context and the libraries of a process take, and what an allocator loses to odd sizes.
-CONTEXT_BYTES = 1.0 * GIB
+# What an allocator loses to odd sizes.
 FRAGMENTS = 0.05
 # Besides weights, adapters and cache: a pass of inference and its CUDA graphs.
 INFERENCE_WORK_BYTES = 3.0 * GIB
@@ -135,6 +135,14 @@ def split(setting: Setting, memory: PassMemory, gpu_gib: float, num_adapters: in
     cache = room - num_adapters * served_adapter_bytes(setting, memory)
     tokens = int(cache / kv_bytes(setting.model, setting.dtype.itemsize))
     return Split(utilization, tokens) if tokens >= setting.seq_len else None
+
+
+def copies_of(system: SystemConfig, setting: Setting) -> int:
+    """How often inference holds an adapter, in the type in which the model is.
+
+    The embedded engine on a GPU has it in float32, and once more while it is used.
+    """
+    return 1 if system.inference.engine == "vllm" or setting.dtype == torch.float32 else 3
 
 
 def most_served(setting: Setting, memory: PassMemory, inference_bytes: float, versions: int) -> int:
@@ -246,8 +254,7 @@ def with_a_budget(config: TrainerConfig, world: World) -> TrainerConfig:
 
 def _free_bytes(device: torch.device, share: float) -> float:
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return min(float(free), share * total)
+        return take_share(share)
     found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.M)
     assert found, "Linux has it since 3.14"
     return CPU_SHARE * 1024 * int(found.group(1)) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -265,6 +272,7 @@ class Answer:
     memory: PassMemory
     capacity: Capacity
     split: Split | None
+    share_key: str
 
     def as_json(self) -> dict[str, Any]:
         """The one object that `prl fit --json` prints; sizes in GiB, null for what does not apply."""
@@ -311,9 +319,10 @@ def answer(system: SystemConfig, gpu_gib: float | None = None, num_gpus: int | N
     memory = predict(setting)
     room = capacity(setting, memory, gib)
     adapters = setting.num_runs * system.inference.max_versions_per_run + NUM_CHAT_ADAPTERS
+    adapters *= copies_of(system, setting)
     shared = split(setting, memory, gib, adapters) if device_type == "cuda" else None
-    dtype = trainer.model.dtype_on(device_type)
-    return Answer(trainer.model.name, dtype, hardware, device_type == "cuda", setting, memory, room, shared)
+    dtype, share = trainer.model.dtype_on(device_type), system.inference.share_key
+    return Answer(trainer.model.name, dtype, hardware, device_type == "cuda", setting, memory, room, shared, share)
 
 
 def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: int) -> TrainerConfig:
@@ -323,7 +332,8 @@ def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: 
     share, taken = CPU_SHARE if device_type == "cpu" else 1.0, ""
     if device_type != "cpu" and _has_one_gpu(system):
         served = _share_of_inference(system)
-        share, taken = 1.0 - served, f", or {system.inference.share_key} = {served:g} of the only GPU"
+        share = min(1.0 - served, trainer.gpu_share)
+        taken = f", or {system.inference.share_key} = {served:g} of the only GPU"
     most_slots = MOST_AUTO_SLOTS
     if trainer.num_slots == 0:
         setting = setting_of(trainer.model_copy(update={"max_concurrent_runs": 1}), device_type, num_gpus)
@@ -331,7 +341,8 @@ def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: 
             of_inference = _share_of_inference(system) * gib * GIB - INFERENCE_WORK_BYTES
         else:
             of_inference = (1.0 - CPU_SHARE) * gib * GIB
-        most_slots = most_served(setting, predict(setting), of_inference, inference.max_versions_per_run)
+        versions = inference.max_versions_per_run * copies_of(system, setting)
+        most_slots = most_served(setting, predict(setting), of_inference, versions)
     try:
         return with_numbers(trainer, device_type, num_gpus, usable_bytes(share * gib), most_slots)
     except DoesNotFit as error:

@@ -78,8 +78,8 @@ def _advice(found: Answer) -> dict[str, str]:
     advice = {"largest micro-batch": tokens, "most runs with this pass": runs}
     if found.on_gpu:
         split = found.split
-        advice["one GPU for trainer and vLLM"] = (
-            f"inference.vllm.gpu_memory_utilization = {split.gpu_memory_utilization:.2f}, with a KV cache of "
+        advice["one GPU for both"] = (
+            f"{found.share_key} = {split.gpu_memory_utilization:.2f}, with a KV cache of "
             f"{split.kv_cache_tokens:,} tokens"
             if split
             else "does not fit: fewer tokens or runs, or a GPU for each"

@@ -19,9 +19,17 @@ from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.files import WaitStopped, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.notes import WorkNote
-from prime_rl.contract.status import InferenceStatus, StatusWriter, TrainerStatus, is_there, read_status
+from prime_rl.contract.status import (
+    TAKES_ITS_SHARE,
+    InferenceStatus,
+    StatusWriter,
+    TrainerStatus,
+    is_there,
+    read_status,
+)
 from prime_rl.contract.types import MicroBatch
 from prime_rl.contract.usage import UsageLog
+from prime_rl.lora.linear import take_share
 from prime_rl.trainer.batches import BatchReader, Packer, noting
 from prime_rl.trainer.capacity import with_a_budget
 from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager, Snapshots, is_due
@@ -69,7 +77,7 @@ class Trainer(RunLife):
         if config.gpu_share < 1.0:
             await_inference(OutputDir(config.output_dir), stop)
             if world.device.type == "cuda":
-                torch.cuda.set_per_process_memory_fraction(config.gpu_share, world.device)
+                take_share(config.gpu_share)
         config = with_a_budget(config, world)
         if status is not None:
             waiting_on = f"the base model {config.model.name} to be loaded"
@@ -327,7 +335,7 @@ def _set_up_weights(config: TrainerConfig, model: PolicyModel, manager: MultiRun
 
 
 def await_inference(output: OutputDir, stop: Callable[[], bool], no_sign_s: float = NO_SIGN_S) -> None:
-    """Until every inference server that starts is ready, as they count the memory of the GPU that both use.
+    """Until the inference servers that have begun are ready, as they count the memory of the GPU that both use.
 
     Without a sign of one the trainer goes on after `no_sign_s`.
     """
@@ -345,7 +353,7 @@ def await_inference(output: OutputDir, stop: Callable[[], bool], no_sign_s: floa
 def _open_status(config: TrainerConfig) -> StatusWriter:
     """The trainer's status file, from before it takes memory."""
     status = TrainerStatus(
-        waiting_on="inference to take its share of the GPU that both use" if config.gpu_share < 1.0 else None,
+        waiting_on=TAKES_ITS_SHARE if config.gpu_share < 1.0 else None,
         max_runs=config.num_slots,
         model=config.model.name,
         max_rank=config.model.lora.rank if config.model.lora else None,

@@ -47,6 +47,8 @@ MOMENTS = 2
 # Of a whole model that is trained the trainer keeps in host memory: the base, the newest snapshot, and for a checkpoint
 # the moments. On a CPU that is the memory of the passes too.
 HOST_COPIES = 2 + MOMENTS
+# With rows in a pass: measuring more takes minutes, and differs by little.
+MOST_MEASURED_RUNS = 64
 # Blocks that are used again leave holes (`utils.runtime`): of what is kept for backward, so much more, where a pass
 # gives them back from time to time, and where it does not. Measured.
 HOLES_GIVEN_BACK, HOLES_KEPT = 0.15, 0.27
@@ -311,7 +313,8 @@ class _Levels:
 
 def predict(setting: Setting) -> PassMemory:
     """The memory of a pass half of whose positions are loss tokens of the default loss."""
-    num_runs = min(setting.num_runs, setting.num_rows)  # a run without a row costs its own bytes alone
+    # A run without a row costs its own bytes alone.
+    num_runs = min(setting.num_runs, setting.num_rows, MOST_MEASURED_RUNS)
     found = _predict(replace(setting, num_runs=num_runs))
     times = setting.num_runs / num_runs
     gives_back = setting.checkpoints or setting.lean_mlps or setting.lora is None
@@ -382,7 +385,7 @@ def _run_pass(setting: Setting, meter: Meter, model: PolicyModel, trained: list[
             leaf.grad = torch.zeros_like(leaf)
     stages = _Stages(meter, model)
     batch = micro_batch(setting)
-    with _few_chunks(), _host_apart(meter), _uneven_groups(setting.packs):
+    with _few_chunks(), _host_apart(meter), _uneven_groups(setting):
         forward_backward(model, batch, [AipoLossConfig()] * len(batch.run_idxs), torch.device("cpu"))
     return stages
 
@@ -405,11 +408,13 @@ def _few_chunks() -> Iterator[None]:
 
 
 @contextmanager
-def _uneven_groups(packs: bool) -> Iterator[None]:
-    """Inside, the products of packed rows go through one kernel, as on a GPU, with a table for each that is added."""
+def _uneven_groups(setting: Setting) -> Iterator[None]:
+    """Inside, the products of packed rows go through one kernel where a GPU has it, with a table for each product."""
+    rank = setting.lora.rank if setting.lora else 0
+    has_kernel = setting.packs and setting.dtype == torch.bfloat16 and rank and rank % 8 == 0
     module: Any = linear
     make = module.make_plan
-    if packs:
+    if has_kernel:
         module.make_plan = lambda groups, *_, **__: GroupedPlan(groups) if len(groups) > 1 else LoopedPlan(groups)
     try:
         yield

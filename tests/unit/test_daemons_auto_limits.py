@@ -105,6 +105,12 @@ VLLM = {"inference": {"engine": "vllm"}}
         ({"deployment": {"trainer": {"gpus": [0]}}}, "GPU-a,GPU-b", True),
         ({"deployment": {"trainer": {"gpus": [1]}}}, "GPU-a,GPU-b", False),
         ({"deployment": {"trainer": {"gpus": [0]}, "inference": {"gpus": [1]}}}, None, False),
+        ({"deployment": {"inference": {"gpus": [1]}}}, None, False),
+        ({"deployment": {"inference": {"gpus": [0]}}}, None, True),
+        ({"deployment": {"trainer": {"ranks_per_node": 2}, "inference": {"gpus": [1]}}}, None, True),
+        ({"deployment": {"engine": "slurm", "trainer": {"gpus_per_node": 4}}}, None, False),
+        ({"deployment": {"engine": "ray", "inference": {"gpus_per_replica": 1}}}, None, False),
+        ({"deployment": {"engine": "slurm"}}, None, True),
         ({}, "", False),
         ({"trainer": {"device": "cpu"}}, None, False),
         ({"inference": {"device": "cpu"}}, None, False),
@@ -166,6 +172,11 @@ def test_inference_gets_what_the_trainer_leaves_of_the_gpu_and_the_trainer_the_r
     assert settle_slots(system, output, stop=lambda: True, say=lines.append) == found, "it holds"
     other = build(SystemConfig, {**said, "max_concurrent_runs": 4}, "other")
     assert settle_slots(other, output, stop=lambda: True, say=lines.append) is None, "it is worked out again"
+
+
+def test_a_share_that_a_person_gave_the_trainer_stays() -> None:
+    system = build(SystemConfig, {"trainer": {"gpu_share": 0.25}}, "said").with_gpu_share(0.5)
+    assert (system.inference.gpu_share, system.trainer.gpu_share) == (0.5, 0.25)
 
 
 def test_what_does_not_fit_onto_some_gpus_is_refused_with_the_numbers() -> None:

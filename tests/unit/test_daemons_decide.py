@@ -23,7 +23,7 @@ from daemons.process import KILL_WAIT_S
 from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.notes import Item, Work
-from prime_rl.contract.status import LOST_AFTER_S
+from prime_rl.contract.status import LOST_AFTER_S, TAKES_ITS_SHARE
 from prime_rl.utils.process import ProcessId
 
 TRAINER = DaemonSpec("trainer", ("t",), Path("t.log"))
@@ -197,6 +197,14 @@ def test_a_daemon_that_is_not_ready_in_time_is_ended_and_counts_as_crashed() -> 
     assert history.daemon.state is State.BACKOFF
     assert history.daemon.reason == "not ready within 100 s (it waits for a port)"
     assert history.daemon.num_early_ends == 1
+
+
+def test_a_trainer_has_its_whole_time_to_start_once_inference_has_its_share_of_their_gpu() -> None:
+    history = History()
+    history.see()
+    assert history.see(Seen(lives=True, waiting_on=TAKES_ITS_SHARE), after_s=5000) == [Do.NOTE]
+    assert history.see(Seen(lives=True, waiting_on="the model to load"), after_s=99) == [Do.NOTE]
+    assert history.see(Seen(lives=True, waiting_on="the model to load"), after_s=1) == [Do.TERM]
 
 
 def test_a_daemon_that_works_may_finish_before_it_is_killed() -> None:

@@ -300,6 +300,16 @@ def test_more_runs_cost_their_own_bytes_and_nothing_else() -> None:
     assert growth <= gradients + 0.03 * (whole_model.peak - whole_model.adapters - whole_model.optimizer)
 
 
+@pytest.mark.parametrize(("rank", "dtype"), [(4, torch.bfloat16), (8, torch.float32), (8, torch.bfloat16)])
+def test_packed_rows_of_any_rank_and_type_are_predicted(rank: int, dtype: torch.dtype) -> None:
+    """A kernel for uneven groups has limits; without it their products need no tables."""
+    loop, found = (
+        predict(replace(tiny(1, packs=True), lora=LoRAConfig(rank=rank), dtype=dtype, num_runs=num_runs))
+        for num_runs in (1, 2)
+    )
+    assert found.peak > loop.peak
+
+
 def test_runs_without_a_row_cost_their_own_bytes() -> None:
     two, sixteen = (predict(tiny(1, tokens=64, num_runs=num_runs)) for num_runs in (2, 16))
     assert (sixteen.adapters, sixteen.optimizer) == (8 * two.adapters, 8 * two.optimizer)

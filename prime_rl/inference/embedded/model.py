@@ -39,7 +39,7 @@ from transformers.modeling_utils import AttentionInterface
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.guard import WEIGHTS_FILE, ApiError, check_fit, readable, weights_label
 from prime_rl.lora.adapter_state import check_finite, load_tensors, shapes_of
-from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model
+from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model, take_share
 from prime_rl.lora.parts import fuse_mlps, fuse_norms, use_rotary
 from prime_rl.transfer import TransferError, WeightReceiver
 from prime_rl.utils.runtime import StartError
@@ -279,7 +279,7 @@ def load_model(config: InferenceConfig) -> Served:
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         model.set_attn_implementation(ATTENTION)
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(config.gpu_share, device)
+        take_share(config.gpu_share)
     model.to(device).eval()
     routing = AdapterRouting(config.max_loras, is_served=True)
     layers: dict[str, MultiLoRALinear] = {}
@@ -294,15 +294,12 @@ def load_model(config: InferenceConfig) -> Served:
     served = Served(model, layers, routing, WholeWeights(model, config), eos_ids)
     layers_of_one = served.prefill([[0]], [None]).layers
     token_bytes = sum(each.nbytes for layer in layers_of_one for each in (layer.keys, layer.values))
-    served.cache_tokens = int(_free_bytes(device, config.gpu_share) * CACHE_SHARE / token_bytes)
+    if device.type == "cuda":
+        free = take_share(config.gpu_share) - torch.cuda.memory_allocated()
+    else:
+        free = psutil.virtual_memory().available
+    served.cache_tokens = max(0, int(free * CACHE_SHARE / token_bytes))
     return served
-
-
-def _free_bytes(device: torch.device, share: float) -> float:
-    if device.type != "cuda":
-        return float(psutil.virtual_memory().available)
-    free, total = torch.cuda.mem_get_info(device)
-    return min(float(free), share * total - torch.cuda.memory_allocated(device))
 
 
 def _refuse_stateful(name: str, model: PreTrainedModel) -> None:

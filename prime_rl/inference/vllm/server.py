@@ -189,7 +189,7 @@ def environment(config: InferenceConfig, tmp: Path) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": config.log.level.upper(),
     }
-    if not os.access(Path.home(), os.W_OK):  # in a container, or of a user without one
+    if not os.access(os.path.expanduser("~"), os.W_OK):  # in a container, or of a user without one
         folders = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton"}
         caches = OutputDir(config.output_dir).caches.resolve()
         env |= {name: str(caches / folder) for name, folder in folders.items() if name not in os.environ}
