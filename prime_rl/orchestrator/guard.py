@@ -223,7 +223,7 @@ class RunMeter:
 
 
 class Ending:
-    """The rule by which the run ends before `max_steps`. The budget is read again when `orch.toml` changes.
+    """The rule by which the run ends before `max_steps`. The budget is read again when the config in effect changes.
 
     Args:
         step: where the run goes on; figures of later steps are void.
@@ -233,7 +233,9 @@ class Ending:
         self._run = run
         self._meter = meter
         self._budget = config.budget
-        self._stamp = self._toml_stamp()
+        self._stamps = self._stamps_now()
+        if any(stamp and stamp[0] / 1e9 >= _LOADED_AT for stamp in self._stamps):
+            self._stamps = []  # `config` may have been read before
         self._rule = EarlyStop(**config.stop.model_dump()) if config.stop else None
         if self._rule is not None:
             if self._rule.metric.startswith("eval/") and config.eval is None:
@@ -268,10 +270,10 @@ class Ending:
             audit_run(self._run, "orchestrator", "finish", reason)
 
     def _read_budget(self) -> None:
-        stamp = self._toml_stamp()
-        if stamp == self._stamp:
+        stamps = self._stamps_now()
+        if stamps == self._stamps:
             return
-        self._stamp = stamp
+        self._stamps = stamps
         try:
             budget: BudgetConfig = config_in_effect(self._run).budget
         except ConfigError as error:
@@ -281,12 +283,22 @@ class Ending:
             logger.info("new budget: %s", budget.model_dump(exclude_none=True) or "none")
         self._budget = budget
 
-    def _toml_stamp(self) -> tuple[int, int, int] | None:
-        try:
-            info = os.lstat(self._run.orch_toml)
-        except OSError:
-            return None
-        return info.st_mtime_ns, info.st_size, info.st_ino
+    def _stamps_now(self) -> list[tuple[int, int, int] | None]:
+        """Of both files that the config in effect comes from."""
+        return [_stamp(path) for path in (self._run.orch_toml, self._run.admitted)]
+
+
+# Before the config of this process was read.
+_LOADED_AT = time.time()
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """When the file was changed last, in ns, and what else differs then; None where it is not there."""
+    try:
+        info = os.lstat(path)
+    except OSError:
+        return None
+    return info.st_ctime_ns, info.st_size, info.st_ino
 
 
 def _life(run: RunDir) -> str:

@@ -8,7 +8,8 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +20,7 @@ from prime_rl.contract.files import remove
 from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.usage import read_usage
+from prime_rl.orchestrator.guard import Ending, RunMeter
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from tests.orchestrator_support import (
     FakeInference,
@@ -114,6 +116,18 @@ async def test_a_used_up_budget_ends_the_run_and_a_raised_one_lets_it_go_on(work
     assert await workspace.run_to_the_end(max_steps=50, max_async_level=0, budget={"max_tokens": 84}) == 0
     assert workspace.end == ("finished", "budget used up: 84 of 84 tokens")
     assert list_rollout_steps(workspace.run)[-1] == 7 and workspace.used == 84
+
+
+def test_a_budget_that_is_set_while_the_orchestrator_loads_counts(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_toml(run, config_data(tmp_path))
+    config = load_run_config(run.orch_toml)
+    meter = cast(RunMeter, SimpleNamespace(used=lambda: (5, 0.0)))
+    ending = Ending(run, config, meter, step=0)
+    assert ending.reason() is None
+    with run.orch_toml.open("a") as file:
+        file.write("\n[budget]\nmax_tokens = 1\n")
+    assert ending.reason() == Ending(run, config, meter, step=0).reason() == "budget used up: 5 of 1 tokens"
 
 
 async def test_a_budget_is_read_while_the_run_lives_and_counts_evaluations(workspace: Workspace) -> None:
