@@ -15,7 +15,7 @@ from benchmarks.gpu.stage import RANK, Batches, Stage, differ, matmul_rate, one_
 from benchmarks.trainer_step import Tenants, world
 from prime_rl.contract.types import MicroBatch
 from prime_rl.lora.linear import GroupedPlan, LoopedPlan, Plan, TokenGroup
-from prime_rl.trainer.model import Segments, packed_attention, varlen_kernel
+from prime_rl.trainer.model import PackedRows, Segments, packed_attention, varlen_kernel
 from prime_rl.trainer.step import split
 
 # Tokens of rows and of groups: few ends are a multiple of eight.
@@ -41,7 +41,7 @@ def varlen(stage: Stage) -> dict[str, object]:
     ours = [torch.randn(shape, device=stage.device, dtype=stage.dtype, requires_grad=True) for shape in shapes]
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
     theirs = [each.detach().float().requires_grad_() for each in ours]
-    segments = Segments.of(LENGTHS, torch.device(stage.device))
+    segments = Segments.of(PackedRows(LENGTHS, (0,) * len(LENGTHS)), torch.device(stage.device))
     out, _ = packed_attention(nn.Identity(), ours[0], ours[1], ours[2], None, segments=segments)
     rows = zip(*(torch.split(each, [*LENGTHS], dim=2) for each in theirs), strict=True)
     attention = nn.functional.scaled_dot_product_attention

@@ -32,7 +32,7 @@ from prime_rl.contract.layout import scan_runs
 from prime_rl.inference.embedded.batch import Batch, Job, Row, SamplingParams
 from prime_rl.inference.embedded.model import Served, load_model
 from prime_rl.lora.adapter_state import load_adapter, peft_names
-from prime_rl.trainer.model import Targets, adapt_model
+from prime_rl.trainer.model import PackedRows, Targets, adapt_model
 from prime_rl.utils.process import kill_tree
 from prime_rl.utils.runtime import nvidia_smi
 
@@ -119,7 +119,8 @@ def mismatch(stage: Stage, served: Served) -> dict[str, float]:
     columns = at, [each for row in rows for each in row.token_ids], [1.0] * len(at)
     targets = Targets(*(torch.tensor(column, device=served.device) for column in columns))
     ids_1N = torch.tensor([[each for row in rows for each in row.all_ids]], device=served.device)
-    logprobs_N, entropy_N = ours.token_logprobs(ids_1N, [row.job.slot for row in rows], targets, lengths)
+    packed = PackedRows(tuple(lengths), (0,) * len(lengths))
+    logprobs_N, entropy_N = ours.token_logprobs(ids_1N, [row.job.slot for row in rows], targets, packed)
     log_ratio_N = logprobs_N - torch.tensor([each for row in rows for each in row.logprobs], device=served.device)
     kl_N = log_ratio_N.exp() - 1 - log_ratio_N
     found = {"mismatch_kl": kl_N.mean(), "worst_log_ratio": log_ratio_N.abs().max(), "entropy": entropy_N.mean()}

@@ -69,6 +69,7 @@ class Use:
     trainer_s: float = 0.0
     tokens_sampled: int = 0
     tokens_trained: int = 0
+    tokens_computed: int = 0
     inference_s: float = 0.0
     hours: float = 0.0
 
@@ -79,6 +80,7 @@ class Use:
             trainer_s=self.trainer_s + line.trainer_s,
             tokens_sampled=self.tokens_sampled + line.tokens,
             tokens_trained=self.tokens_trained + line.trained_tokens,
+            tokens_computed=self.tokens_computed + line.computed_tokens,
             inference_s=self.inference_s + line.inference_s,
             hours=self.hours + line.work_s / 3600,
         )

@@ -29,6 +29,11 @@ class BaseLossConfig(BaseConfig):
     kl_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Weight of an estimate of KL(pi || base model) in the loss; above 0 it costs a second forward pass."""
 
+    @property
+    def needs_advantage(self) -> bool:
+        """True when a token whose advantage is zero has no gradient."""
+        return not self.kl_coef
+
 
 class AipoLossConfig(BaseLossConfig):
     """LlamaRL's loss, the default."""
@@ -89,6 +94,11 @@ class DppoLossConfig(BaseLossConfig):
 
     tau: float = Field(1e-3, ge=0, allow_inf_nan=False)
     """Weight of (log r)^2, which pulls every loss token back to the policy that sampled it."""
+
+    @property
+    def needs_advantage(self) -> bool:
+        """True when a token whose advantage is zero has no gradient."""
+        return not self.tau and super().needs_advantage
 
 
 class MisLossConfig(BaseLossConfig):

@@ -45,8 +45,9 @@ class TrainerModelConfig(ModelConfig):
     time of two copies. Turns activation checkpointing on where that is auto. Without effect on a CPU."""
 
     packed_rows: bool | Literal["auto"] = "auto"
-    """Lay the rows of a pass end to end, with attention that stays inside each, instead of padding rows of similar
-    length to the longest. auto: on a GPU."""
+    """Lay the rows of a pass end to end, with attention that stays inside each, and compute once what rows of a run
+    have in common at their beginning; false: pad rows of similar length to the longest. auto: where the model's
+    attention is causal and nothing else."""
 
     tf32: bool = False
     """Multiply float32 matrices in TF32 on a GPU: several times quicker, but with ten bits of mantissa, so that a run's
@@ -58,9 +59,10 @@ class TrainerModelConfig(ModelConfig):
         is_cut = self.tf32 and dtype == "float32" and device_type == "cuda"
         return f"{dtype} on {device_type}{', multiplied in TF32' if is_cut else ''}"
 
-    def packs_on(self, device_type: str) -> bool:
-        """True when rows are packed on such a device."""
-        return device_type == "cuda" if self.packed_rows == "auto" else self.packed_rows
+    @property
+    def packs(self) -> bool:
+        """True when rows are packed, where attention allows it."""
+        return self.packed_rows is not False
 
     def checkpoints_on(self, device_type: str) -> bool:
         """True when layers are computed again in backward on such a device."""

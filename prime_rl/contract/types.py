@@ -167,6 +167,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
         kept: R numbers: which of its run's kept rollouts a row is (`ReadyRun.kept`), -1 for all others; [] for none.
         token_advantages: R columns that stand in for the number in `advantages`, empty for a row that has none; [] when
             that is so for all rows.
+        shared: R numbers: of a row's first positions, how many are those of the row before it, and are computed there;
+            [] where no row shares any.
     """
 
     run_idxs: list[int]
@@ -180,6 +182,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     base_pass: bool = False
     kept: list[int] = []
     token_advantages: list[bytes] = []
+    shared: list[int] = []
 
 
 def oldest_allowed(step: int, max_async_level: int) -> int:

@@ -36,7 +36,8 @@ class UsageLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One line. `day` is a UTC date; `life` tells runs apart that had the same id one after another.
 
     `tokens`: sampled, evaluations included. `inference_s`: the durations of all requests together, `work_s`: the
-    orchestrator at work. `trained_tokens` and `trainer_s` are the trainer's.
+    orchestrator at work. `trained_tokens` (of the samples of its updates), `computed_tokens` (positions of its passes)
+    and `trainer_s` are the trainer's.
     """
 
     version: int = USAGE_VERSION
@@ -49,6 +50,7 @@ class UsageLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     inference_s: float = 0.0
     work_s: float = 0.0
     trained_tokens: int = 0
+    computed_tokens: int = 0
     trainer_s: float = 0.0
     tags: list[str] = []
 

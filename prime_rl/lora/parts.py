@@ -115,7 +115,7 @@ ROTARY_ATTENTIONS = frozenset({"LlamaAttention", "MistralAttention", "Qwen2Atten
 
 
 class FrozenRMSNorm(nn.Module):
-    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension; worked out in float32 whatever the type of `x`."""
+    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension; worked out in float32, or wider where `x` is."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -128,7 +128,8 @@ class FrozenRMSNorm(nn.Module):
             fused = nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
             remember(fused, nn.functional.rms_norm, x, self.weight.shape, self.weight, self.eps)
             return fused
-        norm = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True, dtype=torch.float32)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True, dtype=wide)
         scale = norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
         out: Tensor = _RMSNorm.apply(x, self.weight, scale)  # type: ignore[no-untyped-call]
         remember(out, _normalized, x, self.weight, scale)
@@ -151,8 +152,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, weight_D, scale = ctx.saved_tensors
         # One table of the size of x: it has the products with x first.
-        weight_D = weight_D.to(torch.float32)
-        weighted = grad * x.to(torch.float32)
+        weight_D = weight_D.to(scale.dtype)
+        weighted = grad * x.to(scale.dtype)
         along = (weighted @ weight_D)[..., None] * (scale.square() / -x.shape[-1])
         torch.mul(grad, weight_D, out=weighted)
         return weighted.addcmul_(x, along).mul_(scale).to(x.dtype), None, None

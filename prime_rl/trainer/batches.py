@@ -138,9 +138,18 @@ class Packer:
             raise BadBatchError(found)
         config, num_tokens = run.config, sum(len(sample.loss_mask) for sample in found.samples)
         kept = run.keeping.places([sample.reward for sample in found.samples])
-        rows = rows_of(run.run_idx, found.samples, config.loss.mean, config.loss_length, kept)
-        self._queue.add(run.run_idx, rows, config.weight)
-        run.in_work = ReadyRun(run.run_idx, num_tokens, len(found.samples), kept)
+        loss, samples = config.loss, found.samples
+        needs_advantage = loss.needs_advantage
+        rows = rows_of(run.run_idx, samples, loss.mean, config.loss_length, kept, needs_advantage=needs_advantage)
+        run.in_work = ReadyRun(
+            run.run_idx,
+            num_tokens,
+            len(samples),
+            kept,
+            num_rows=sum(row.loss_scale > 0 for row in rows),
+            num_trained=sum(row.num_tokens for row in rows),
+            num_computed=self._queue.add(run.run_idx, rows, config.weight, self._num_ranks),
+        )
         return found
 
     def pack(self, held: Collection[str] = ()) -> Pack | None:
@@ -155,7 +164,7 @@ class Packer:
         rows = [row for hand in hands for row in hand]
         runs = [self._manager.run(run_idx) for run_idx in sorted({row.run_idx for row in rows})]
         for row in rows:
-            self._manager.run(row.run_idx).pass_tokens += row.num_tokens
+            self._manager.run(row.run_idx).pass_positions += row.num_positions
         base_pass = any(run.config.loss.kl_coef for run in runs)
         blanks = [blank_micro_batch(rows, base_pass) for _ in range(self._num_ranks - len(hands))]
         ready = [self._finished(run) for run in runs if not self._queue.num_waiting(run.run_idx)]

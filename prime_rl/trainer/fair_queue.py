@@ -1,12 +1,15 @@
 """The choice of the rows of the next forward/backward pass. Pure: no files, no tensors, no clock.
 
-Runs take turns row by row: next is always the run with the largest deficit, the one that had the fewest tokens for its
-weight. So a run with a large batch cannot hold up one with a small batch, and while all have work one of weight 2 gets
-twice the tokens of one of weight 1. A pass ends early rather than take others far beyond what
-a run has had that has no more rows for it. Where rows are padded, those of one pass have similar length (the shortest
-is more than half of the longest), so little is padding; where they are packed end to end, any go together. A batch may
-be spread over any number of passes: each row carries the scale that makes the sum over all of them the mean over its
-run's whole batch.
+Rows of a batch that begin alike (the rollouts of a prompt, the branches of a conversation) make a bundle: in one pass
+their common positions are computed once, for the first of them. So what counts here is positions that are computed.
+
+Runs take turns bundle by bundle: next is always the run with the largest deficit, the one that had the fewest positions
+for its weight. So a run with a large batch cannot hold up one with a small batch, and while all have work one of weight
+2 gets twice the positions of one of weight 1. A pass ends early rather than take others far beyond what a run has had
+that has no more rows for it. Where rows are padded, each is a bundle of its own and those of one pass have similar
+length (the shortest is more than half of the longest), so little is padding; where they are packed end to end, any go
+together. A batch may be spread over any number of passes: each row carries the scale that makes the sum over all of
+them the mean over its run's whole batch.
 
 With several ranks a pack has one pass for each. The ranks share the base model, so every rank takes part in every pack:
 rows are dealt evenly, and a rank without rows gets a blank row, which has no loss token.
@@ -17,12 +20,15 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby, pairwise
 
 import msgspec
+import numpy as np
 
 from prime_rl.configs.losses import LossMean
-from prime_rl.contract.types import TOKEN_BYTES, MicroBatch, SampleColumns
+from prime_rl.contract.types import ADVANTAGE_DTYPE, TOKEN_BYTES, TOKEN_DTYPE, MicroBatch, SampleColumns
 
 # In the mask of a sample.
 LOSS_TOKEN = b"\x01"
@@ -33,13 +39,20 @@ MIN_TOKENS = 2
 SMALLEST_SHARE = 8
 # At most this part (a fifth) of a larger pass is padding.
 MAX_PADDING_SHARE = 5
+# Positions that rows have in common are computed once from so many on: fewer cost more calls than they save.
+MIN_SHARED = 32
+# The positions that the rows of a pass look at are at most so many times those that it computes: what they share is
+# looked at, and kept for backward, once for each of them.
+MOST_SEEN = 2
 
 
 @dataclass(frozen=True)
 class Row:
     """One sample of one run, cut after its last loss token. `order` is its place in the batch.
 
-    `kept`: which of the rollouts it is that people get to read (`contract.samples`); -1: none of them.
+    Attributes:
+        kept: which of the rollouts it is that people get to read (`contract.samples`); -1: none of them.
+        shared: of its first positions, how many are those of the row before it, where that is in the same pass.
     """
 
     run_idx: int
@@ -48,6 +61,17 @@ class Row:
     num_tokens: int
     loss_scale: float
     kept: int = -1
+    shared: int = 0
+
+    @property
+    def num_seen(self) -> int:
+        """Positions that predict its tokens: nothing is predicted from the last one."""
+        return self.num_tokens - 1
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that are computed for it, beside the row before it."""
+        return self.num_seen - self.shared
 
 
 def rows_of(
@@ -56,14 +80,17 @@ def rows_of(
     mean: LossMean = "token",
     length: int | None = None,
     kept: Sequence[int] = (),
+    *,
+    needs_advantage: bool = False,
 ) -> list[Row]:
-    """The rows of a batch, shortest first. Samples without a loss token train nothing and make no row.
+    """The rows of a batch, those that begin alike behind each other. Samples that train nothing make no row.
 
-    Of a batch without any loss token there is one row, which takes its run to an update with gradients of zero.
+    Of a batch of such samples alone the shortest takes its run to an update with gradients of zero.
 
     Args:
         mean: what the run's loss is divided by; `length` is the constant of "constant".
         kept: places in the batch of the rollouts that people get to read.
+        needs_advantage: a sample whose advantage is zero trains nothing, unless people get to read it.
     """
     kept_at = {place: number for number, place in enumerate(kept)}
     num_loss_tokens = [sample.loss_mask.count(LOSS_TOKEN) for sample in samples]
@@ -75,7 +102,95 @@ def rows_of(
             rows.append(Row(run_idx, order, sample, num_tokens, scale, kept_at.get(order, -1)))
     if not rows:
         return [Row(run_idx, 0, samples[0], MIN_TOKENS, 0.0)]
-    return sorted(rows, key=lambda row: (row.num_tokens, row.order))
+    if needs_advantage:
+        with_gradient = [row for row in rows if row.kept >= 0 or has_advantage(row.sample)]
+        rows = with_gradient or [min(rows, key=lambda row: row.num_tokens)]
+    return sharing(rows)
+
+
+def has_advantage(sample: SampleColumns) -> bool:
+    """True when the advantage of any of its tokens is not zero."""
+    own = sample.token_advantages
+    return bool(np.frombuffer(own, ADVANTAGE_DTYPE).any()) if own else sample.advantage != 0
+
+
+def sharing(rows: Sequence[Row]) -> list[Row]:
+    """`rows` of one run in an order in which those that begin alike are neighbours, each with what it shares.
+
+    What rows of one beginning have in common comes to few numbers, at least MIN_SHARED apart, so that many share
+    equally: their attention is one call. The smallest comes first, of rows that begin alike and of rows that share
+    equally.
+    """
+    # In the order of their tokens a row has most in common with its neighbours.
+    rows = sorted(rows, key=lambda row: (row.sample.token_ids[: row.num_seen * TOKEN_BYTES], row.order))
+    common = [0, *(min(_in_common(one, other), other.num_seen - 1) for one, other in pairwise(rows))]
+    starts = [at for at, shared in enumerate(common) if shared < MIN_SHARED]
+    found: list[list[Row]] = []
+    for start, stop in pairwise([*starts, len(rows)]):
+        levels = [0]
+        for shared in sorted(set(common[start + 1 : stop])):
+            if shared - levels[-1] >= MIN_SHARED:
+                levels.append(shared)
+        rounded = [0, *(levels[bisect.bisect_right(levels, shared) - 1] for shared in common[start + 1 : stop])]
+        found.append(_by_length([replace(row, shared=n) for row, n in zip(rows[start:stop], rounded, strict=True)]))
+    found.sort(key=lambda alike: (sum(row.num_positions for row in alike), alike[0].order))
+    return [row for alike in found for row in alike]
+
+
+def _in_common(one: Row, other: Row) -> int:
+    """How many first positions of two rows are the same."""
+    most = min(one.num_seen, other.num_seen)
+    a, b = (np.frombuffer(row.sample.token_ids, TOKEN_DTYPE, most) for row in (one, other))
+    different = a != b
+    return int(different.argmax()) if different.any() else most
+
+
+def _by_length(rows: Sequence[Row]) -> list[Row]:
+    """Rows that share equally, the shorter first; but the last of them stays last: the next may share more with it."""
+    found: list[Row] = []
+    for _, same in groupby(rows, lambda row: row.shared):
+        *free, last = same
+        found += [*sorted(free, key=lambda row: row.num_tokens), last]
+    return found
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Rows of one run that stay together; the first shares nothing, and each other one with the row before it."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def run_idx(self) -> int:
+        """The slot of its run."""
+        return self.rows[0].run_idx
+
+    @cached_property
+    def num_positions(self) -> int:
+        """Positions that are computed for it."""
+        return sum(row.num_positions for row in self.rows)
+
+    @cached_property
+    def num_seen(self) -> int:
+        """Positions that its rows look at."""
+        return sum(row.num_seen for row in self.rows)
+
+
+def bundles_of(rows: Iterable[Row], max_positions: float, max_seen: float) -> list[Bundle]:
+    """`rows` (as `rows_of` gives them) in bundles that compute and look at no more than so many positions.
+
+    The smallest is first. A row that does not fit beside the one before it computes what they share once more.
+    """
+    bundles: list[list[Row]] = []
+    positions = seen = 0
+    for row in rows:
+        positions, seen = positions + row.num_positions, seen + row.num_seen
+        if row.shared and positions <= max_positions and seen <= max_seen:
+            bundles[-1].append(row)
+        else:
+            bundles.append([replace(row, shared=0)])
+            positions = seen = row.num_seen
+    return sorted((Bundle(tuple(each)) for each in bundles), key=lambda each: (each.num_positions, each.rows[0].order))
 
 
 def loss_scales(num_loss_tokens: Sequence[int], mean: LossMean, length: int | None) -> list[float]:
@@ -93,8 +208,8 @@ def loss_scales(num_loss_tokens: Sequence[int], mean: LossMean, length: int | No
 
 
 def to_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatch:
-    """Rows as the wire type, sorted by slot."""
-    ordered = sorted(rows, key=lambda row: (row.run_idx, row.order))
+    """Rows as the wire type, sorted by slot; those of a bundle are neighbours and stay so."""
+    ordered = sorted(rows, key=lambda row: row.run_idx)
     token_advantages = [row.sample.token_advantages[: row.num_tokens * TOKEN_BYTES] for row in ordered]
     return MicroBatch(
         run_idxs=[row.run_idx for row in ordered],
@@ -108,13 +223,14 @@ def to_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatch:
         base_pass=base_pass,
         kept=[row.kept for row in ordered],
         token_advantages=token_advantages if any(token_advantages) else [],
+        shared=[row.shared for row in ordered] if any(row.shared for row in ordered) else [],
     )
 
 
 def blank_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatch:
     """A pass for a rank without rows: the shortest of `rows` without its loss tokens. It adds zero to its own run."""
     row = min(rows, key=lambda row: row.num_tokens)
-    micro_batch = to_micro_batch([row], base_pass)
+    micro_batch = to_micro_batch([replace(row, shared=0)], base_pass)
     return msgspec.structs.replace(micro_batch, loss_mask=[bytes(row.num_tokens)], loss_scales=[0.0], kept=[-1])
 
 
@@ -131,16 +247,16 @@ def deal(rows: Sequence[Row], num_ranks: int) -> list[list[Row]]:
 
 @dataclass
 class RowQueue:
-    """The rows that wait, by run, shortest first, and how many tokens each run had, divided by its weight.
+    """The rows that wait, by run, in bundles, the smallest first; and how many positions each run had by its weight.
 
     Attributes:
-        max_tokens: positions of one pass (padded: rows x longest row; packed: tokens); a single row may be longer.
-        packs: whether rows are packed.
+        max_tokens: positions of one pass (padded: rows x longest row); a single row may be longer.
+        packs: whether rows are packed; only then do they share positions.
     """
 
     max_tokens: int
     packs: bool = False
-    _rows: dict[int, list[Row]] = field(default_factory=dict)
+    _waiting: dict[int, list[Bundle]] = field(default_factory=dict)
     _weights: dict[int, float] = field(default_factory=dict)
     # Also of the runs whose next batch is not there yet.
     _served: dict[int, float] = field(default_factory=dict)
@@ -148,26 +264,35 @@ class RowQueue:
     _level: float = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self._rows)
+        return bool(self._waiting)
 
-    def add(self, run_idx: int, rows: Sequence[Row], weight: float = 1.0) -> None:
-        """Queue a whole batch, shortest row first (as `rows_of` gives it). `weight`: its run's, for this batch."""
-        assert rows and run_idx not in self._rows, "a run queues one batch at a time, and not an empty one"
+    def add(self, run_idx: int, rows: Sequence[Row], weight: float = 1.0, num_ranks: int = 1) -> int:
+        """Queue a whole batch, as `rows_of` gives it; returns the positions that are computed for it.
+
+        Args:
+            weight: its run's, for this batch.
+            num_ranks: each is to have a part of it.
+        """
+        assert rows and run_idx not in self._waiting, "a run queues one batch at a time, and not an empty one"
+        most_shared = max(row.shared for row in rows) if self.packs else 0
+        # A part for each rank, which computes what its rows share once more.
+        part = -(-sum(row.num_positions for row in rows) // num_ranks) + most_shared if most_shared else 0
         self._weights[run_idx] = weight
         # Waiting for its own rollouts earns a run no priority, so it is level with the run that had least; what it had
         # beyond that in its last batch is not forgotten.
         self._served[run_idx] = max(self._served.get(run_idx, 0.0), self._level)
-        self._rows[run_idx] = list(rows)
+        self._waiting[run_idx] = bundles_of(rows, min(part, self.max_tokens), MOST_SEEN * self.max_tokens)
+        return sum(bundle.num_positions for bundle in self._waiting[run_idx])
 
     def drop(self, run_idx: int) -> None:
-        """Forget the run in this slot: its rows, and how many tokens it had."""
-        self._rows.pop(run_idx, None)
+        """Forget the run in this slot: its rows, and how many positions it had."""
+        self._waiting.pop(run_idx, None)
         self._served.pop(run_idx, None)
         self._weights.pop(run_idx, None)
 
     def num_waiting(self, run_idx: int) -> int:
         """Rows of the run that were not handed out yet."""
-        return len(self._rows.get(run_idx, ()))
+        return sum(len(bundle.rows) for bundle in self._waiting.get(run_idx, ()))
 
     def next_pack(self, num_ranks: int) -> list[list[Row]]:
         """Rows of the next pass of each rank; less than `num_ranks` passes when fewer rows wait."""
@@ -181,40 +306,43 @@ class RowQueue:
     def next_rows(self, num_ranks: int = 1) -> list[Row]:
         """Rows of similar length for up to `num_ranks` passes; packed: of any, for one of so many. [] when none wait.
 
-        The run that had least comes first with its longest row, and that gives the length.
+        The run that had least comes first with its largest bundle; where rows are padded, that gives the length.
         """
-        if not self._rows:
+        if not self._waiting:
             return []
-        leader = self._least_served(self._rows)
+        leader = self._least_served(self._waiting)
         self._level = self._served[leader]
-        longest = self._rows[leader][-1].num_tokens
+        longest = self._waiting[leader][-1].num_positions
         max_positions = self._max_positions(longest, num_ranks)
-        taken = _Taken(longest, max_positions, self.max_tokens if self.packs else max_positions, self.packs)
-        fitting = {idx: at for idx, rows in self._rows.items() if (at := _last_fitting(rows, taken.longest_next)) >= 0}
+        whole = self.max_tokens if self.packs else max_positions
+        taken = _Taken(longest, max_positions, whole, MOST_SEEN * self.max_tokens, self.packs)
+        fitting = {
+            idx: at for idx, each in self._waiting.items() if (at := _last_fitting(each, taken.largest_next)) >= 0
+        }
         # What a run had that is in this pass and can take no further part in it. It waits for the next pass, or for its
         # next batch, which comes after this pass; neither must find others far ahead.
         limit = math.inf
         part_of_it: set[int] = set()
         while fitting and not taken.is_full:
             run_idx = self._least_served(fitting)
-            rows = self._rows[run_idx]
-            at = min(fitting.pop(run_idx), _last_fitting(rows, taken.longest_next))
+            bundles = self._waiting[run_idx]
+            at = min(fitting.pop(run_idx), _last_fitting(bundles, taken.largest_next))
             if self._served[run_idx] > limit and not taken.is_small:
                 break
-            if at >= 0 and taken.takes(rows[at]):
-                self._served[run_idx] += taken.add(rows.pop(at)) / self._weights[run_idx]
+            if at >= 0 and taken.takes(bundles[at]):
+                self._served[run_idx] += taken.add(bundles.pop(at)) / self._weights[run_idx]
                 part_of_it.add(run_idx)
                 if at:
                     fitting[run_idx] = at - 1
             if run_idx in part_of_it and run_idx not in fitting:
                 limit = min(limit, self._served[run_idx])
-        self._rows = {run_idx: rows for run_idx, rows in self._rows.items() if rows}
-        return taken.rows
+        self._waiting = {run_idx: bundles for run_idx, bundles in self._waiting.items() if bundles}
+        return [row for bundle in taken.bundles for row in bundle.rows]
 
     def _max_positions(self, longest: int, num_ranks: int) -> int:
         if not self.packs:
             return num_ranks * max(1, self.max_tokens // longest) * longest
-        waiting = sum(row.num_tokens for rows in self._rows.values() for row in rows)
+        waiting = sum(bundle.num_positions for bundles in self._waiting.values() for bundle in bundles)
         # What is left for the last passes is shared out evenly: the ranks wait for each other.
         return max(longest, min(self.max_tokens, -(-waiting // num_ranks)))
 
@@ -224,33 +352,37 @@ class RowQueue:
 
 @dataclass
 class _Taken:
-    """Rows taken one by one for a pass (or, padded, for several, one a rank).
+    """Bundles taken one by one for a pass (or, padded, for several, one a rank).
 
     Attributes:
-        longest: of the first row; where rows are padded, all have as many positions.
-        whole: positions of a whole pass, of which these rows may get less.
+        longest: of the first one; where rows are padded, all have as many positions.
+        whole: positions of a whole pass, of which these may get less.
+        max_seen: positions that the rows of a pass may look at.
     """
 
     longest: int
     max_positions: int
     whole: int
+    max_seen: int
     packs: bool
-    rows: list[Row] = field(default_factory=list)
-    num_tokens: int = 0
+    bundles: list[Bundle] = field(default_factory=list)
+    num_computed: int = 0
+    num_seen: int = 0
 
-    def add(self, row: Row) -> int:
-        """Returns the tokens that were added."""
-        self.rows.append(row)
-        self.num_tokens += row.num_tokens
-        return row.num_tokens
+    def add(self, bundle: Bundle) -> int:
+        """Returns the positions that were added, without padding."""
+        self.bundles.append(bundle)
+        self.num_computed += bundle.num_positions
+        self.num_seen += bundle.num_seen
+        return bundle.num_positions
 
     @property
     def num_positions(self) -> int:
-        return self.num_tokens if self.packs else len(self.rows) * self.longest
+        return self.num_computed if self.packs else len(self.bundles) * self.longest
 
     @property
-    def longest_next(self) -> int:
-        """Tokens of the longest row that could come next."""
+    def largest_next(self) -> int:
+        """Positions of the largest bundle that could come next."""
         return self.max_positions - self.num_positions if self.packs else self.longest
 
     @property
@@ -262,16 +394,16 @@ class _Taken:
         """Too small to be quicker than a larger pass."""
         return self.num_positions * SMALLEST_SHARE < self.whole
 
-    def takes(self, row: Row) -> bool:
-        """True when `row` would not make too much of the pass padding."""
+    def takes(self, bundle: Bundle) -> bool:
+        """True when `bundle` would neither make too much of the pass padding nor have it look at too much."""
         if self.packs:
-            return True
-        if 2 * row.num_tokens <= self.longest:
+            return not self.bundles or self.num_seen + bundle.num_seen <= self.max_seen
+        if 2 * bundle.num_positions <= self.longest:
             return False
-        positions = (len(self.rows) + 1) * self.longest
-        return self.is_small or MAX_PADDING_SHARE * (positions - self.num_tokens - row.num_tokens) <= positions
+        positions = (len(self.bundles) + 1) * self.longest
+        return self.is_small or MAX_PADDING_SHARE * (positions - self.num_computed - bundle.num_positions) <= positions
 
 
-def _last_fitting(rows: Sequence[Row], longest: int) -> int:
-    """Index of the longest row of at most `longest` tokens; -1 without one."""
-    return bisect.bisect_right(rows, longest, key=lambda row: row.num_tokens) - 1
+def _last_fitting(bundles: Sequence[Bundle], largest: int) -> int:
+    """Index of the largest of `bundles` of at most `largest` positions; -1 without one."""
+    return bisect.bisect_right(bundles, largest, key=lambda bundle: bundle.num_positions) - 1

@@ -146,7 +146,7 @@ class Trainer(RunLife):
             if self._lead:
                 self._lead.publisher.after_update(run, batch, report, self._timer)
                 time_s = self._timer.take()
-                self._lead.usage.updated(run, time_s)
+                self._lead.usage.updated(run, batch.num_tokens, time_s)
                 self._lead.reporter.updated(time_s, batch.num_tokens)
 
     # The life of a run

@@ -38,7 +38,7 @@ from prime_rl.lora import linear
 from prime_rl.lora.linear import GroupedPlan, LoopedPlan
 from prime_rl.trainer import loss
 from prime_rl.trainer import model as policy_model
-from prime_rl.trainer.fair_queue import LOSS_TOKEN
+from prime_rl.trainer.fair_queue import LOSS_TOKEN, MOST_SEEN
 from prime_rl.trainer.model import PolicyModel, adapt_model, train_whole
 from prime_rl.trainer.step import forward_backward
 
@@ -239,7 +239,7 @@ def setting_of(trainer: TrainerConfig, device_type: str, num_ranks: int) -> Sett
         seq_len=trainer.seq_len,
         tokens=max(trainer.seq_len, trainer.micro_batch_tokens),
         checkpoints=model.checkpoints_on(device_type),
-        packs=model.packs_on(device_type),
+        packs=model.packs,
         offloads=model.activation_offload and device_type == "cuda",
         num_ranks=num_ranks,
         host_copies=HOST_COPIES if device_type == "cpu" and model.lora is None else 0,
@@ -312,7 +312,7 @@ class _Levels:
 
 
 def predict(setting: Setting) -> PassMemory:
-    """The memory of a pass half of whose positions are loss tokens of the default loss."""
+    """The memory of a pass of the default loss: the most that one of so many positions takes."""
     # A run without a row costs its own bytes alone.
     num_runs = min(setting.num_runs, setting.num_rows, MOST_MEASURED_RUNS)
     found = _predict(replace(setting, num_runs=num_runs))
@@ -469,16 +469,36 @@ class _Stages:
 
 
 def micro_batch(setting: Setting) -> MicroBatch:
-    """Rows of the runs in turn; the second half of each is a completion."""
+    """Rows of the runs in turn. Where they are packed, those that take most: see `_sharing_rows`."""
     num_rows, num_tokens = setting.num_rows, setting.row_tokens
-    prompt = num_tokens // 2
+    rows = _sharing_rows(setting) if setting.packs else [(num_tokens, 0, num_tokens - num_tokens // 2)] * num_rows
     return MicroBatch(
-        run_idxs=[row * setting.num_runs // num_rows for row in range(num_rows)],
-        token_ids=[bytes(num_tokens * TOKEN_BYTES)] * num_rows,
-        loss_mask=[bytes(prompt) + LOSS_TOKEN * (num_tokens - prompt)] * num_rows,
-        logprobs=[bytes(num_tokens * TOKEN_BYTES)] * num_rows,
-        advantages=[1.0] * num_rows,
-        temperatures=[1.0] * num_rows,
-        loss_scales=[1.0] * num_rows,
-        num_tokens=num_tokens,
+        run_idxs=[row * setting.num_runs // len(rows) for row in range(len(rows))],
+        token_ids=[bytes(tokens * TOKEN_BYTES) for tokens, _, _ in rows],
+        loss_mask=[bytes(tokens - loss) + LOSS_TOKEN * loss for tokens, _, loss in rows],
+        logprobs=[bytes(tokens * TOKEN_BYTES) for tokens, _, _ in rows],
+        advantages=[1.0] * len(rows),
+        temperatures=[1.0] * len(rows),
+        loss_scales=[1.0] * len(rows),
+        num_tokens=max(tokens for tokens, _, _ in rows),
+        shared=[shared for _, shared, _ in rows],
+    )
+
+
+def _sharing_rows(setting: Setting) -> list[tuple[int, int, int]]:
+    """Tokens, shared positions and loss tokens of rows that see MOST_SEEN times what is computed.
+
+    That is four rows a bundle, which share as much as two of them have of their own. Every position that is computed
+    predicts a loss token.
+    """
+    assert MOST_SEEN == 2
+    num_bundles = max(setting.num_runs, -(-setting.tokens // (2 * setting.seq_len)))
+    computed = setting.tokens // num_bundles
+    own = computed // 6
+    shared = computed - 4 * own
+    first = (shared + own + 1, 0, shared + own)
+    return (
+        [first, *[(shared + own + 1, shared, own)] * 3] * num_bundles
+        if own
+        else [(computed + 1, 0, computed)] * num_bundles
     )

@@ -96,7 +96,10 @@ class MetricsWriter:
             "grad_norm": report.grad_norm,
             "lr": report.lr,
             "tokens": ready.num_tokens,
+            "tokens/trained": ready.num_trained,
+            "tokens/computed": ready.num_computed,
             "samples": ready.num_samples,
+            "rows/without_gradient": ready.num_samples - ready.num_rows,
             "tokens_per_s": ready.num_tokens / total_s if total_s else 0.0,
             "memory/peak_gib": peak_gib(),
             "time/forward_backward": report.forward_backward_s,
@@ -244,10 +247,10 @@ _OF_UPDATE = ("optim", "broadcast", "checkpoint")
 class TrainerUsage:
     """Whose work the trainer's seconds were.
 
-    The seconds of a pass are split over its runs by their tokens on all ranks; what an update takes (optimizer,
-    snapshots) is its run's. So the seconds of all runs together are those of the trainer's phases without waiting. A
-    run's line is written after each update, and when it leaves. Work that is done again after a crash was used again,
-    and counts again.
+    The seconds of a pass are split over its runs by the positions that were computed for each on all ranks; what an
+    update takes (optimizer, snapshots) is its run's. So the seconds of all runs together are those of the trainer's
+    phases without waiting. The tokens of a batch count when its run is updated. A run's line is written after each
+    update, and when it leaves. Work that is done again after a crash was used again, and counts again.
     """
 
     def __init__(self, manager: MultiRunManager, log: UsageLog) -> None:
@@ -255,22 +258,23 @@ class TrainerUsage:
         self._log = log
 
     def passed(self, seconds: float) -> None:
-        """A pass over rows of the runs that have `pass_tokens` took so long."""
-        runs = [run for run in self._manager.used if run.pass_tokens]
-        total = sum(run.pass_tokens for run in runs)
+        """A pass over rows of the runs that have `pass_positions` took so long."""
+        runs = [run for run in self._manager.used if run.pass_positions]
+        total = sum(run.pass_positions for run in runs)
         for run in runs:
-            run.used_s += seconds * run.pass_tokens / total
-            run.used_tokens += run.pass_tokens
-            run.pass_tokens = 0
+            run.used_s += seconds * run.pass_positions / total
+            run.used_positions += run.pass_positions
+            run.pass_positions = 0
 
-    def updated(self, run: TrainerRun, time_s: Mapping[str, float]) -> None:
-        """The run was updated. `time_s` is where the time since the last update of any run went."""
+    def updated(self, run: TrainerRun, num_tokens: int, time_s: Mapping[str, float]) -> None:
+        """The run was updated with a batch. `time_s` is where the time since the last update of any run went."""
         run.used_s += sum(time_s[phase] for phase in _OF_UPDATE)
+        run.used_tokens += num_tokens
         self.write(run)
 
     def write(self, run: TrainerRun) -> None:
         """Write down what the run has used since its last line."""
         if run.used_s or run.used_tokens:
-            used = {"trainer_s": run.used_s, "trained_tokens": run.used_tokens}
-            self._log.add(run.run_id, step=run.progress.step, used=used)
-        run.used_s, run.used_tokens = 0.0, 0
+            tokens = {"trained_tokens": run.used_tokens, "computed_tokens": run.used_positions}
+            self._log.add(run.run_id, step=run.progress.step, used={"trainer_s": run.used_s, **tokens})
+        run.used_s, run.used_tokens, run.used_positions = 0.0, 0, 0

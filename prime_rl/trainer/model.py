@@ -6,16 +6,19 @@ its own forward and again for its own backward, so a rank never holds more than 
 rank alone shards nothing that is frozen. Outside, what is trained as a whole is a `DTensor`: `part_here`, `cut` and
 `join` take it apart and put it together.
 
-On a GPU all rows lie end to end in one (`packed_attention`). On a CPU they are padded at the right and attention is
-causal, so a token never sees the padding. No mask is needed in either. The head is applied only where the caller asks
+All rows lie end to end in one (`packed_attention`). Those that begin alike share their first positions: these are
+computed once, for the first of them, and the others look at what it found there. Where a model's attention is more than
+causal, rows are padded at the right, so a token never sees the padding. The head is applied only where the caller asks
 for the log-probability of a token, and its logits never exist as a whole.
 
 Attention of a packed row is causal inside each sample: on a GPU in 16 bits one kernel for all samples, flash-attn's
-where that is installed, else torch's own; elsewhere a call of torch's scaled dot product for each sample, or each
-stretch of neighbours of one length. The mask of tokens x tokens that transformers would make never exists.
+where that is installed, else torch's own, over keys and values gathered sample by sample; elsewhere a call of torch's
+scaled dot product for each sample, or each stretch of neighbours that are as long and share as much. The mask of tokens
+x tokens that transformers would make never exists.
 
-Dimensions: R rows, T tokens of a row, N loss tokens of all rows, H hidden size, V vocabulary; in attention N tokens of
-a packed row, S samples, H query heads, K KV heads, D head size, R rows, or neighbours of L tokens.
+Dimensions: R rows, T tokens of a row, N loss tokens of all rows, H hidden size, V vocabulary; in attention N positions
+of a packed row, M positions that its samples see, S samples, H query heads, K KV heads, D head size, R neighbours with
+L positions of their own and P that they share.
 """
 
 from __future__ import annotations
@@ -27,14 +30,17 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cache, partial
-from itertools import accumulate, groupby
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from itertools import accumulate, chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -132,20 +138,20 @@ class PolicyModel:
         token_ids_RT: Tensor,
         run_idxs: Sequence[int | None],
         targets: Targets,
-        lengths: Sequence[int] | None = None,
+        rows: PackedRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, `[N]` in float32, in rows that use the adapters `run_idxs` (None: the base).
 
         The entropies carry no gradient.
 
         Args:
-            lengths: of rows that are packed into the one of `token_ids_RT`.
+            rows: those that are packed into the one of `token_ids_RT`.
         """
-        self.routing.set_rows(run_idxs, lengths)
+        self.routing.set_rows(run_idxs, None if rows is None else rows.computed)
         self.head.targets = targets
         packed: dict[str, Any] = {}
-        if lengths is not None:
-            segments = Segments.of(lengths, token_ids_RT.device)
+        if rows is not None:
+            segments = Segments.of(rows, token_ids_RT.device)
             packed = {"position_ids": segments.positions_1N, "segments": segments}
         try:
             with made_again() if self.remakes else nullcontext():
@@ -170,7 +176,7 @@ def load_model(config: TrainerModelConfig, lora: LoRAConfig | None, n_adapters: 
     modes = {
         "checkpoints": config.checkpoints_on(device_type),
         "offloads": config.activation_offload,
-        "packs": config.packs_on(device_type),
+        "packs": config.packs,
     }
     if lora is None:
         return train_whole(_load_base(config.name, torch.float32), mesh_of(world), dtype_on(config, world), **modes)
@@ -397,28 +403,128 @@ def join(part: Tensor, like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class PackedRows:
+    """Rows end to end in one, of which each may share its first positions with the row before it.
+
+    Attributes:
+        seen: positions of each row, with those that it shares; they are computed once, in the row before it.
+        shared: how many it shares, less than it sees; 0 for the first.
+    """
+
+    seen: tuple[int, ...]
+    shared: tuple[int, ...]
+
+    @property
+    def computed(self) -> list[int]:
+        """Positions that are computed for each row."""
+        return [seen - shared for seen, shared in zip(self.seen, self.shared, strict=True)]
+
+    @cached_property
+    def places(self) -> list[npt.NDArray[np.int64]]:
+        """For each row, where its positions lie in the packed one."""
+        found: list[npt.NDArray[np.int64]] = []
+        for shared, computed, stop in zip(self.shared, self.computed, accumulate(self.computed), strict=True):
+            own = np.arange(stop - computed, stop)
+            found.append(np.concatenate([found[-1][:shared], own]) if shared else own)
+        return found
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Neighbours that have as many positions of their own and share as many, the same ones.
+
+    Attributes:
+        shared, own: the parts of the packed row in which these positions lie, by number.
+        num_shared, num_own: positions of each row.
+    """
+
+    num_rows: int
+    num_shared: int
+    num_own: int
+    shared: tuple[int, ...]
+    own: tuple[int, ...]
+
+    def keys(self, parts: Sequence[Tensor]) -> Tensor:
+        """`[R, K, P + L, D]` of the `parts` `[K, ..., D]` of keys or of values."""
+        own = parts[self.own[0]] if len(self.own) == 1 else torch.cat([parts[part] for part in self.own], 1)
+        own_RKLD = own.reshape(len(own), self.num_rows, self.num_own, -1).transpose(0, 1)
+        if not self.shared:
+            return own_RKLD
+        return torch.cat([*(parts[part].expand(self.num_rows, -1, -1, -1) for part in self.shared), own_RKLD], 2)
+
+
+@dataclass(frozen=True)
 class Segments:
     """The places of the samples of a packed row.
 
     Attributes:
-        stretches: (number of neighbours of one length, that length), in order.
-        positions_1N: the place of each token in its own sample.
-        ends_S: int32, 0 and the end of each sample, as the kernels want it.
-        longest: tokens of the longest sample.
+        stretches: of neighbours, in order.
+        parts: positions of the parts into which stretches, and what is shared, cut the row.
+        positions_1N: the place of each position in its own sample.
+        ends_S, seen_ends_S: int32, 0 and the end of each sample among the computed and the seen positions, as the
+            kernels want them.
+        longest, longest_seen: positions of the longest sample.
+        seen_M: where the seen positions lie; None where nothing is shared.
+        masks: of samples that share, by what they share and have of their own; filled as they are needed.
     """
 
-    stretches: tuple[tuple[int, int], ...]
+    stretches: tuple[Stretch, ...]
+    parts: list[int]
     positions_1N: Tensor
     ends_S: Tensor
+    seen_ends_S: Tensor
     longest: int
+    longest_seen: int
+    seen_M: Tensor | None
+    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
-        """Of samples of `lengths` tokens, in order; the tensors are on `device`."""
-        stretches = tuple((len(list(same)), length) for length, same in groupby(lengths))
-        positions_N = torch.cat([torch.arange(length) for length in lengths])
-        ends_S = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(stretches, sent(positions_N[None], device), sent(ends_S, device), max(lengths))
+    def of(cls, rows: PackedRows, device: torch.device) -> Segments:
+        """The places of `rows`; the tensors are on `device`."""
+        found, cuts = [], {0}
+        first = start = 0
+        for (shared, own), same in groupby(zip(rows.shared, rows.computed, strict=True)):
+            num_rows = len(list(same))
+            spans, stop = _spans(rows.places[first][:shared]), start + num_rows * own
+            found.append(((num_rows, shared, own), spans, [(start, stop)]))
+            cuts.update([stop, *chain(*spans)])
+            first, start = first + num_rows, stop
+        part_at = {cut: part for part, cut in enumerate(sorted(cuts))}
+
+        def parts_in(spans: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+            return tuple(part for begin, end in spans for part in range(part_at[begin], part_at[end]))
+
+        positions_N = np.concatenate([np.arange(*each) for each in zip(rows.shared, rows.seen, strict=True)])
+        seen_M = sent(torch.from_numpy(np.concatenate(rows.places)), device) if any(rows.shared) else None
+        ends_S, seen_ends_S = (
+            sent(torch.tensor([0, *accumulate(each)], dtype=torch.int32), device) for each in (rows.computed, rows.seen)
+        )
+        return cls(
+            stretches=tuple(Stretch(*sizes, parts_in(spans), parts_in(own)) for sizes, spans, own in found),
+            parts=[stop - start for start, stop in pairwise(sorted(cuts))],
+            positions_1N=sent(torch.from_numpy(positions_N)[None], device),
+            ends_S=ends_S,
+            seen_ends_S=seen_ends_S,
+            longest=max(rows.computed),
+            longest_seen=max(rows.seen),
+            seen_M=seen_M,
+        )
+
+    def mask(self, stretch: Stretch, device: torch.device) -> Tensor | None:
+        """`[L, P + L]`, true where a position may look; None where that is plainly causal."""
+        if not stretch.num_shared:
+            return None
+        asked = stretch.num_shared, stretch.num_own
+        if asked not in self.masks:
+            whole = torch.ones(stretch.num_own, sum(asked), dtype=torch.bool, device=device)
+            self.masks[asked] = whole.tril_(stretch.num_shared)
+        return self.masks[asked]
+
+
+def _spans(places: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Start and stop of each run of neighbours."""
+    runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1) if len(places) else []
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
 def can_pack(model: nn.Module) -> bool:
@@ -453,9 +559,33 @@ def packed_attention(
         )
         return result
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        q_NHD, k_NKD, v_NKD = (each[0].transpose(0, 1) for each in (query, key, value))
-        return varlen_kernel()(q_NHD, k_NKD, v_NKD, segments, scaling)[None], None
+        return _by_kernel(query, key, value, segments, scaling), None
     return _by_stretches(query, key, value, segments, scaling), None
+
+
+def _by_kernel(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+    """`[1, N, H, D]`."""
+    q_NHD, k_NKD, v_NKD = (each[0].transpose(0, 1) for each in (query, key, value))
+    if segments.seen_M is not None:
+        k_NKD, v_NKD = (_Gathered.apply(each, segments.seen_M) for each in (k_NKD, v_NKD))  # type: ignore[no-untyped-call]
+    return varlen_kernel()(q_NHD, k_NKD, v_NKD, segments, scaling)[None]
+
+
+class _Gathered(torch.autograd.Function):
+    """Keys or values of the seen positions. The gradient of one that many see is summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NKD: Tensor, seen_M: Tensor) -> Tensor:
+        ctx.save_for_backward(seen_M)
+        ctx.num_computed = len(x_NKD)
+        return x_NKD.index_select(0, seen_M)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MKD: Tensor) -> tuple[Tensor, None]:
+        (seen_M,) = ctx.saved_tensors
+        grad_NKD = grad_MKD.new_zeros(ctx.num_computed, *grad_MKD.shape[1:], dtype=torch.float32)
+        return grad_NKD.index_add_(0, seen_M, grad_MKD.float()).to(grad_MKD.dtype), None
 
 
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Segments, float | None], Tensor]
@@ -463,7 +593,7 @@ VarlenKernel = Callable[[Tensor, Tensor, Tensor, Segments, float | None], Tensor
 
 @cache
 def varlen_kernel() -> VarlenKernel:
-    """The best one that is installed; named in the log. Query `[N, H, D]`, key and value `[N, K, D]`."""
+    """The best one that is installed; named in the log. Query `[N, H, D]`, key and value `[M, K, D]`."""
     has_flash = importlib.util.find_spec("flash_attn") is not None
     logger.info("packed rows: attention of %s", "flash-attn" if has_flash else "torch (varlen_attn)")
     return _flash_attn if has_flash else _torch_varlen
@@ -472,22 +602,23 @@ def varlen_kernel() -> VarlenKernel:
 def _flash_attn(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
 
-    ends, longest = segments.ends_S, segments.longest
-    out: Tensor = flash_attn_varlen_func(
-        query, key, value, ends, ends, longest, longest, softmax_scale=scaling, causal=True
-    )
+    # Causal from the end (flash-attn 2.1): the last query of a sample sees its last key.
+    out: Tensor = flash_attn_varlen_func(query, key, value, *_ends(segments), softmax_scale=scaling, causal=True)
     return out
 
 
 def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    ends, longest = segments.ends_S, segments.longest
-    # A window without end to the left and none to the right is causal.
+    # A window without end to the left and none to the right is causal, and begins at the end of each sample.
     options = {"scale": scaling, "window_size": (-1, 0), **_takes_gqa(varlen_attn)}
-    out = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+    out = varlen_attn(query, key, value, *_ends(segments), **options)
     assert isinstance(out, Tensor)
     return out
+
+
+def _ends(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
+    return segments.ends_S, segments.seen_ends_S, segments.longest, segments.longest_seen
 
 
 @cache
@@ -498,16 +629,19 @@ def _takes_gqa(kernel: Callable[..., Any]) -> dict[str, Any]:
 
 def _by_stretches(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
     """`[1, N, H, D]`."""
-    parts, start = [], 0
-    for num_samples, length in segments.stretches:
-        stop = start + num_samples * length
-        q_RHLD, k_RKLD, v_RKLD = (
-            each[0, :, start:stop].reshape(each.shape[1], num_samples, length, -1).transpose(0, 1)
-            for each in (query, key, value)
-        )
+    queries = torch.split(query[0], [each.num_rows * each.num_own for each in segments.stretches], 1)
+    keys, values = (torch.split(each[0], segments.parts, 1) for each in (key, value))
+    outs = []
+    for stretch, query_HND in zip(segments.stretches, queries, strict=True):
+        mask = segments.mask(stretch, query.device)
         out_RHLD = nn.functional.scaled_dot_product_attention(
-            q_RHLD, k_RKLD, v_RKLD, is_causal=True, scale=scaling, enable_gqa=True
+            query_HND.reshape(len(query_HND), stretch.num_rows, stretch.num_own, -1).transpose(0, 1),
+            stretch.keys(keys),
+            stretch.keys(values),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=True,
         )
-        parts.append(out_RHLD.transpose(1, 2).flatten(0, 1))
-        start = stop
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+        outs.append(out_RHLD.transpose(1, 2).flatten(0, 1))
+    return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]

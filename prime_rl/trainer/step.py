@@ -8,7 +8,8 @@ sees the same numbers and comes to the same end.
 A pass does not wait for the device, and nothing in it depends on a number that it worked out: so the same code runs on
 tensors without memory (`fit`).
 
-Dimensions: R rows, T tokens, K positions of tokens that are a loss token in at least one row, N loss tokens.
+Dimensions: R rows, T tokens, K positions of tokens that are a loss token in at least one row, N loss tokens; of packed
+rows N computed positions.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from prime_rl.contract.status import NOT_FINITE
 from prime_rl.contract.types import ADVANTAGE_DTYPE, LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, MicroBatch
 from prime_rl.lora.linear import sent
 from prime_rl.trainer.loss import LossInputs, LossSums, RowLosses, compute_losses, row_statistics, sums_by_run
-from prime_rl.trainer.model import PolicyModel, Targets
+from prime_rl.trainer.model import PackedRows, PolicyModel, Targets
 from prime_rl.trainer.optim import NO_MEMORY, RAISED
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.discovery import Evictions
@@ -98,7 +99,7 @@ class TrainStep:
         rows, key = (f"{num_rows} samples", "max_tokens_per_micro_batch") if num_rows > 1 else ("a sample", "seq_len")
         problem = f"{rows} with {num_tokens} tokens: out of memory on {self._world.device}; make {key} smaller"
         if num_rows > 1:
-            positions = num_tokens if self._model.packs else num_rows * batch.num_tokens
+            positions = Rows.of(batch).num_positions(packed=self._model.packs)
             self.most_tokens = min(self.most_tokens, positions // 2)
         if self._is_sharded:
             # A row without a loss token is a blank one: it fits where that of another rank does not.
@@ -260,8 +261,10 @@ def _machine(config: TrainerConfig, world: World) -> str:
 
 
 def split(batch: MicroBatch, rows: slice) -> MicroBatch:
-    """Some `rows` of `batch`."""
+    """Some `rows` of `batch`; what the first of them shares it computes itself."""
     columns = {name: value[rows] for name, value in msgspec.structs.asdict(batch).items() if isinstance(value, list)}
+    if columns["shared"]:
+        columns["shared"][0] = 0
     return msgspec.structs.replace(batch, **columns, num_tokens=max(map(len, columns["loss_mask"])))
 
 
@@ -288,13 +291,15 @@ class Rows:
     """A micro-batch on the host, padded at the right with token 0, which no loss token ever sees.
 
     Attributes:
-        lengths_R: tokens of each row without the padding.
+        seen_R: positions of each row without the padding: its tokens but the last, from which nothing is predicted.
+        shared_R: the first of them that are those of the row before it.
         mask_RT: true at loss tokens. The first token of a row is never one: nothing predicts it.
         columns_K: the positions in T of the tokens that are loss tokens in at least one row.
         advantages_RK: `[R, 1]` when no row has its own for each token.
     """
 
-    lengths_R: npt.NDArray[np.int64]
+    seen_R: tuple[int, ...]
+    shared_R: tuple[int, ...]
     token_ids_RT: npt.NDArray[np.int64]
     mask_RT: npt.NDArray[np.bool_]
     columns_K: npt.NDArray[np.int64]
@@ -311,7 +316,8 @@ class Rows:
         mask_RT[:, 0] = False
         columns_K = np.flatnonzero(mask_RT.any(axis=0))
         return cls(
-            lengths_R=np.array([len(row) for row in batch.loss_mask], dtype=np.int64),
+            seen_R=tuple(len(row) - 1 for row in batch.loss_mask),
+            shared_R=tuple(batch.shared) or (0,) * len(batch.loss_mask),
             token_ids_RT=_padded(batch.token_ids, TOKEN_DTYPE, batch.num_tokens, np.int64),
             mask_RT=mask_RT,
             columns_K=columns_K,
@@ -322,25 +328,30 @@ class Rows:
             scales_R=np.array(batch.loss_scales, dtype=np.float32),
         )
 
-    def targets(self, rows: Sequence[int], device: torch.device, *, packed: bool) -> tuple[Targets, Tensor]:
-        """The loss tokens of `rows`, and the cells of `[R, K]` in which they stand.
+    def num_positions(self, *, packed: bool) -> int:
+        """Positions of a pass over all rows."""
+        return sum(self.seen_R) - sum(self.shared_R) if packed else len(self.seen_R) * max(self.seen_R)
 
-        The rows lie end to end, `packed` or each padded to T.
+    def packed(self, chosen: Sequence[int]) -> tuple[npt.NDArray[np.int64], PackedRows]:
+        """What is computed of the `chosen` rows, `[1, N]`, and where each row finds its positions in it."""
+        rows = PackedRows(tuple(self.seen_R[row] for row in chosen), tuple(self.shared_R[row] for row in chosen))
+        parts = [self.token_ids_RT[row, self.shared_R[row] : self.seen_R[row]] for row in chosen]
+        return np.concatenate(parts)[None], rows
+
+    def targets(self, chosen: Sequence[int], device: torch.device, packed: PackedRows | None) -> tuple[Targets, Tensor]:
+        """The loss tokens of the `chosen` rows, and the cells of `[R, K]` in which they stand.
+
+        The rows are `packed`, or lie end to end, each padded to T - 1 positions.
         """
-        chosen = np.asarray(rows)
-        lengths_R = self.lengths_R[chosen] if packed else np.full(len(chosen), self.mask_RT.shape[1])
-        starts_R = np.cumsum(lengths_R) - lengths_R
-        row_N, token_N = np.nonzero(self.mask_RT[chosen])
-        at_N = starts_R[row_N] + token_N - 1
-        cells_N = chosen[row_N] * len(self.columns_K) + np.searchsorted(self.columns_K, token_N)
-        ids_N, temperatures_N = self.token_ids_RT[chosen[row_N], token_N], self.temperatures_R[chosen[row_N]]
+        rows = np.asarray(chosen)
+        row_N, token_N = np.nonzero(self.mask_RT[rows])
+        places = np.arange(len(rows) * (self.mask_RT.shape[1] - 1)) if packed is None else np.concatenate(packed.places)
+        seen_R = np.full(len(rows), self.mask_RT.shape[1] - 1) if packed is None else np.array(packed.seen)
+        at_N = places[(np.cumsum(seen_R) - seen_R)[row_N] + token_N - 1]
+        cells_N = rows[row_N] * len(self.columns_K) + np.searchsorted(self.columns_K, token_N)
+        ids_N, temperatures_N = self.token_ids_RT[rows[row_N], token_N], self.temperatures_R[rows[row_N]]
         found = [sent(torch.from_numpy(array), device) for array in (at_N, ids_N, temperatures_N, cells_N)]
         return Targets(*found[:3]), found[3]
-
-    def packed(self, rows: Sequence[int]) -> tuple[npt.NDArray[np.int64], list[int]]:
-        """The tokens of `rows` end to end, `[1, N]`, and how many each has."""
-        parts = [self.token_ids_RT[row, : self.lengths_R[row]] for row in rows]
-        return np.concatenate(parts)[None], [len(part) for part in parts]
 
 
 def _padded(columns: Sequence[bytes], column_dtype: str, width: int, dtype: type) -> npt.NDArray[Any]:
@@ -406,10 +417,10 @@ class _Pass:
 
     def _logprobs(self, chosen: Sequence[int], run_idxs: Sequence[int | None]) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies `[R, K]` of the `chosen` rows, each with its adapter; zero elsewhere."""
-        rows, packs = self.rows, self.model.packs
-        targets, cells_N = rows.targets(chosen, self.device, packed=packs)
-        ids, lengths = rows.packed(chosen) if packs else (rows.token_ids_RT[list(chosen)], None)
-        both_N = self.model.token_logprobs(self._on_device(ids), run_idxs, targets, lengths)
+        rows = self.rows
+        ids, packed = rows.packed(chosen) if self.model.packs else (rows.token_ids_RT[list(chosen), :-1], None)
+        targets, cells_N = rows.targets(chosen, self.device, packed)
+        both_N = self.model.token_logprobs(self._on_device(ids), run_idxs, targets, packed)
         shape = len(rows.mask_RT), len(rows.columns_K)
         logprobs_RK, entropy_RK = (
             each_N.new_zeros(math.prod(shape)).index_copy(0, cells_N, each_N).view(shape) for each_N in both_N

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def output(tmp_path: Path) -> OutputDir:
     for day in (0, 1):
         now[0] = day * 86_400.0
         logs["run_a"].add("run_a", tags=["lr", "big"], used={"tokens": 100, "inference_s": 2.0, "work_s": 1800.0})
-        logs["trainer"].add("run_a", used={"trainer_s": 6.0, "trained_tokens": 80})
+        logs["trainer"].add("run_a", used={"trainer_s": 6.0, "trained_tokens": 80, "computed_tokens": 20})
     logs["run_b"].add("run_b", tags=["lr"], used={"tokens": 40, "inference_s": 1.0, "work_s": 3600.0})
     logs["trainer"].add("run_b", used={"trainer_s": 9.0, "trained_tokens": 30})
     logs["trainer"].add("run_c", used={"trainer_s": 1.0, "trained_tokens": 5})
@@ -50,18 +51,18 @@ def output(tmp_path: Path) -> OutputDir:
     return output
 
 
-RUN_A = Use("run_a", 12.0, 200, 160, 4.0, 1.0)
-RUN_B = Use("run_b", 9.0, 40, 30, 1.0, 1.0)
+RUN_A = Use("run_a", 12.0, 200, 160, 40, 4.0, 1.0)
+RUN_B = Use("run_b", 9.0, 40, 30, 0, 1.0, 1.0)
 RUN_C = Use("run_c", 1.0, 0, 5)
-TOTAL = Use("total", 22.0, 240, 195, 5.0, 2.0)
+TOTAL = Use("total", 22.0, 240, 195, 40, 5.0, 2.0)
 
 
 @pytest.mark.parametrize(
     ("by", "rows"),
     [
         (By.RUN, [RUN_A, RUN_B, RUN_C]),
-        (By.TAG, [Use("lr", 21.0, 240, 190, 5.0, 2.0), Use("big", 12.0, 200, 160, 4.0, 1.0), Use(NO_TAG, 1.0, 0, 5)]),
-        (By.DAY, [Use("1970-01-01", 6.0, 100, 80, 2.0, 0.5), Use("1970-01-02", 16.0, 140, 115, 3.0, 1.5)]),
+        (By.TAG, [Use("lr", 21.0, 240, 190, 40, 5.0, 2.0), replace(RUN_A, name="big"), replace(RUN_C, name=NO_TAG)]),
+        (By.DAY, [Use("1970-01-01", 6.0, 100, 80, 20, 2.0, 0.5), Use("1970-01-02", 16.0, 140, 115, 20, 3.0, 1.5)]),
     ],
 )
 def test_rows_and_total(output: OutputDir, by: By, rows: list[Use]) -> None:
@@ -88,6 +89,7 @@ def test_the_command(output: OutputDir, capsys: pytest.CaptureFixture[str]) -> N
         "trainer_s": 12.0,
         "tokens_sampled": 200,
         "tokens_trained": 160,
+        "tokens_computed": 40,
         "inference_s": 4.0,
         "hours": 1.0,
     }

@@ -54,12 +54,12 @@ def test_every_row_is_handed_out_once_within_the_limit(runs: list[list[int]], ma
     seen = Counter((row.run_idx, row.order) for rows in passes for row in rows)
     assert seen == Counter((idx, order) for idx, lengths in enumerate(runs) for order in range(len(lengths)))
     for rows in passes:
-        longest = max(row.num_tokens for row in rows)
+        longest = max(row.num_positions for row in rows)
         if packs:
-            assert len(rows) == 1 or sum(row.num_tokens for row in rows) <= max_tokens
+            assert len(rows) == 1 or sum(row.num_positions for row in rows) <= max_tokens
             continue
         assert len(rows) == 1 or longest * len(rows) <= max_tokens
-        assert all(2 * row.num_tokens > longest for row in rows), "more than half of a row may not be padding"
+        assert all(2 * row.num_positions > longest for row in rows), "more than half of a row may not be padding"
 
 
 def test_the_scale_is_that_of_the_whole_batch() -> None:
@@ -129,7 +129,7 @@ def test_columns_become_the_arrays_of_a_pass_without_a_change() -> None:
     rows = Rows.of(to_micro_batch([*rows_of(4, [one.columns()]), *rows_of(1, [two.columns()])], base_pass=True))
     assert rows.token_ids_RT.tolist() == [two.token_ids + [0] * 3, one.token_ids]
     assert rows.mask_RT.tolist() == [two.loss_mask + [False] * 3, one.loss_mask]
-    assert rows.lengths_R.tolist() == [6, 9]
+    assert rows.seen_R == (5, 8), "nothing is predicted from the last token"
     assert rows.columns_K.tolist() == list(range(4, 9))
     expected_RK = np.array([two.logprobs[4:] + [0.0] * 3, one.logprobs[4:]], dtype=np.float32)
     assert rows.sampled_logprobs_RK.tolist() == expected_RK.tolist()
@@ -169,8 +169,8 @@ def test_micro_batches_are_sorted_by_slot() -> None:
 
 def test_a_small_batch_is_not_held_up_by_a_large_one() -> None:
     queue = RowQueue(max_tokens=400)
-    queue.add(0, rows_of(0, batch([10] * 2_000)))
-    queue.add(1, rows_of(1, batch([10] * 40)))
+    queue.add(0, rows_of(0, batch([11] * 2_000)))
+    queue.add(1, rows_of(1, batch([11] * 40)))
     passes = 0
     while queue.num_waiting(1):
         queue.next_rows()
@@ -183,11 +183,11 @@ def test_a_small_batch_is_not_held_up_by_a_large_one() -> None:
 def test_runs_share_in_tokens_whatever_their_rows_are(lengths: tuple[int, int]) -> None:
     queue = RowQueue(max_tokens=240)
     for run_idx, length in enumerate(lengths):
-        queue.add(run_idx, rows_of(run_idx, batch([length] * (24_000 // length))))
+        queue.add(run_idx, rows_of(run_idx, batch([1 + length] * (24_000 // length))))
     tokens = Counter[int]()
     for _ in range(60):
         for row in queue.next_rows():
-            tokens[row.run_idx] += row.num_tokens
+            tokens[row.run_idx] += row.num_positions
     assert abs(tokens[0] - tokens[1]) <= 2 * 240
 
 

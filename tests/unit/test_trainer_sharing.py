@@ -1,215 +1,234 @@
-"""Who gets a slot: priority, preemption and pauses; and what of a changed config counts while a run has its slot."""
+"""Rows that begin alike: what they have in common is computed once, and nothing else changes."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
-from pathlib import Path
-from typing import Any
+import random
+from dataclasses import replace
 
+import msgspec
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from prime_rl.contract.layout import RunDir
-from prime_rl.contract.notes import pending_request
-from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.runs.discovery import Claim, leave_reason, preempted
-from prime_rl.trainer.runs.run import Leaving
-from prime_rl.trainer.runs.sync import ReadyRun
-from tests.runs_support import BASE, add, look, manager_of
-from tests.trainer_support import write_config
+from prime_rl.configs.base import LoRAConfig
+from prime_rl.configs.losses import AipoLossConfig, DppoLossConfig, GspoLossConfig, LossConfig
+from prime_rl.contract.types import TOKEN_DTYPE, MicroBatch, SampleColumns
+from prime_rl.trainer.fair_queue import MIN_SHARED, MOST_SEEN, Row, RowQueue, rows_of, sharing, to_micro_batch
+from prime_rl.trainer.model import PolicyModel, adapt_model, train_whole
+from prime_rl.trainer.step import PassResult, Rows, forward_backward
+from tests.budgets import examples
+from tests.trainer_support import VOCAB, sample, tiny_model
 
-
-def claims(*rows: tuple[str, int, int], preempts: bool = False) -> list[Claim]:
-    return sorted((Claim(*row, preempts) for row in rows), key=lambda claim: claim.order)
-
-
-HELD = claims(("run_old", 0, 1), ("run_young", 0, 5), ("run_high", 3, 9))
-URGENT = claims(("run_urgent", 2, 7), preempts=True)
-
-
-@pytest.mark.parametrize(
-    ("waiting", "num_free", "expected"),
-    [
-        (URGENT, 0, {"run_young": "run_urgent"}),
-        (URGENT, 1, {}),
-        (claims(("run_patient", 9, 7)), 0, {}),
-        (claims(("run_equal", 0, 7), preempts=True), 0, {}),
-        (claims(("run_x", 1, 7), ("run_y", 1, 8), ("run_z", 1, 9), preempts=True), 0,
-         {"run_young": "run_x", "run_old": "run_y"}),
-        (claims(("run_x", 5, 7), ("run_y", 1, 8), preempts=True), 1, {"run_young": "run_y"}),
-        ([*claims(("run_patient", 9, 7)), *URGENT], 0, {"run_young": "run_urgent"}),
-        ([*claims(("run_patient", 9, 7)), *URGENT], 1, {"run_young": "run_urgent"}),
-        (claims(("run_top", 9, 7), ("run_next", 9, 8), ("run_last", 9, 9), preempts=True), 0,
-         {"run_young": "run_top", "run_old": "run_next", "run_high": "run_last"}),
-    ],
-)  # fmt: skip
-def test_the_least_urgent_and_youngest_run_gives_up_its_slot(
-    waiting: list[Claim], num_free: int, expected: dict[str, str]
-) -> None:
-    assert preempted(waiting, HELD, num_free) == expected
+CPU = torch.device("cpu")
+NUM_RUNS = 5
 
 
-def test_who_was_preempted_never_takes_the_slot_back() -> None:
-    """For all priorities of three runs that all may preempt: at most two exchanges until the slots are at rest."""
-    for priorities in itertools.product(range(3), repeat=3):
-        runs = [Claim(f"run_{number}", priority, number, True) for number, priority in enumerate(priorities)]
-        slots, queue = runs[:2], runs[2:]
-        for _ in range(2):
-            for gives, takes in preempted(sorted(queue, key=lambda claim: claim.order), slots, 0).items():
-                ids = {claim.run_id: claim for claim in runs}
-                slots = [claim for claim in slots if claim.run_id != gives] + [ids[takes]]
-                queue = [claim for claim in queue if claim.run_id != takes] + [ids[gives]]
-        assert preempted(queue, slots, 0) == {}, priorities
+@st.composite
+def batches(draw: st.DrawFn, longest: int = 400, most_rows: int = 8) -> list[SampleColumns]:
+    """Samples that begin with a part of an earlier one, or with nothing that another has."""
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    samples: list[SampleColumns] = []
+    for _ in range(draw(st.integers(1, most_rows))):
+        one = sample(rng, num_tokens=4 + draw(st.integers(1, longest)))
+        if samples and draw(st.booleans()):
+            other = samples[draw(st.integers(0, len(samples) - 1))].lists().token_ids
+            prefix = other[: draw(st.integers(0, len(other)))]
+            num_loss = draw(st.integers(1, len(one.token_ids)))  # some of them may stand in what is shared
+            ids = [*prefix, *one.token_ids]
+            mask = [at >= max(1, len(ids) - num_loss) for at in range(len(ids))]
+            logprobs = [rng.gauss(-3, 0.5) if on else 0.0 for on in mask]
+            one = msgspec.structs.replace(one, token_ids=ids, loss_mask=mask, logprobs=logprobs)
+        samples.append(one.columns())
+    return samples
 
 
-def test_reasons_to_leave_in_their_order() -> None:
-    facts: dict[str, Any] = {"evicted": True, "ended": "budget", "paused": "later", "given_up": "crashed"}
-    outcomes = []
-    for fact in facts:
-        leave = leave_reason(**facts)
-        assert leave is not None
-        outcomes.append((leave.outcome, leave.saves))
-        facts[fact] = False if fact == "evicted" else None
-    assert outcomes == [("evicted", False), ("finished", True), ("paused", True), ("failed", False)]
-    assert leave_reason(**facts) is None
+def alone(rows: list[Row]) -> list[Row]:
+    return [replace(row, shared=0) for row in rows]
 
 
-def test_slots_are_given_by_priority_then_by_age(tmp_path: Path) -> None:
-    for run_id, landed, priority in (
-        ("run_a", 1, 0),
-        ("run_b", 2, 5),
-        ("run_c", 3, 5),
-        ("run_d", 4, 9),
-        ("run_e", 5, -1),
-    ):
-        add(tmp_path, run_id, landed, priority=priority)
-    manager = look(manager_of(tmp_path))
-    assert manager.idx_2_id == {0: "run_d", 1: "run_b"}
-    assert manager.waiting == ["run_c", "run_a", "run_e"], "the order of admission, which all programs show"
+@settings(max_examples=examples(120), deadline=None)
+@given(runs=st.lists(batches(longest=60), min_size=1, max_size=3), max_tokens=st.sampled_from([100, 400, 5_000]))
+def test_every_row_finds_its_tokens_in_the_packed_one(runs: list[list[SampleColumns]], max_tokens: int) -> None:
+    queue = RowQueue(max_tokens, packs=True)
+    for idx, samples in enumerate(runs):
+        queue.add(idx, rows_of(idx, samples))
+    seen = 0
+    while taken := queue.next_rows():
+        batch = to_micro_batch(taken)
+        rows = Rows.of(batch)
+        ids_1N, packed = rows.packed(range(len(taken)))
+        seen += len(taken)
+        for row, places in enumerate(packed.places):
+            tokens = np.frombuffer(batch.token_ids[row], TOKEN_DTYPE)
+            assert ids_1N[0, places].tolist() == tokens[:-1].tolist()
+        assert ids_1N.shape[1] == rows.num_positions(packed=True) == sum(packed.computed)
+        is_one_row = sum(row.shared == 0 for row in taken) == 1 and packed.computed[0] > max_tokens
+        assert ids_1N.shape[1] <= max_tokens or is_one_row
+        assert sum(packed.seen) <= MOST_SEEN * max_tokens or len(taken) == 1
+        assert all(row.shared == 0 or row.shared >= MIN_SHARED or row.num_positions == 1 for row in taken)
+    assert seen == sum(map(len, runs))
 
 
-def test_an_urgent_run_takes_the_slot_of_the_least_urgent_which_comes_back(tmp_path: Path) -> None:
-    low, high = add(tmp_path, "run_low", 1), add(tmp_path, "run_high", 2, priority=1)
-    manager = look(manager_of(tmp_path))
-    add(tmp_path, "run_patient", 3, priority=9)
-    urgent = add(tmp_path, "run_urgent", 4, priority=1, preempt=True)
-    slots_after(manager, 2)
-    assert set(manager.id_2_idx) == {"run_high", "run_urgent"}, "the freed slot goes to the run that took it"
-    assert manager.waiting == ["run_patient", "run_low"]
-    assert low.preempted.read_text().startswith("preempted by run_urgent") and not high.preempted.exists()
-    (line,) = map(json.loads, (tmp_path / "logs" / "audit.jsonl").read_text().splitlines())
-    assert [line[key] for key in ("who", "action", "run_id", "reason")] == [
-        *("trainer", "preempt", "run_low", "preempted by run_urgent")
+def test_a_group_computes_its_prompt_once_and_branches_their_history() -> None:
+    rng = random.Random(0)
+    prompt, turn = ([rng.randrange(VOCAB) for _ in range(num)] for num in (100, 60))
+    groups = [prompt + sample(rng, num_tokens=n).token_ids for n in (20, 30, 20, 9)]
+    branches = [prompt + turn + sample(rng, num_tokens=n).token_ids for n in (7, 8)]
+    rows = sharing([row_of(ids) for ids in (*groups, *branches, sample(rng, num_tokens=50).token_ids)])
+    assert sum(row.num_positions for row in rows) == 100 + (19 + 29 + 19 + 8) + 60 + (6 + 7) + 49
+    assert sorted(row.shared for row in rows) == [0, 0, 100, 100, 100, 100, 160]
+
+
+def test_what_answers_have_in_common_by_chance_is_computed_for_each() -> None:
+    """So that all of a group share equally: their attention is one call."""
+    rng = random.Random(0)
+    prompt = [rng.randrange(VOCAB) for _ in range(100)]
+    rows = sharing([row_of([*prompt, *([1] * num), 2 + num, *([9] * 20)]) for num in range(10)])
+    assert [row.shared for row in rows] == [0] + [100] * 9
+
+
+def row_of(ids: list[int]) -> Row:
+    one = msgspec.structs.replace(sample(random.Random(0), num_tokens=len(ids)), token_ids=ids)
+    return rows_of(0, [one.columns()])[0]
+
+
+def test_ranks_have_a_part_each_of_one_group() -> None:
+    rng = random.Random(0)
+    prompt = [rng.randrange(VOCAB) for _ in range(64)]
+    samples = [
+        msgspec.structs.replace(one, token_ids=[*prompt, *one.token_ids[64:]]).columns()
+        for one in (sample(rng, num_tokens=128) for _ in range(16))
     ]
-    slots_after(manager, 3)
-    assert set(manager.id_2_idx) == {"run_high", "run_urgent"}, "nobody takes it back"
-    for run in (urgent, high):
-        run.evicted.write_text("enough")
-    slots_after(manager, 2)
-    assert set(manager.id_2_idx) == {"run_low", "run_patient"} and not low.preempted.exists()
+    queue = RowQueue(8_192, packs=True)
+    computed = queue.add(0, rows_of(0, samples), num_ranks=4)
+    hands = queue.next_pack(4)
+    assert [len(hand) for hand in hands] == [len(hands[0])] * 4 and not queue
+    assert sum(row.num_positions for hand in hands for row in hand) == computed == 4 * 64 + 16 * 63
 
 
-def test_of_equal_runs_the_one_that_was_added_last_gives_its_slot(tmp_path: Path) -> None:
-    """By the time that was recorded, not by that of its file, which was written again."""
-    young, old = add(tmp_path, "run_a", 200), add(tmp_path, "run_b", 100)
-    look(manager_of(tmp_path))
-    os.utime(old.orch_toml, ns=(300 * 10**9, 300 * 10**9))
-    manager = look(manager_of(tmp_path))
-    assert set(manager.id_2_idx) == {"run_a", "run_b"}
-    add(tmp_path, "run_urgent", 400, priority=1, preempt=True)
-    slots_after(manager, 2)
-    assert set(manager.id_2_idx) == {"run_b", "run_urgent"} and young.preempted.exists()
+def model_of(*, packs: bool = True, checkpoints: bool = False, dtype: torch.dtype = torch.float32) -> PolicyModel:
+    model = adapt_model(tiny_model(), LoRAConfig(rank=4), NUM_RUNS, packs=packs, checkpoints=checkpoints)
+    model.module.to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.adapters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
-def test_a_run_that_is_to_be_saved_finishes_its_batch_and_takes_no_other(tmp_path: Path) -> None:
-    """Whether it is paused or preempted; an eviction does not wait."""
-    paused, low = add(tmp_path, "run_a", 1), add(tmp_path, "run_b", 2)
-    manager = look(manager_of(tmp_path))
-    runs = [manager.run(0), manager.run(1)]
-    for run in runs:
-        run.in_work = ReadyRun(run.run_idx, 10, 1)
-    paused.paused.write_text("later")
-    add(tmp_path, "run_urgent", 3, priority=1, preempt=True)
-    slots_after(manager, 3)
-    assert set(manager.id_2_idx) == {"run_a", "run_b"} and not manager.needs_discovery
-    assert (runs[0].leaving, runs[0].reason) == (Leaving.AFTER_BATCH, "it is paused: later")
-    assert runs[1].leaving is Leaving.NO, "the paused run's slot is enough"
-    runs[0].in_work = None
-    assert manager.needs_discovery
-    slots_after(manager, 1)
-    assert set(manager.id_2_idx) == {"run_urgent", "run_b"} and manager.findings.paused == ["run_a"]
-    add(tmp_path, "run_most", 4, priority=2, preempt=True)
-    slots_after(manager, 2)
-    assert (runs[1].leaving, runs[1].reason) == (Leaving.AFTER_BATCH, "preempted by run_most")
-    assert not low.preempted.exists()
-    low.evicted.write_text("enough")
-    slots_after(manager, 1)
-    assert set(manager.id_2_idx) == {"run_urgent", "run_most"} and not low.preempted.exists()
+def run(model: PolicyModel, batch: MicroBatch) -> tuple[PassResult, list[Tensor]]:
+    losses: list[LossConfig] = [
+        AipoLossConfig(kl_coef=0.3 * (idx == 0)) if idx < 3 else GspoLossConfig(type="gspo") for idx in batch.run_idxs
+    ]
+    result = forward_backward(model, batch, losses, CPU)
+    assert result is not None
+    parameters = model.adapters() or list(model.module.parameters())
+    return result, [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
 
 
-def test_a_pause_that_is_taken_back_in_time_costs_nothing(tmp_path: Path) -> None:
-    run = add(tmp_path, "run_a", 1)
-    manager = look(manager_of(tmp_path))
-    held = manager.run(0)
-    held.in_work = ReadyRun(0, 10, 1)
-    run.paused.write_text("")
-    slots_after(manager, 1)
-    assert held.leaving is Leaving.AFTER_BATCH
-    run.paused.unlink()
-    slots_after(manager, 1)
-    assert held.leaving is Leaving.NO and manager.run(0) is held and not manager.needs_discovery
+def check(found: tuple[PassResult, list[Tensor]], expected: tuple[PassResult, list[Tensor]]) -> None:
+    mask_RK = expected[0].inputs.mask_RK
+    for name in ("logprobs_RK", "base_logprobs_RK"):
+        one, other = (getattr(each[0].inputs, name)[mask_RK] for each in (found, expected))
+        torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=1e-4)
+    entropies = (each[0].entropy_RK[mask_RK].double() for each in (found, expected))
+    torch.testing.assert_close(*entropies, rtol=0, atol=1e-4)
+    for grad, wanted in zip(found[1], expected[1], strict=True):
+        most = float(wanted.abs().max())
+        torch.testing.assert_close(grad.double(), wanted.double(), rtol=0, atol=1e-4 * most + 1e-12)
 
 
-def test_a_preemption_that_cannot_be_written_down_does_not_happen(tmp_path: Path) -> None:
-    run = add(tmp_path, "run_a", 1)
-    manager = look(manager_of(tmp_path, max_runs=1))
-    run.control.rename(tmp_path / "aside")
-    run.control.symlink_to(tmp_path / "aside")
-    add(tmp_path, "run_urgent", 2, priority=1, preempt=True)
-    manager.discover_runs([tmp_path])
-    assert manager.run(0).run_id == "run_a" and not manager.run(0).is_leaving
+@pytest.mark.numeric
+@settings(max_examples=examples(45), deadline=None)
+@given(runs=st.lists(batches(), min_size=1, max_size=NUM_RUNS), checkpoints=st.booleans(), data=st.data())
+def test_a_pass_that_shares_equals_one_that_does_not(
+    runs: list[list[SampleColumns]], checkpoints: bool, data: st.DataObject
+) -> None:
+    rows = [row for idx, samples in enumerate(runs) for row in rows_of(idx, samples)]
+    shared, apart = to_micro_batch(rows, base_pass=True), to_micro_batch(alone(rows), base_pass=True)
+    wanted = run(model_of(packs=data.draw(st.booleans())), apart)
+    check(run(model_of(checkpoints=checkpoints), shared), wanted)
 
 
-@pytest.mark.parametrize("resume_step", [-1, 0])
-def test_live_keys_are_taken_and_all_others_wait(tmp_path: Path, resume_step: int) -> None:
-    """And nothing goes back to a checkpoint again because of it."""
-    run = add(tmp_path, "run_a", 1, ckpt={"resume_step": resume_step})
-    manager = look(manager_of(tmp_path, max_runs=1))
-    held = manager.run(0)
-    note_first_request(run, resume_step)
-    live = {"weight": 2.0, "priority": 3, "preempt": True, "tags": ["a"], "budget": {"max_tokens": 5}}
-    write_config(run, BASE, ckpt={"resume_step": resume_step}, optim={"lr": 0.5}, **live)
-    slots_after(manager, 2)
-    assert manager.run(0) is held
-    config = held.config
-    assert (config.weight, config.priority, config.tags, config.budget.max_tokens) == (2.0, 3, ["a"], 5)
-    assert config.preempt and config.optim.lr != 0.5 and config.model.lora.rank == 16
-    assert pending_request(run, resume_step) is None
-    write_config(run, BASE, ckpt={"resume_step": resume_step}, weight=-1.0)
-    slots_after(manager, 2)
-    assert manager.run(0) is held and held.config is config, "an invalid one changes nothing"
+@pytest.mark.numeric
+def test_sharing_is_no_further_from_float64_than_rows_alone() -> None:
+    rows = [row for idx in range(2) for row in rows_of(idx, group(random.Random(idx), [5, 33, 12, 33, 1]))]
+    shared, apart = to_micro_batch(rows, base_pass=True), to_micro_batch(alone(rows), base_pass=True)
+    exact, exact_grads = run(model_of(dtype=torch.float64), apart)
+    scale = [float(grad.abs().max()) for grad in exact_grads]
+
+    def error(found: tuple[PassResult, list[Tensor]]) -> tuple[float, float]:
+        logprobs = float((found[0].inputs.logprobs_RK - exact.inputs.logprobs_RK).detach().abs().max())
+        return logprobs, max(
+            float((grad - wanted).abs().max()) / most
+            for grad, wanted, most in zip(found[1], exact_grads, scale, strict=True)
+            if most
+        )
+
+    for ours, theirs in zip(error(run(model_of(), shared)), error(run(model_of(), apart)), strict=True):
+        assert ours <= max(2 * theirs, 1e-6)
 
 
-def note_first_request(run: RunDir, resume_step: int) -> None:
-    """As the trainer does when it admits a run."""
-    if request := pending_request(run, resume_step):
-        import msgspec
+@pytest.mark.numeric
+def test_a_whole_model_gets_the_same_gradients() -> None:
+    from prime_rl.trainer.memory import mesh_of_ranks
 
-        run.resumed.write_bytes(msgspec.json.encode(request))
-
-
-def test_a_changed_priority_counts_at_once(tmp_path: Path) -> None:
-    first = add(tmp_path, "run_first", 1, priority=5)
-    manager = look(manager_of(tmp_path, max_runs=1))
-    add(tmp_path, "run_urgent", 2, priority=3, preempt=True)
-    slots_after(manager, 2)
-    assert set(manager.id_2_idx) == {"run_first"}
-    write_config(first, BASE, priority=1)
-    slots_after(manager, 3)
-    assert set(manager.id_2_idx) == {"run_urgent"} and manager.waiting == ["run_first"]
+    rows = rows_of(0, group(random.Random(0), [5, 33, 12, 1]))
+    found = []
+    with mesh_of_ranks(1) as mesh:
+        for each in (rows, alone(rows)):
+            model = train_whole(tiny_model(), mesh, torch.float32, packs=True)
+            result, grads = run(model, to_micro_batch(each, base_pass=True))
+            found.append((result, [grad.to_local() for grad in grads]))  # type: ignore[attr-defined]
+    check(*found)
 
 
-def slots_after(manager: MultiRunManager, num_looks: int) -> None:
-    for _ in range(num_looks):
-        look(manager)
+def group(
+    rng: random.Random, answers: list[int], prompt: int = 70, advantage: float | None = None
+) -> list[SampleColumns]:
+    """Samples of one prompt of 70 tokens, with answers of so many."""
+    prompt = 70
+    ids = [rng.randrange(VOCAB) for _ in range(prompt)]
+    found = []
+    for answer in answers:
+        one = sample(rng, num_tokens=prompt + answer, advantage=advantage)
+        mask = [at >= prompt for at in range(prompt + answer)]
+        one = msgspec.structs.replace(one, token_ids=ids + one.token_ids[prompt:], loss_mask=mask)
+        found.append(one.columns())
+    return found
+
+
+def test_rows_without_a_gradient_are_left_out_and_their_tokens_still_count() -> None:
+    rng = random.Random(0)
+    solved, mixed = group(rng, [9, 8], advantage=0.0), group(rng, [5, 7])
+    rows = rows_of(0, [*solved, *mixed], needs_advantage=True)
+    assert sorted(row.order for row in rows) == [2, 3]
+    assert {row.loss_scale for row in rows} == {1 / (9 + 8 + 5 + 7)}
+    kept = rows_of(0, [*solved, *mixed], kept=[1], needs_advantage=True)
+    assert sorted(row.order for row in kept) == [1, 2, 3], "people get to read its ratios"
+    own = [0.0] * 70 + [0.0, 1.0] + [0.0] * 7
+    given = msgspec.structs.replace(solved[0].lists(), token_advantages=own).columns()
+    assert len(rows_of(0, [given, *mixed], needs_advantage=True)) == 3
+    (row,) = rows_of(0, solved, needs_advantage=True)
+    assert row.order == 1 and row.loss_scale, "an update with gradients of zero, and what is reported of it"
+
+
+def test_only_a_loss_with_nothing_but_advantages_leaves_rows_out() -> None:
+    assert AipoLossConfig().needs_advantage and GspoLossConfig(type="gspo").needs_advantage
+    assert not AipoLossConfig(kl_coef=0.1).needs_advantage
+    assert not DppoLossConfig(type="dppo").needs_advantage and DppoLossConfig(type="dppo", tau=0).needs_advantage
+
+
+@pytest.mark.numeric
+def test_left_out_rows_change_no_gradient() -> None:
+    rng = random.Random(0)
+    samples = [*group(rng, [9, 8, 20], advantage=0.0), *group(rng, [5, 7])]
+    found = []
+    for needs_advantage in (True, False):
+        rows = rows_of(1, samples, needs_advantage=needs_advantage)
+        found.append(run(model_of(), to_micro_batch(rows))[1])
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))

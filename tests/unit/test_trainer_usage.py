@@ -17,7 +17,7 @@ from prime_rl.trainer.runs import TrainerRun
 from prime_rl.trainer.runs.discovery import Leave, find_leave
 
 
-def test_a_pass_is_split_by_tokens_and_an_update_is_its_runs_own(tmp_path: Path) -> None:
+def test_a_pass_is_split_by_positions_and_an_update_is_its_runs_own(tmp_path: Path) -> None:
     path, config = OutputDir(tmp_path).run_usage("trainer"), OrchestratorConfig.model_construct()
     runs = [TrainerRun(idx, RunDir(tmp_path / f"run_{idx}"), config, idx) for idx in range(3)]
     manager: Any = SimpleNamespace(used=runs)
@@ -26,18 +26,20 @@ def test_a_pass_is_split_by_tokens_and_an_update_is_its_runs_own(tmp_path: Path)
     def lines() -> dict[str, UsageLine]:
         return {line.run_id: line for line in read_usage(path).values()}
 
-    runs[0].pass_tokens, runs[1].pass_tokens = 100, 300
+    runs[0].pass_positions, runs[1].pass_positions = 100, 300
     usage.passed(4.0)
-    runs[1].pass_tokens = 50
+    runs[1].pass_positions = 50
     usage.passed(1.0)
     assert lines() == {}, "a line is written with an update"
-    usage.updated(runs[1], {**dict.fromkeys(PHASES, 0.0), "wait": 99.0, "forward_backward": 5.0, "optim": 0.5})
-    assert (lines()["run_1"].trainer_s, lines()["run_1"].trained_tokens) == (pytest.approx(4.5), 350)
+    usage.updated(runs[1], 900, {**dict.fromkeys(PHASES, 0.0), "wait": 99.0, "forward_backward": 5.0, "optim": 0.5})
+    line = lines()["run_1"]
+    assert (line.trainer_s, line.trained_tokens, line.computed_tokens) == (pytest.approx(4.5), 900, 350)
     usage.write(runs[0])
     usage.write(runs[0])
     usage.write(runs[2])
     assert set(lines()) == {"run_0", "run_1"}, "a run without work has no line"
-    assert (lines()["run_0"].trainer_s, lines()["run_0"].trained_tokens) == (pytest.approx(1.0), 100)
+    line = lines()["run_0"]
+    assert (line.trainer_s, line.trained_tokens, line.computed_tokens) == (pytest.approx(1.0), 0, 100)
 
 
 def test_a_timer_tells_its_last_phase() -> None:

@@ -76,8 +76,9 @@ class TrainerRun:
         optimizer: weights, moments and schedule; null until all ranks create the run.
         ready: its whole batch went through: it is updated next.
         sums, pass_s: of the passes since its last update, on this rank.
-        pass_tokens: its tokens in the pass that is next or under way, on all ranks (rank 0).
-        used_s, used_tokens: the trainer's time and tokens since its last line of usage (rank 0).
+        pass_positions: computed for it in the pass that is next or under way, on all ranks (rank 0).
+        used_s, used_tokens, used_positions: the trainer's time, the tokens it was updated with and the positions that
+            were computed for it, since its last line of usage (rank 0).
         ratios: log-ratios of the kept rollouts of its batch, by their number, on this rank.
         in_work: its batch of which rows wait or are in a pass (rank 0).
         published: what it did up to here is on disk and may be reported (rank 0).
@@ -100,9 +101,10 @@ class TrainerRun:
     ready: bool = False
     sums: LossSums = field(default_factory=LossSums)
     pass_s: float = 0.0
-    pass_tokens: int = 0
+    pass_positions: int = 0
     used_s: float = 0.0
     used_tokens: int = 0
+    used_positions: int = 0
     ratios: dict[int, list[float]] = field(default_factory=dict)
     in_work: ReadyRun | None = None
     published: Progress | None = None

@@ -47,13 +47,20 @@ class StateMessage(msgspec.Struct, frozen=True, tag="state"):
 class ReadyRun(msgspec.Struct, frozen=True):
     """A run whose whole batch has been handed out: it is updated after this pack.
 
-    `kept`: places in the batch of the rollouts that people get to read.
+    Attributes:
+        num_tokens, num_samples: of the batch.
+        kept: places in the batch of the rollouts that people get to read.
+        num_rows, num_trained: samples that have a gradient, and their tokens.
+        num_computed: positions that passes computed for them.
     """
 
     run_idx: int
     num_tokens: int
     num_samples: int
     kept: list[int] = []
+    num_rows: int = 0
+    num_trained: int = 0
+    num_computed: int = 0
 
 
 class PackMessage(msgspec.Struct, frozen=True, tag="pack"):
