@@ -1,11 +1,12 @@
 """Models that people have: time and resident memory of a whole step, each in a process of its own.
 
-    python -m benchmarks.trainer_real ours|peft|sequential SHAPE ROWS TOKENS none|mlp|layers
+    python -m benchmarks.trainer_real ours|apart|peft|sequential SHAPE ROWS TOKENS none|mlp|layers [PROMPT]
 
 The shapes of SmolLM2-135M and Qwen3-0.6B with random weights, in float32; rank 16 on every linear layer, half of each
-row prompt. Ours trains eight runs; peft one adapter on all the rows, or eight one after another. The last word is what
-backward computes again. A child prints the seconds of its quickest step and the most memory that it ever held,
-interpreter and libraries included.
+row prompt. Ours trains eight runs; peft one adapter on all the rows, or eight one after another. The fifth word is what
+backward computes again. With PROMPT the rows are one group, the batch of one of the eight runs: so many tokens of
+prompt that all have in common, and answers of TOKENS; "apart" computes the prompt for each. A child prints the seconds
+of its quickest step, the most memory that it ever held, interpreter and libraries included, and what it held before.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.trainer_peft import PeftTrainer
-from benchmarks.trainer_step import Tenants, bench_sample
+from benchmarks.trainer_step import MAX_TOKENS, Tenants, bench_sample
 from prime_rl.contract.types import SampleColumns
 from prime_rl.trainer.memory import model_config
 from prime_rl.utils.runtime import set_up_memory
@@ -34,12 +36,29 @@ NUM_RUNS, RANK, NUM_STEPS, NUM_PAIRS = 8, 16, 3, 3
 SMOLLM2 = ("smollm2-135m", 16, 256)
 # So large a vocabulary that its logits are most of the memory of a step.
 QWEN3 = ("qwen3-0.6b", 2, 512)
+# Rollouts, tokens of their prompt, tokens of each answer. All are in one pass.
+GROUPS = ((16, 512, 128), (8, 128, 128), (16, 16, 128))
+GROUP_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
 class Cost:
     seconds: float
     num_bytes: float
+    before: float
+
+
+def groups() -> dict[str, float]:
+    """Ratios of a pass in which the prompt of a group is computed once to one in which it is for each rollout."""
+    figures = {}
+    for rows, prompt, answer in GROUPS:
+        shape, name = ("smollm2-135m", rows, answer), f"group_{rows}x{prompt}_{answer}"
+        ours, apart = (_child(side, shape, "none", prompt) for side in ("ours", "apart"))
+        figures[f"{name}_vs_unshared"] = ours.seconds / apart.seconds
+        figures[f"{name}_memory_vs_unshared"] = (ours.num_bytes - ours.before) / (apart.num_bytes - apart.before)
+        if prompt == GROUPS[0][1]:
+            figures[f"{name}_vs_one_peft"] = ours.seconds / _child("peft", shape, "none", prompt).seconds
+    return figures
 
 
 def real_models() -> dict[str, float]:
@@ -61,39 +80,46 @@ def _ratios(shape: tuple[str, int, int], ours_again: str, other: str, again: str
     return statistics.median(times), statistics.median(sizes)
 
 
-def _child(side: str, shape: tuple[str, int, int], again: str) -> Cost:
-    argv = [sys.executable, "-m", "benchmarks.trainer_real", side, *map(str, shape), again]
+def _child(side: str, shape: tuple[str, int, int], again: str, prompt: int = 0) -> Cost:
+    argv = [sys.executable, "-m", "benchmarks.trainer_real", side, *map(str, shape), again, str(prompt)]
     done = subprocess.run(argv, check=True, capture_output=True, encoding="utf-8")
     return Cost(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def main(side: str, name: str, num_rows: str, num_tokens: str, again: str) -> None:
-    if side == "ours":
+def main(side: str, name: str, num_rows: str, num_tokens: str, again: str, num_prompt: str = "0") -> None:
+    if side in ("ours", "apart"):
         set_up_memory()  # as the trainer does
     config = model_config(name)
     torch.manual_seed(0)
     base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     rng = random.Random(0)
-    shape = int(num_tokens), int(num_tokens) // 2, config.vocab_size
+    prompt = [rng.randrange(config.vocab_size) for _ in range(int(num_prompt))]
+    length = len(prompt) + int(num_tokens)
+    shape = length, len(prompt) or length // 2, config.vocab_size, prompt
     rows = [bench_sample(rng, *shape).columns() for _ in range(int(num_rows))]
-    num_runs = min(NUM_RUNS, len(rows))
+    num_runs = 1 if prompt else min(NUM_RUNS, len(rows))
     batches = [rows[number::num_runs] for number in range(num_runs)]
     with tempfile.TemporaryDirectory() as folder:
-        step = _step(side, Path(folder), base, batches, again)
+        step = _step(side, Path(folder), base, batches, again, GROUP_TOKENS if prompt else MAX_TOKENS)
+        before = _most_held()
         seconds = min(_timed(step) for _ in range(NUM_STEPS))
-    (peak,) = [
-        line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM")
-    ]
-    print(json.dumps({"seconds": seconds, "num_bytes": 1024.0 * int(peak.split()[1])}))
+    print(json.dumps({"seconds": seconds, "num_bytes": _most_held(), "before": before}))
+
+
+def _most_held() -> float:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    (peak,) = [line for line in lines if line.startswith("VmHWM")]
+    return 1024.0 * int(peak.split()[1])
 
 
 def _step(
-    side: str, folder: Path, base: PreTrainedModel, batches: list[list[SampleColumns]], again: str
+    side: str, folder: Path, base: PreTrainedModel, batches: list[list[SampleColumns]], again: str, max_tokens: int
 ) -> Callable[[], None]:
-    if side == "ours":
-        tenants = Tenants(folder, len(batches), len(batches), base, RANK, again)
-        return tenants.step_of(batches)
-    peft = PeftTrainer(len(batches) if side == "sequential" else 1, base, RANK, again == "layers")
+    if side in ("ours", "apart"):
+        modes: dict[str, Any] = {"shares": side == "ours", "max_tokens": max_tokens}
+        return Tenants(folder, NUM_RUNS, len(batches), base, RANK, again, **modes).step_of(batches)
+    num_adapters = len(batches) if side == "sequential" else 1
+    peft = PeftTrainer(num_adapters, base, RANK, again == "layers", max_tokens)
     step = peft.step_sequential if side == "sequential" else peft.step_one
     return lambda: step(batches)
 

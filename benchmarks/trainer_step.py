@@ -6,6 +6,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -47,13 +48,17 @@ def bench_model() -> Qwen3ForCausalLM:
 
 
 def bench_sample(
-    rng: random.Random, num_tokens: int, num_prompt: int | None = None, vocab_size: int = VOCAB
+    rng: random.Random,
+    num_tokens: int,
+    num_prompt: int | None = None,
+    vocab_size: int = VOCAB,
+    prompt: Sequence[int] = (),
 ) -> TrainingSample:
-    """By default a quarter of it is prompt."""
+    """By default a quarter of it is prompt; it begins with `prompt`."""
     num_prompt = num_tokens // 4 if num_prompt is None else num_prompt
     mask = [at >= num_prompt for at in range(num_tokens)]
     return TrainingSample(
-        token_ids=[rng.randrange(vocab_size) for _ in mask],
+        token_ids=[*prompt, *(rng.randrange(vocab_size) for _ in mask[len(prompt) :])],
         loss_mask=mask,
         logprobs=[-math.log(vocab_size) * on for on in mask],
         advantage=rng.choice([-1.0, 1.0]),
@@ -76,7 +81,9 @@ class Tenants:
         base: by default the small model.
         again: what backward computes again: none, mlp, layers.
         device: where the base model is.
-        packs: lay rows end to end.
+        packs: lay rows end to end, as the trainer does.
+        shares: compute what rows have in common once, as the trainer does.
+        max_tokens: positions of a pass.
     """
 
     def __init__(
@@ -89,9 +96,12 @@ class Tenants:
         again: str = "none",
         *,
         device: Literal["cpu", "cuda"] = "cpu",
-        packs: bool = False,
+        packs: bool = True,
+        shares: bool = True,
+        max_tokens: int = MAX_TOKENS,
         lr: float = LR,
     ) -> None:
+        self._shares, self._max_tokens = shares, max_tokens
         base = bench_model() if base is None else base
         lora, modes = (
             LoRAConfig(rank=rank, alpha=ALPHA),
@@ -114,9 +124,10 @@ class Tenants:
         """A call that trains every run on its batch: all passes, then all updates."""
 
         def step() -> None:
-            queue = RowQueue(MAX_TOKENS)
+            queue = RowQueue(self._max_tokens, self.model.packs)
             for idx, samples in enumerate(batches):
-                queue.add(idx, rows_of(idx, samples))
+                rows = rows_of(idx, samples)
+                queue.add(idx, rows if self._shares else [replace(row, shared=0) for row in rows])
             while queue:
                 self.step.forward_backward(to_micro_batch(queue.next_rows()))
             self._update(batches)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def fit(stage: Stage, name: str) -> dict[str, float]:
     model = {"name": stage.shape_name, "lora": {"rank": RANK}, "activation_checkpointing": CHECKPOINTING[again]}
     settings = {"model": model, "max_concurrent_runs": num_runs, "seq_len": num_tokens}
     config = TrainerConfig.model_validate({**settings, "max_tokens_per_micro_batch": num_rows * num_tokens})
-    gib = predict(setting_of(config, "cuda", 1)).peak / 2**30
+    gib = predict(replace(setting_of(config, "cuda", 1), shares=False)).peak / 2**30
     reserved = stage.entries[name].get("peak_reserved_gib")
     return {"predicted_gib": gib} | ({"reserved_vs_fit": reserved / gib} if reserved else {})
 

@@ -196,6 +196,7 @@ class Setting:
         host_copies: copies of all trained weights in the same memory.
         reuses_blocks: whether memory is a heap with holes: on a CPU.
         lean_mlps: whether gated MLPs are computed again, where layers are not.
+        shares: whether packed rows have as much in common as those of a pass may have; else nothing.
     """
 
     model: PretrainedConfig
@@ -211,6 +212,7 @@ class Setting:
     host_copies: int = 0
     reuses_blocks: bool = False
     lean_mlps: bool = False
+    shares: bool = True
 
     @property
     def num_rows(self) -> int:
@@ -469,9 +471,10 @@ class _Stages:
 
 
 def micro_batch(setting: Setting) -> MicroBatch:
-    """Rows of the runs in turn. Where they are packed, those that take most: see `_sharing_rows`."""
+    """Rows of the runs in turn. The second half of each is a completion, or they share what they can."""
     num_rows, num_tokens = setting.num_rows, setting.row_tokens
-    rows = _sharing_rows(setting) if setting.packs else [(num_tokens, 0, num_tokens - num_tokens // 2)] * num_rows
+    plain = [(num_tokens, 0, num_tokens - num_tokens // 2)] * num_rows
+    rows = _sharing_rows(setting) if setting.packs and setting.shares else plain
     return MicroBatch(
         run_idxs=[row * setting.num_runs // len(rows) for row in range(len(rows))],
         token_ids=[bytes(tokens * TOKEN_BYTES) for tokens, _, _ in rows],
@@ -497,8 +500,5 @@ def _sharing_rows(setting: Setting) -> list[tuple[int, int, int]]:
     own = computed // 6
     shared = computed - 4 * own
     first = (shared + own + 1, 0, shared + own)
-    return (
-        [first, *[(shared + own + 1, shared, own)] * 3] * num_bundles
-        if own
-        else [(computed + 1, 0, computed)] * num_bundles
-    )
+    others = [(shared + own + 1, shared, own)] * 3
+    return [first, *(others if own else ())] * num_bundles

@@ -134,7 +134,7 @@ def test_only_gated_mlps_of_known_meaning_are_replaced_and_names_stay() -> None:
 
 
 def of_torch_211(*given: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
-    """What `varlen_attn` computes on a GPU: attention that is causal from the end of each sample, with fewer KV heads."""
+    """What `varlen_attn` computes on a GPU: attention, causal from the end of each sample, with fewer KV heads."""
     query, key, value, ends_q, ends_k, *longest = given
     assert window_size == (-1, 0) and longest == [max(ends.diff()) for ends in (ends_q, ends_k)]
     parts, pairs = [], (itertools.pairwise(ends.tolist()) for ends in (ends_q, ends_k))
