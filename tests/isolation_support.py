@@ -48,12 +48,14 @@ RUNS: dict[str, dict[str, Any]] = {
     },
 }
 NUM_SAMPLES = {"run_adamw": 4, "run_sgd": 12, "run_muon": 8}
+# Rollouts of a prompt, which one of the runs has alone.
+GROUPS = {"run_adamw": 4, "run_sgd": 3, "run_muon": 0}
 
 
 def put_run(workspace: Path, model: Path, run_id: str) -> RunDir:
     """One of RUNS with all its batches."""
     run = write_run(workspace, run_id, model, max_steps=NUM_STEPS, **RUNS[run_id])
-    put_batches(run, NUM_STEPS, num_samples=NUM_SAMPLES[run_id], seed=len(run_id))
+    put_batches(run, NUM_STEPS, num_samples=NUM_SAMPLES[run_id], seed=len(run_id), group=GROUPS[run_id])
     return run
 
 
@@ -62,9 +64,10 @@ def put_runs(workspace: Path, model: Path, run_ids: Iterable[str] = RUNS) -> lis
 
 
 def train_alone(workspace: Path, model: Path, run_id: str) -> Adapter:
-    """The last adapter of a run that has the trainer for itself."""
+    """The last adapter of a run that has the trainer for itself, which pads rows and computes each alone."""
     run = put_run(workspace, model, run_id)
-    train_until(trainer_config(workspace, model), lambda: published(run) == NUM_STEPS)
+    config = trainer_config(workspace, model, model={"packed_rows": False})
+    train_until(config, lambda: published(run) == NUM_STEPS)
     return adapter(run, NUM_STEPS)
 
 

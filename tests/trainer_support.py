@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,17 @@ def write_config(run: RunDir, base: Path, **changes: Any) -> None:
 
 
 def sample(
-    rng: random.Random, *, num_tokens: int = 12, advantage: float | None = None, policy_version: int = 0
+    rng: random.Random,
+    *,
+    num_tokens: int = 12,
+    prompt: Sequence[int] = (),
+    advantage: float | None = None,
+    policy_version: int = 0,
 ) -> TrainingSample:
-    """Prompt of four tokens, then a completion; mu is near a uniform distribution."""
-    mask = [at >= 4 for at in range(num_tokens)]
+    """`prompt`, or one of four tokens, and a completion, `num_tokens` together; mu is near a uniform distribution."""
+    mask = [at >= (len(prompt) or 4) for at in range(num_tokens)]
     return TrainingSample(
-        token_ids=[rng.randrange(VOCAB) for _ in range(num_tokens)],
+        token_ids=[*prompt, *(rng.randrange(VOCAB) for _ in mask[len(prompt) :])],
         loss_mask=mask,
         logprobs=[-math.log(VOCAB) + rng.gauss(0, 0.5) if on else 0.0 for on in mask],
         advantage=rng.choice([-1.0, 1.0]) * rng.uniform(0.5, 1.5) if advantage is None else advantage,
@@ -103,16 +108,22 @@ def make_batch(
     seed: int = 0,
     advantage: float | None = None,
     by_token: bool = False,
+    group: int = 0,
 ) -> TrainingBatch:
     """A recorded batch: the same arguments give the same batch. Rows have 6 to 24 tokens.
 
-    `by_token`: every other sample has an advantage for each token.
+    Args:
+        by_token: every other sample has an advantage for each token.
+        group: so many samples at a time begin with the same 36 tokens more.
     """
     rng = random.Random(f"{seed}/{step}")
-    samples = [
-        sample(rng, num_tokens=rng.randrange(6, 25), advantage=advantage, policy_version=step - 1)
-        for _ in range(num_samples)
-    ]
+    samples, prompt = [], list[int]()
+    for number in range(num_samples):
+        if group and number % group == 0:
+            prompt = [rng.randrange(VOCAB) for _ in range(36)]
+        num_tokens = len(prompt) + rng.randrange(6, 25)
+        one = sample(rng, num_tokens=num_tokens, prompt=prompt, advantage=advantage, policy_version=step - 1)
+        samples.append(one)
     if by_token:
         samples[::2] = [
             replace(each, token_advantages=[rng.gauss(0, 1) if on else 0.0 for on in each.loss_mask])

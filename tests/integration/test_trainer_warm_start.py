@@ -10,7 +10,16 @@ import msgspec
 import torch
 
 from prime_rl.contract.types import TrainingBatch
-from tests.trainer_support import adapter, make_batch, published, put_batch, train_until, trainer_config, write_run
+from tests.trainer_support import (
+    adapter,
+    make_batch,
+    published,
+    put_batch,
+    relative_difference,
+    train_until,
+    trainer_config,
+    write_run,
+)
 
 CHANGES: dict[str, Any] = {"max_steps": 9, "ckpt": {"interval": 1}, "model": {"lora": {"rank": 4}}}
 
@@ -38,10 +47,7 @@ def test_a_fork_with_its_optimizer_makes_the_update_that_the_source_would_have_m
         put_batch(fork, as_first_of(run_id, make_batch("run_a", 2)))
     source.evicted.write_text("its forks go on")
     train_until(config, lambda: all(published(fork) == 1 for fork in forks.values()))
-    same = {
-        run_id: all(torch.equal(tensor, adapter(source, 2)[name]) for name, tensor in adapter(fork, 1).items())
-        for run_id, fork in forks.items()
-    }
-    assert same == {"run_b": True, "run_c": False}
+    differs = {run_id: relative_difference(adapter(fork, 1), adapter(source, 2)) for run_id, fork in forks.items()}
+    assert differs["run_b"] < 1e-5 and differs["run_c"] > 1e-3
     for fork in forks.values():
         assert all(torch.equal(tensor, adapter(source, 1)[name]) for name, tensor in adapter(fork, 0).items())

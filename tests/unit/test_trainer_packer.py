@@ -13,6 +13,7 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import BatchColumns
 from prime_rl.trainer.batches import BatchLimits, BatchReader, Packer, take_batch
+from prime_rl.trainer.step import Rows
 from tests.patience import PATIENCE_S
 from tests.runs_support import add, look, manager_of
 from tests.trainer_support import VOCAB, make_batch, put_batch
@@ -162,14 +163,14 @@ def test_a_run_whose_next_batch_is_gone_is_refused_and_not_waited_for(trainer: T
     trainer.packer.admitted(slot)
 
 
-def test_the_tokens_of_a_pass_are_counted_for_the_run_that_has_them(trainer: Trainer) -> None:
+def test_the_positions_of_a_pass_are_counted_for_the_run_that_has_them(trainer: Trainer) -> None:
     runs = [add(trainer.workspace, name) for name in ("run_a", "run_b")]
     look(trainer.manager)
     batches = [trainer.put(run, 1, seed) for seed, run in enumerate(runs)]
     trainer.takes(num=2)
     assert trainer.packer.pack() is not None
-    num_tokens = [sum(len(sample.loss_mask) for sample in batch.samples) for batch in batches]
-    assert [run.pass_tokens for run in trainer.manager.active] == num_tokens
+    num_positions = [sum(len(sample.loss_mask) - 1 for sample in batch.samples) for batch in batches]
+    assert [run.pass_positions for run in trainer.manager.active] == num_positions
 
 
 def test_a_run_of_twice_the_weight_is_given_rows_twice_as_fast(trainer: Trainer) -> None:
@@ -183,7 +184,7 @@ def test_a_run_of_twice_the_weight_is_given_rows_twice_as_fast(trainer: Trainer)
     while not (pack := trainer.packer.pack()) or not pack.ready:
         num_passes += 1
     assert num_passes > 3 and [ready.run_idx for ready in pack.ready] == [1]
-    light, heavy = (run.pass_tokens for run in trainer.manager.active)
+    light, heavy = (run.pass_positions for run in trainer.manager.active)
     assert abs(light - heavy / 2) <= 60
 
 
@@ -198,8 +199,8 @@ def test_passes_are_as_small_as_the_smallest_limit_that_was_found(trainer: Train
     while trainer.packer.waits_for() is None:
         pack = trainer.packer.pack()
         assert pack is not None
-        passes += [sum(map(len, each.loss_mask)) for each in pack.micro_batches]
-    assert max(passes) <= 40 and sum(passes) == sum(len(sample.loss_mask) for sample in batch.samples)
+        passes += [Rows.of(each).num_positions(packed=True) for each in pack.micro_batches]
+    assert max(passes) <= 40 and sum(passes) == sum(len(sample.loss_mask) - 1 for sample in batch.samples)
 
 
 @pytest.mark.parametrize("kl_coefs", [(0.0, 0.0), (0.0, 0.1)])

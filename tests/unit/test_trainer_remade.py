@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from prime_rl.lora import parts
 from prime_rl.lora.parts import FrozenRMSNorm, made_again, recipe_of, remember
-from prime_rl.trainer.model import PolicyModel
+from prime_rl.trainer.model import PackedRows, PolicyModel
 from tests.unit.test_trainer_model import RUN_IDXS, adapted, gradients, some_targets
 
 # Of each layer of the tiny model: before attention and the MLP, of queries and of keys; and the last one.
@@ -22,10 +22,10 @@ NUM_NORMS, NUM_ROTATED = 4 * 2 + 1, 2 * 2
 
 def passed(model: PolicyModel, *, packs: bool) -> list[Tensor]:
     ids_RT, targets = some_targets()
-    lengths = None
+    rows = None
     if packs:
-        lengths, ids_RT = [ids_RT.shape[1]] * len(ids_RT), ids_RT.view(1, -1)
-    logprobs_N, entropy_N = model.token_logprobs(ids_RT, RUN_IDXS, targets, lengths)
+        rows, ids_RT = PackedRows((ids_RT.shape[1],) * len(ids_RT), (0,) * len(ids_RT)), ids_RT.view(1, -1)
+    logprobs_N, entropy_N = model.token_logprobs(ids_RT, RUN_IDXS, targets, rows)
     logprobs_N.sum().backward()
     return [logprobs_N.detach(), entropy_N, *gradients(model)]
 
