@@ -116,13 +116,13 @@ class Recorder(TorchDispatchMode):
             self.waits.append(f"{name}: {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}")
 
 
-def base_on_gpu(dtype: torch.dtype) -> Any:
+def base_on_gpu(dtype: torch.dtype, num_layers: int = 1) -> Any:
     config = AutoConfig.for_model(
         "qwen3",
         vocab_size=64,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -275,12 +275,65 @@ def update_with(kinds: Sequence[str], model: PolicyModel, world: World, workspac
         assert {leaf.device for _, leaf in manager.get_named_parameters_for_run(run.run_idx)} == {GPU}
 
 
+class Launches(TorchDispatchMode):
+    """Counts the operations of the GPU that compute something: what a GPU would be asked to launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        is_there = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves((args, kwargs, result)))
+        self.number += is_there and not func.is_view and func.overloadpacket.__name__ not in COMPUTES_NOTHING
+        return result
+
+
+COMPUTES_NOTHING = ("device", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
+
+
+class OneKernelNorm(torch.autograd.Function):
+    """As many operations as `rms_norm` is on a GPU, forward and backward, where this build has no kernel for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+def launches_of_a_layer(*, checkpoints: bool) -> int:
+    """Of a pass of rows of three runs: the difference between models of three layers and of two."""
+    numbers = []
+    for num_layers in (2, 3):
+        base = base_on_gpu(torch.bfloat16, num_layers)
+        model = adapt_model(base, LORA, NUM_RUNS, checkpoints=checkpoints, packs=True)
+        batch = msgspec.structs.replace(micro_batch(), base_pass=False)
+        losses = [AipoLossConfig()] * len(batch.run_idxs)
+        with Launches() as launches:
+            forward_backward(model, batch, losses, GPU)
+        numbers.append(launches.number)
+    return numbers[1] - numbers[0]
+
+
+def launches() -> None:
+    plain, torch.nn.functional.rms_norm = torch.nn.functional.rms_norm, lambda x, *_: OneKernelNorm.apply(x)
+    try:
+        numbers = [launches_of_a_layer(checkpoints=each) for each in (True, False)]
+    finally:
+        torch.nn.functional.rms_norm = plain
+    assert numbers[0] <= 150 and numbers[1] <= 120, f"{numbers} launches for each layer of a pass"
+
+
 def batched(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
     assert len(values) % size == 0
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
 SCENARIOS: list[Callable[[], None]] = [
+    launches,
     packed_bfloat16,
     advantages_of_tokens,
     packed_bfloat16_of_an_odd_rank,

@@ -48,7 +48,7 @@ from transformers.utils import logging as transformers_logging
 from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model, sent
-from prime_rl.lora.parts import computed_again, fuse_mlps, fuse_norms, made_again, use_rotary
+from prime_rl.lora.parts import computed_again, fuse_mlps, fuse_norms, made_again, share_inputs, use_rotary
 from prime_rl.trainer.loss import token_logprobs
 from prime_rl.trainer.world import World
 from prime_rl.utils.runtime import give_back_holes
@@ -237,6 +237,7 @@ def adapt_model(
         layers = apply_lora_to_model(base, lora.rank, n_adapters, lora.target_modules, routing)
     except ValueError as error:
         raise ModelError(f"model.lora.{error}") from error
+    share_inputs(base)
     fuse_mlps(base, keeps=not lean_mlps)
     if checkpoints:
         checkpoint_layers(base, offloads=offloads)
@@ -453,7 +454,7 @@ def packed_attention(
         )
         return result
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        q_NHD, k_NKD, v_NKD = (each[0].transpose(0, 1) for each in (query, key, value))
+        q_NHD, k_NKD, v_NKD = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
         return varlen_kernel()(q_NHD, k_NKD, v_NKD, segments, scaling)[None], None
     return _by_stretches(query, key, value, segments, scaling), None
 
