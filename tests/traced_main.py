@@ -50,7 +50,7 @@ from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.sync import Channel, ReadyRun
 from prime_rl.trainer.step import TrainStep, forward_backward
 from prime_rl.trainer.world import World
-from tests.trainer_support import sample, write_run
+from tests.trainer_support import VOCAB, sample, write_run
 
 GPU = torch.device("cuda:0")
 LORA = LoRAConfig(rank=16, alpha=32)
@@ -116,13 +116,13 @@ class Recorder(TorchDispatchMode):
             self.waits.append(f"{name}: {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}")
 
 
-def base_on_gpu(dtype: torch.dtype) -> Any:
+def base_on_gpu(dtype: torch.dtype, num_layers: int = 1) -> Any:
     config = AutoConfig.for_model(
         "qwen3",
         vocab_size=64,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -150,13 +150,16 @@ def adapted(dtype: torch.dtype, *, packs: bool, offloads: bool = False, lora: Lo
     return adapt_model(base_on_gpu(dtype), lora, NUM_RUNS, checkpoints=True, offloads=offloads, packs=packs)
 
 
-def micro_batch(seed: int = 0) -> MicroBatch:
+def micro_batch(seed: int = 0, *, shares: bool = True) -> MicroBatch:
+    """With `shares` those of run 0 begin with the same tokens."""
     rng = random.Random(seed)
-    rows = [
-        row
-        for idx, lengths in LENGTHS.items()
-        for row in rows_of(idx, [sample(rng, num_tokens=length, advantage=0.7).columns() for length in lengths])
-    ]
+    prompts = {0: [rng.randrange(VOCAB) for _ in range(40)] if shares else []}
+    rows = []
+    for idx, lengths in LENGTHS.items():
+        prompt = prompts.get(idx, [])
+        many = [sample(rng, num_tokens=len(prompt) + num, prompt=prompt, advantage=0.7).columns() for num in lengths]
+        rows += rows_of(idx, many)
+    assert any(row.shared for row in rows) == shares
     return to_micro_batch(rows, base_pass=True)
 
 
@@ -275,12 +278,67 @@ def update_with(kinds: Sequence[str], model: PolicyModel, world: World, workspac
         assert {leaf.device for _, leaf in manager.get_named_parameters_for_run(run.run_idx)} == {GPU}
 
 
+class Launches(TorchDispatchMode):
+    """Counts the operations of the GPU that compute something: what a GPU would be asked to launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        is_there = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves((args, kwargs, result)))
+        self.number += is_there and not func.is_view and func.overloadpacket.__name__ not in COMPUTES_NOTHING
+        return result
+
+
+COMPUTES_NOTHING = ("device", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
+
+
+class OneKernelNorm(torch.autograd.Function):
+    """As many operations as `rms_norm` is on a GPU, forward and backward, where this build has no kernel for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+def launches_of_a_layer(*, checkpoints: bool, shares: bool) -> int:
+    """Of a pass of rows of three runs: the difference between models of three layers and of two."""
+    numbers = []
+    for num_layers in (2, 3):
+        base = base_on_gpu(torch.bfloat16, num_layers)
+        model = adapt_model(base, LORA, NUM_RUNS, checkpoints=checkpoints, packs=True)
+        batch = msgspec.structs.replace(micro_batch(shares=shares), base_pass=False)
+        losses = [AipoLossConfig()] * len(batch.run_idxs)
+        with Launches() as launches:
+            forward_backward(model, batch, losses, GPU)
+        numbers.append(launches.number)
+    return numbers[1] - numbers[0]
+
+
+def launches() -> None:
+    plain, torch.nn.functional.rms_norm = torch.nn.functional.rms_norm, lambda x, *_: OneKernelNorm.apply(x)
+    try:
+        numbers = [launches_of_a_layer(checkpoints=each, shares=False) for each in (True, False)]
+        more = launches_of_a_layer(checkpoints=True, shares=True) - numbers[0]
+    finally:
+        torch.nn.functional.rms_norm = plain
+    assert numbers[0] <= 150 and numbers[1] <= 120, f"{numbers} launches for each layer of a pass"
+    assert 0 < more <= 12, f"{more} more where rows share positions"
+
+
 def batched(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
     assert len(values) % size == 0
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
 SCENARIOS: list[Callable[[], None]] = [
+    launches,
     packed_bfloat16,
     advantages_of_tokens,
     packed_bfloat16_of_an_odd_rank,

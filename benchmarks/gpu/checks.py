@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.stage import RANK, Batches, Stage, differ, matmul_rate, one_pass, planned
 from benchmarks.trainer_step import Tenants, world
 from prime_rl.contract.types import MicroBatch
-from prime_rl.lora.linear import GroupedPlan, LoopedPlan, Plan, TokenGroup
+from prime_rl.lora.linear import GroupedPlan, LoopedPlan, Plan, Tables, TokenGroup
 from prime_rl.trainer.model import PackedRows, Segments, packed_attention, varlen_kernel
 from prime_rl.trainer.step import split
 
@@ -55,7 +55,7 @@ def varlen(stage: Stage) -> dict[str, object]:
 
 
 def products(stage: Stage, rank: int) -> dict[str, float]:
-    """Each product of uneven groups by its kernel, `torch._grouped_mm`, against a loop over the groups."""
+    """Each product of uneven groups of two layers by its kernel, `torch._grouped_mm`, against a loop over them."""
     num_in, num_out = (64, 128) if stage.tiny else (1024, 3072)
     num_tokens, num_groups = sum(LENGTHS), len(LENGTHS)
     shapes = [(num_tokens, num_in), (num_tokens, num_out), (num_groups, rank, num_in), (num_groups, num_out, rank)]
@@ -64,12 +64,14 @@ def products(stage: Stage, rank: int) -> dict[str, float]:
     groups = [TokenGroup(idx, at, at + LENGTHS[idx], 1.5) for idx, at in enumerate(starts)]
 
     def by(plan: Plan) -> dict[str, Tensor]:
-        h_NK = plan.project(x_NI, A_GKI)
-        out_NO, grad_x_NI = torch.zeros_like(grad_NO), torch.zeros_like(x_NI)
-        plan.add(out_NO, h_NK, B_GOK)
-        grads = plan.differentiate(grad_NO, grad_x_NI, x_NI, h_NK, A_GKI, B_GOK)
-        of_A, of_B = (torch.stack(list(each)) for each in grads)
-        return {"h": h_NK, "out": out_NO, "grad_x": grad_x_NI, "grad_A": of_A, "grad_B": of_B}
+        leaves = Tables([A_KI for A_KI in A_GKI.unbind() for _ in range(2)], 2 * B_GOK.unbind())
+        (tables,) = plan.tables([leaves], x_NI.dtype)
+        h_NK = plan.project(x_NI, tables.A)
+        outs, grad_x_NI = [torch.zeros_like(grad_NO) for _ in range(2)], torch.zeros_like(x_NI)
+        plan.add(outs, h_NK, tables.B)
+        grads = plan.differentiate([grad_NO, -grad_NO / 2], grad_x_NI, x_NI, h_NK, tables)
+        of_A, of_B = torch.stack(grads[: 2 * num_groups]), torch.stack(grads[2 * num_groups :])
+        return {"h": h_NK, "out": torch.stack(outs), "grad_x": grad_x_NI, "grad_A": of_A, "grad_B": of_B}
 
     kernel, loop = by(GroupedPlan(groups)), by(LoopedPlan(groups))
     return {name: differ(kernel[name], loop[name]) for name in kernel}

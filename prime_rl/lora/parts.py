@@ -34,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import silu
 
-from prime_rl.lora.linear import MultiLoRALinear, gated_mlp
+from prime_rl.lora.linear import MultiLoRALinear, SharedInput, gated_mlp
 
 # Results that are remembered: from a norm to the last operation that keeps its result there are two others.
 _NUM_REMEMBERED = 3
@@ -181,6 +181,7 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+        self._gate_up = SharedInput([gate_proj, up_proj])
         self.keeps = keeps
 
     def forward(self, x_RTI: Tensor) -> Tensor:
@@ -189,9 +190,9 @@ class GatedMLP(nn.Module):
         if plan is None:
             base_RTI: Tensor = self.down_proj(silu(self.gate_proj(x_RTI)) * self.up_proj(x_RTI))
             return base_RTI
-        gate, up, down = (each.with_adapters(plan) for each in (self.gate_proj, self.up_proj, self.down_proj))
+        gate_up, down = self._gate_up.with_adapters(plan), self.down_proj.shared.with_adapters(plan)
         x_NI, for_backward = x_RTI.reshape(-1, x_RTI.shape[-1]), _computes_again.get()
-        return gated_mlp(x_NI, gate, up, down, plan, keeps=self.keeps, for_backward=for_backward).view_as(x_RTI)
+        return gated_mlp(x_NI, gate_up, down, plan, keeps=self.keeps, for_backward=for_backward).view_as(x_RTI)
 
 
 def fuse_norms(model: nn.Module) -> int:
@@ -214,6 +215,14 @@ def fuse_mlps(model: nn.Module, *, keeps: bool) -> int:
         and all(isinstance(each, MultiLoRALinear) for each in (module.gate_proj, module.up_proj, module.down_proj))
     }
     return _replace(model, mlps)
+
+
+def share_inputs(model: nn.Module) -> int:
+    """Let queries, keys and values of attention be one operation where they have adapters; returns how many are."""
+    attentions = [each for each in model.modules() if type(each).__name__ in ROTARY_ATTENTIONS]
+    layers = [[each.q_proj, each.k_proj, each.v_proj] for each in attentions]
+    adapted = [[each for each in of_one if isinstance(each, MultiLoRALinear)] for of_one in layers]
+    return len([SharedInput(of_one) for of_one in adapted if len(of_one) > 1])
 
 
 def _replace(model: nn.Module, replacements: Mapping[str, nn.Module]) -> int:

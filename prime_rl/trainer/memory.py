@@ -35,7 +35,7 @@ from prime_rl.configs.system import SHAPES
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.types import TOKEN_BYTES, MicroBatch
 from prime_rl.lora import linear
-from prime_rl.lora.linear import GroupedPlan, LoopedPlan
+from prime_rl.lora.linear import BatchedPlan, GroupedPlan
 from prime_rl.trainer import loss
 from prime_rl.trainer import model as policy_model
 from prime_rl.trainer.fair_queue import LOSS_TOKEN, MOST_SEEN
@@ -417,7 +417,7 @@ def _uneven_groups(setting: Setting) -> Iterator[None]:
     module: Any = linear
     make = module.make_plan
     if has_kernel:
-        module.make_plan = lambda groups, *_, **__: GroupedPlan(groups) if len(groups) > 1 else LoopedPlan(groups)
+        module.make_plan = lambda groups, *_, **__: GroupedPlan(groups) if len(groups) > 1 else BatchedPlan(groups)
     try:
         yield
     finally:

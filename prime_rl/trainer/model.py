@@ -54,7 +54,7 @@ from transformers.utils import logging as transformers_logging
 from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model, sent
-from prime_rl.lora.parts import computed_again, fuse_mlps, fuse_norms, made_again, use_rotary
+from prime_rl.lora.parts import computed_again, fuse_mlps, fuse_norms, made_again, share_inputs, use_rotary
 from prime_rl.trainer.loss import token_logprobs
 from prime_rl.trainer.world import World
 from prime_rl.utils.runtime import give_back_holes
@@ -243,6 +243,7 @@ def adapt_model(
         layers = apply_lora_to_model(base, lora.rank, n_adapters, lora.target_modules, routing)
     except ValueError as error:
         raise ModelError(f"model.lora.{error}") from error
+    share_inputs(base)
     fuse_mlps(base, keeps=not lean_mlps)
     if checkpoints:
         checkpoint_layers(base, offloads=offloads)
@@ -565,7 +566,7 @@ def packed_attention(
 
 def _by_kernel(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
     """`[1, N, H, D]`."""
-    q_NHD, k_NKD, v_NKD = (each[0].transpose(0, 1) for each in (query, key, value))
+    q_NHD, k_NKD, v_NKD = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
     if segments.seen_M is not None:
         k_NKD, v_NKD = (_Gathered.apply(each, segments.seen_M) for each in (k_NKD, v_NKD))  # type: ignore[no-untyped-call]
     return varlen_kernel()(q_NHD, k_NKD, v_NKD, segments, scaling)[None]
@@ -629,8 +630,8 @@ def _takes_gqa(kernel: Callable[..., Any]) -> dict[str, Any]:
 
 def _by_stretches(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
     """`[1, N, H, D]`."""
-    queries = torch.split(query[0], [each.num_rows * each.num_own for each in segments.stretches], 1)
-    keys, values = (torch.split(each[0], segments.parts, 1) for each in (key, value))
+    queries = torch.split(query.squeeze(0), [each.num_rows * each.num_own for each in segments.stretches], 1)
+    keys, values = (torch.split(each.squeeze(0), segments.parts, 1) for each in (key, value))
     outs = []
     for stretch, query_HND in zip(segments.stretches, queries, strict=True):
         mask = segments.mask(stretch, query.device)

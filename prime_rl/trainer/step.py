@@ -388,7 +388,10 @@ def forward_backward(
 
     A collective when the base model is sharded: every rank makes a pass for each pack, if only a blank one.
     """
-    return _Pass(model, Rows.of(batch), device).run(batch, configs_R)
+    try:
+        return _Pass(model, Rows.of(batch), device).run(batch, configs_R)
+    finally:
+        model.routing.kept.clear()
 
 
 @dataclass(frozen=True)

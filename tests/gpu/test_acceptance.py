@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prime_rl.lora.linear import GroupedPlan, Layer, LoopedPlan, TokenGroup, grouped_lora, make_plan
-from prime_rl.trainer.model import Segments, packed_attention
+from prime_rl.lora.linear import GroupedPlan, Layers, LoopedPlan, Tables, TokenGroup, grouped_lora, make_plan
+from prime_rl.trainer.model import PackedRows, Segments, packed_attention
 from tests.gpu.acceptance import QWEN, RESULTS, RUN_IDS, TINY, Scale, train_two_runs, write_workspace
 from tests.numeric import check_same
 from tests.system_support import Workspace, closed
@@ -88,7 +88,9 @@ def test_packed_attention_is_that_of_a_mask_of_blocks(device: str, dtype: torch.
         return out.transpose(1, 2)
 
     def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return packed_attention(nn.Identity(), q, k, v, None, segments=Segments.of(lengths, q.device))[0]
+        return packed_attention(
+            nn.Identity(), q, k, v, None, segments=Segments.of(PackedRows((*lengths,), (0,) * len(lengths)), q.device)
+        )[0]
 
     rounded = [each.to(dtype) for each in (query, key, value, grad)]
     # The reference in float64, from the same rounded numbers.
@@ -127,7 +129,7 @@ def test_one_kernel_for_all_groups_is_the_loop_over_them(device: str, dtype: tor
             *((A.clone().requires_grad_(), B.clone().requires_grad_()) for A, B in start), strict=True
         )
         x = x_NI.clone().requires_grad_()
-        out_NO = grouped_lora(x, Layer(weight_OI, None, leaves_A, leaves_B), plan)
+        (out_NO,) = grouped_lora(x, Layers([weight_OI], [None], Tables(leaves_A, leaves_B)), plan)
         out_NO.backward(grad_NO)
         results.append([out_NO, x.grad, *(leaf.grad for leaf in (*leaves_A, *leaves_B))])
     for found, expected in zip(*results, strict=True):

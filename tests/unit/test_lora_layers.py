@@ -35,6 +35,7 @@ from prime_rl.lora.linear import (
     LoopedPlan,
     MultiLoRALinear,
     Plan,
+    Tables,
     TokenGroup,
     apply_lora_to_model,
     grouped_lora,
@@ -295,7 +296,7 @@ def routed(layer: MultiLoRALinear, x_NI: Tensor, plan: Plan) -> tuple[Tensor, di
     """Output, and gradients of inputs and adapters, with the products of `plan`."""
     layer.zero_grad()
     x_NI = x_NI.clone().requires_grad_()
-    out_NO = grouped_lora(x_NI, layer.with_adapters(plan), plan)
+    (out_NO,) = grouped_lora(x_NI, layer.shared.with_adapters(plan), plan)
     (out_NO * torch.linspace(-1, 1, out_NO.numel()).view(out_NO.shape).to(out_NO)).sum().backward()
     grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
     assert x_NI.grad is not None
@@ -327,10 +328,12 @@ def test_a_scale_is_not_rounded_to_the_type_of_the_activations(sizes: tuple[int,
     split, end = sizes[0], sum(sizes)
     groups = [TokenGroup(0, 0, split, 16 / 24), TokenGroup(1, split, end, 16 / 24)]
     x_NI = torch.arange(8.0 * end).remainder(5).view(end, 8).to(torch.bfloat16)
-    A_GKI = torch.ones(2, 8, 8, dtype=torch.bfloat16)
+    ones = torch.ones(8, 8, dtype=torch.bfloat16)
+    leaves = Tables([ones, ones], [ones, ones])
     exact_NK = (x_NI.float().sum(1, keepdim=True) * (16 / 24)).to(torch.bfloat16).expand(end, 8)
     for plan in (LoopedPlan(groups), make_plan(groups, end, one_kernel=True)):
-        assert torch.equal(plan.project(x_NI, A_GKI).reshape(end, 8), exact_NK), type(plan).__name__
+        (tables,) = plan.tables([leaves], torch.bfloat16)
+        assert torch.equal(plan.project(x_NI, tables.A), exact_NK), type(plan).__name__
 
 
 @pytest.mark.parametrize(
@@ -376,7 +379,7 @@ def test_launches_do_not_grow_with_the_number_of_runs(is_even: bool) -> None:
         x_NI = torch.randn(ends[-1], 32, dtype=torch.bfloat16)
         for _ in range(2):  # the second time gradients are there
             with Launches() as launches:
-                grouped_lora(x_NI, layer.with_adapters(plan), plan).sum().backward()
+                grouped_lora(x_NI, layer.shared.with_adapters(plan), plan)[0].sum().backward()
         numbers.append(launches.number)
     assert numbers[0] == numbers[1]
 

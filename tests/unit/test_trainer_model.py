@@ -124,7 +124,8 @@ class Products(TorchDispatchMode):
         self.num, self._shape = 0, shape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num += func._schema.name == "aten::mm" and tuple(args[1].shape) == self._shape
+        right = {"aten::mm": 1, "aten::addmm_": 2}.get(func._schema.name)
+        self.num += right is not None and tuple(args[right].shape) == self._shape
         return func(*args, **(kwargs or {}))
 
 

@@ -59,6 +59,7 @@ def traces(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("scenario", "takes"),
     [
+        ("launches", {GROUPED, VARLEN}),
         ("advantages_of_tokens", {GROUPED, VARLEN}),
         ("updates", {GROUPED, VARLEN, FUSED_ADAM}),
         ("trained_head", {VARLEN}),

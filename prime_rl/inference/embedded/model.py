@@ -40,7 +40,7 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.guard import WEIGHTS_FILE, ApiError, check_fit, readable, weights_label
 from prime_rl.lora.adapter_state import check_finite, load_tensors, shapes_of
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model, take_share
-from prime_rl.lora.parts import fuse_mlps, fuse_norms, use_rotary
+from prime_rl.lora.parts import fuse_mlps, fuse_norms, share_inputs, use_rotary
 from prime_rl.transfer import TransferError, WeightReceiver
 from prime_rl.utils.runtime import StartError
 
@@ -287,6 +287,7 @@ def load_model(config: InferenceConfig) -> Served:
     if (lora := config.model.lora) is not None:  # else all weights are trained, with the libraries' norms and MLPs
         fuse_norms(model)
         layers = apply_lora_to_model(model, lora.rank, config.max_loras, lora.target_modules, routing)
+        share_inputs(model)
         fuse_mlps(model, keeps=False)
     model.requires_grad_(False)
     given = [getattr(each, "eos_token_id", None) for each in (model.generation_config, model.config)]
