@@ -144,9 +144,9 @@ class PrefixCache:
     """Keys and values that later sequences may begin with, in blocks of BLOCK tokens.
 
     The key of a block is a digest of its adapter and of all tokens up to its end, so only a sequence that begins with
-    the same tokens, for the same adapter, finds it. For a new block the run that has the most loses the one that was
-    used the longest ago, and of a sequence the last before the first: no run gets below its equal part because of
-    others.
+    the same tokens, for the same adapter, finds it. For a new block the run that has the most (among equals its own)
+    loses the one that was used the longest ago, and of a sequence the last before the first. So no run gets below an
+    equal part because of others.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -181,8 +181,8 @@ class PrefixCache:
             if key in self._blocks:
                 continue
             if len(self._blocks) >= self._max_blocks:
-                most = max(self._by_use.values(), key=len)
-                if (oldest := next(iter(most))) in own:  # the sequence alone is too long for its part
+                most = max(self._by_use, key=lambda each: (len(self._by_use[each]), each == run_id))
+                if (oldest := next(iter(self._by_use[most]))) in own:  # the sequence alone is too long for its part
                     break
                 self._remove(oldest)
             self._blocks[key] = _Block(block_LND.clone(), slot, run_id)
