@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.loop_async import async_figures
-from benchmarks.loop_engines import embedded_vs_vllm_figures
+from benchmarks.loop_engines import embedded_vs_vllm_figures, first_token_figures
 from benchmarks.loop_orchestrator import idle_50_orchestrators_cpu, rollouts_per_s
 from benchmarks.loop_prefix import prefix_figures
 from benchmarks.loop_publish import publish_figures
@@ -17,6 +17,7 @@ def run() -> dict[str, float]:
         "rollouts_per_s": rollouts_per_s(),
         "idle_50_orchestrators_cpu": idle_50_orchestrators_cpu(),
         **embedded_vs_vllm_figures(),
+        **first_token_figures(),
         **prefix_figures(),
         **stall_figures(),
     }

@@ -50,6 +50,7 @@ def server(
     rank: int = 8,
     num_threads: int | None = None,
     num_seqs: int = NUM_SEQS,
+    max_model_len: int = 512,
     vllm: dict[str, Any] | None = None,
 ) -> Iterator[str]:
     """A server with room for `max_adapters` adapters of `rank`; the value is its URL."""
@@ -62,7 +63,7 @@ def server(
         "max_num_seqs": num_seqs,
         "max_concurrent_runs": max_adapters,
         "max_versions_per_run": 1,
-        "model": {"name": str(model), "max_model_len": 512, "lora": {"rank": rank}},
+        "model": {"name": str(model), "max_model_len": max_model_len, "lora": {"rank": rank}},
         "vllm": vllm or {},
     }
     (workspace / "inference.toml").write_text(tomli_w.dumps(config), encoding="utf-8")

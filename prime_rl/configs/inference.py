@@ -57,6 +57,15 @@ class EmbeddedConfig(BaseConfig):
     max_waiting: int = Field(16_384, ge=1)
     """Longest queue of a run, in sequences; a request beyond it gets 503 with `Retry-After`."""
 
+    prefix_cache_gb: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+    """Keys and values of prompts and finished sequences that are kept for requests of the same adapter version that
+    begin alike, in GiB at most; 0 keeps none. auto: an eighth of the memory that is free beside the model, and no more
+    than `max_num_seqs` sequences of `max_model_len` take."""
+
+    def prefix_bytes(self, free: float, most: float) -> float:
+        """`prefix_cache_gb` in bytes, of the `free` ones; `most` is what auto has a use for."""
+        return min(free / 8, most) if self.prefix_cache_gb == "auto" else self.prefix_cache_gb * 2**30
+
 
 class InferenceConfig(BaseConfig):
     """`prl inference @ inference.toml`."""

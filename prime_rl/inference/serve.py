@@ -119,13 +119,18 @@ WINDOW_S = 5.0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The figures of an engine. `num_tokens` are those generated since the start; `kv_use` is from 0 to 1."""
+    """The figures of an engine. `num_tokens` are those generated since the start; `kv_use` is from 0 to 1.
+
+    Of `num_prefix_queries` tokens that requests began with, `num_prefix_hits` were not computed again.
+    """
 
     adapters: Sequence[str] = ()
     num_running: int = 0
     num_waiting: int = 0
     num_tokens: int = 0
     num_prompt_tokens: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
     kv_use: float | None = None
 
 

@@ -16,12 +16,23 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from transformers import AutoModelForCausalLM
 
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, read_status
 from tests.budgets import in_release
-from tests.inference_support import RunningServer, error_of, spawn, start, unread_request, write_config
+from tests.inference_support import (
+    RunningServer,
+    error_of,
+    greedy,
+    logprob_tolerance,
+    reference_logprobs,
+    spawn,
+    start,
+    unread_request,
+    write_config,
+)
 from tests.page_attacks import answered, ask
 from tests.patience import PATIENCE_S
 from tests.warm import warm
@@ -182,6 +193,40 @@ def test_a_client_that_goes_away_frees_its_rows(server: RunningServer) -> None:
         wait_for(lambda: num_running(server) > 0, "the rows to run", timeout_s=PATIENCE_S)
     wait_for(lambda: num_running(server) == 0, "the rows of the client that went away to be free", timeout_s=PATIENCE_S)
     assert len(server.complete([5], max_tokens=3, ignore_eos=True)["choices"][0]["token_ids"]) == 3
+
+
+@pytest.mark.numeric
+def test_a_conversation_goes_on_from_what_was_computed(server: RunningServer, model: Path) -> None:
+    """A turn sends the history with the sampled tokens. Their whole blocks are known, and the answer is the model's."""
+
+    def counts() -> tuple[int, int]:
+        queries, hits = (metric(server, f"prl_prefix_cache_{name}_total") for name in ("queries", "hits"))
+        return queries, hits
+
+    prompt, sampling = [5 + place % 60 for place in range(50)], {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    [first] = server.complete(prompt, **sampling)["choices"]
+    history = [*prompt, *first["token_ids"]]
+    before = counts()
+    [second] = server.complete([*history, 7, 8, 9], **sampling)["choices"]
+    queries, hits = (now - then for now, then in zip(counts(), before, strict=True))
+    assert (queries, hits) == (len(history) + 2, (len(history) - 1) // 16 * 16)
+    reference, turn = AutoModelForCausalLM.from_pretrained(model), [*history, 7, 8, 9]
+    assert second["token_ids"] == greedy(reference, turn, 40)
+    expected = reference_logprobs(reference, turn, second["token_ids"], 1.0)
+    tolerance = logprob_tolerance(reference, turn)
+    assert second["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=tolerance)
+
+
+def test_turns_of_a_chat_share_their_beginning(server: RunningServer) -> None:
+    messages = [{"role": "user", "content": "a question of some letters, and then some more"}]
+    hits = [0]
+    for _ in range(3):
+        before = metric(server, "prl_prefix_cache_hits_total")
+        body = server.post("/v1/chat/completions", messages=messages, max_tokens=20, temperature=0).json()
+        hits.append(metric(server, "prl_prefix_cache_hits_total") - before)
+        answer = body["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "and one more"}]
+    assert hits[3] > hits[2] >= 32
 
 
 @pytest.mark.slow

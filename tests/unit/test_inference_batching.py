@@ -26,7 +26,15 @@ from transformers.cache_utils import Cache
 
 from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, BatchParams, Job, SamplingParams, _chunks
+from prime_rl.inference.embedded.batch import (
+    MAX_PREFILL_TOKENS,
+    Batch,
+    BatchParams,
+    Job,
+    SamplingParams,
+    _chunks,
+    _same,
+)
 from prime_rl.inference.embedded.model import SPARE_COLUMNS, Served, load_model, new_cache
 from prime_rl.inference.guard import max_model_len
 from prime_rl.lora.adapter_state import load_adapter
@@ -320,10 +328,10 @@ def test_an_exception_ends_the_rows_that_cause_it_and_costs_the_others_nothing(
             prefill = served.prefill
             prefilling: list[bool] = []
 
-            def noted(prompts: Any, slots: Any) -> Cache:
+            def noted(*args: Any) -> Cache:
                 prefilling.append(True)
                 try:
-                    return prefill(prompts, slots)
+                    return prefill(*args)
                 finally:
                     prefilling.pop()
 
@@ -445,14 +453,14 @@ def test_end_of_sequence_ends_a_row(served: Served) -> None:
 def test_equal_prompts_of_one_adapter_share_a_prefill() -> None:
     rows = [row for slot in (1, None, 1) for row in job([1, 2], 4, slot=slot, num_choices=2).rows]
     rows += job([3], 4, slot=1).rows
-    [chunk] = _chunks(rows)
+    [chunk] = _chunks(_same(rows), lambda row: len(row.prompt_ids))
     assert chunk == [rows[2:4], rows[6:], [*rows[:2], *rows[4:6]]], "by adapter, then by length"
 
 
 def test_prefill_is_cut_into_pieces_of_bounded_size() -> None:
     lengths = [1, 1, *[10] * 3000, MAX_PREFILL_TOKENS + 5]
     rows = [job([number, *[0] * (length - 1)], 1).rows[0] for number, length in enumerate(lengths)]
-    chunks = _chunks(rows)
+    chunks = _chunks(_same(rows), lambda row: len(row.prompt_ids))
     assert [row for chunk in chunks for same in chunk for row in same] == rows
     for chunk in chunks:
         longest = max(len(same[0].prompt_ids) for same in chunk)

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Job, Row, SamplingParams
 from prime_rl.inference.embedded.engine import Engine, EngineDead, Waiting
-from prime_rl.inference.embedded.model import Served, load_model
+from prime_rl.inference.embedded.model import PrefixCache, Served, load_model
 from prime_rl.inference.guard import ApiError, model_shapes
 from prime_rl.lora.adapter_state import ADAPTER_FILE, CONFIG_FILE, ServedPart, read_shapes, served_parts
 from tests.inference_support import greedy, make_adapter, make_model
@@ -121,7 +121,7 @@ async def test_rows_of_a_run_do_not_wait_behind_all_rows_of_another(served: Serv
     """The next row is of the run with the fewest tokens, of each in the order they came."""
     engine = new_engine(served, 4)
     many = engine.submit([PROMPT], params(30, n=9), run_id="run_many")
-    few = engine.submit([PROMPT], params(30, n=2), run_id="run_few")
+    few = engine.submit([PROMPT[::-1]], params(30, n=2), run_id="run_few")
     assert (engine.num_waiting_of("run_many"), engine.num_waiting_of("run_few")) == (9, 2)
     assert [row.job for row in engine._take_fitting()] == [many, few, many, few]
     assert [row.job for row in engine._take_fitting()] == [many] * 4 and engine.stats().num_waiting == 3
@@ -134,7 +134,7 @@ def job(run_id: str, *prompts: Sequence[int], n: int = 1) -> Job:
 
 
 def test_the_run_that_had_the_fewest_tokens_is_next() -> None:
-    waiting = Waiting()
+    waiting = Waiting(PrefixCache(0))
     long, short = job("run_long", *([number] * 99 for number in range(9))), job("run_short", [1], n=120)
     waiting.put(long)
     waiting.put(short)

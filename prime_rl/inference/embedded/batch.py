@@ -8,6 +8,8 @@ A row whose logits are not finite ends alone. When an exception comes out of a c
 until those are found that cause it: these end, the others get what they would have got. Out of memory is no row's
 fault: it is raised, and the tokens of the rows are all that is needed to compute them again (`release`).
 
+Rows that begin alike, for the same adapter, share what is computed for that, those that come later too (`PrefixCache`).
+
 Each row has a random stream of its own, so a seeded request gets the same tokens whatever else is in the batch and
 whenever it joined.
 
@@ -25,9 +27,11 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from itertools import groupby
 from random import Random
 from typing import Annotated, Any, NamedTuple
@@ -37,7 +41,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from prime_rl.inference.embedded.model import SPARE_COLUMNS, Served, compose, new_cache
+from prime_rl.inference.embedded.model import BLOCK, SPARE_COLUMNS, PrefixCache, Served, columns_of, compose, new_cache
 from prime_rl.inference.guard import NOT_FINITE, ApiError
 from prime_rl.lora.linear import sent
 from prime_rl.utils.runtime import is_out_of_memory
@@ -238,6 +242,8 @@ logger = logging.getLogger(__name__)
 
 # Token positions (prompts x longest prompt) of one prefill forward: bounds its activations to tens of MB a layer.
 MAX_PREFILL_TOKENS = 8192
+# Of them at most so many are computed only because others in the same forward need more: about what a forward costs.
+MAX_PADDED_TOKENS = 512
 # Copying the cache costs about as much as computing an eighth of the rows for a few steps.
 MAX_HOLES = 1 / 8
 
@@ -252,6 +258,9 @@ class Job:
         max_length: of a prompt and what follows it, in tokens.
         model: what errors call the adapter.
         run_id: the run that asks, as far as that is known.
+
+    Attributes:
+        is_kept: what is computed for it may serve later ones; not when its adapter was unloaded.
     """
 
     def __init__(
@@ -277,6 +286,7 @@ class Job:
             self.rows += [Row(self, prompt, max_tokens, f"{seed}/{idx}") for idx in range(params.n)]
         self.num_open = len(self.rows)
         self.is_cancelled = False
+        self.is_kept = True
         self.ended = asyncio.Event()
         self.error: ApiError | None = None
 
@@ -313,6 +323,7 @@ class Row:
     finish_reason: str | None = None
     stop_at: int | None = None
     stop_reason: str | int | None = None
+    _keys: list[bytes] = field(default_factory=list)
 
     @property
     def max_length(self) -> int:
@@ -329,6 +340,15 @@ class Row:
         """Rows with the same one share a prefill. Sorts by adapter, the base model first, then by length."""
         ids = self.all_ids
         return self.job.rank, len(ids), ids
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Those of the whole blocks of its tokens, without the last token, which a step takes."""
+        ids = self.all_ids
+        for start in range(BLOCK * len(self._keys), len(ids) - BLOCK, BLOCK):
+            before = self._keys[-1] if self._keys else sha256(f"{self.job.rank} {self.job.model}".encode()).digest()
+            self._keys.append(sha256(before + array("q", ids[start : start + BLOCK]).tobytes()).digest())
+        return self._keys
 
     @cached_property
     def _stream(self) -> Random:
@@ -358,7 +378,10 @@ class Batch:
         raw_logprobs: as in `sample`.
 
     Attributes:
+        prefixes: what later rows may begin with.
         num_generated_tokens: since the start.
+        num_prefix_queries: tokens of the rows that joined, the last of each left out, since the start.
+        num_prefix_hits: those of them that were not computed, since they had been.
     """
 
     # Of all rows, holes too, made new whenever the batch changes: the newest tokens, which are not in the cache yet;
@@ -375,7 +398,8 @@ class Batch:
         self._raw_logprobs = raw_logprobs
         self._rows: list[Row] = []  # those that have ended too, until the next copy
         self._cache = new_cache()
-        self.num_generated_tokens = 0
+        self.prefixes = PrefixCache(served.prefix_blocks)
+        self.num_generated_tokens = self.num_prefix_queries = self.num_prefix_hits = 0
 
     @property
     def rows(self) -> list[Row]:
@@ -401,10 +425,17 @@ class Batch:
 
         def prefill(chunk: Sequence[Sequence[Row]]) -> None:
             firsts = [same[0] for same in chunk]
-            cache = self._served.prefill([row.all_ids[:-1] for row in firsts], [row.job.slot for row in firsts])
+            prompts, num_new = [row.all_ids[:-1] for row in firsts], max(map(self._num_missing, firsts))
+            kept = [self.prefixes.find(row.keys) for row in firsts]
+            cache = self._served.prefill(prompts, [row.job.slot for row in firsts], kept, num_new)
             joining.update({row: (cache, source) for source, same in enumerate(chunk) for row in same})
+            num_tokens = sum(len(same) * len(prompt) for same, prompt in zip(chunk, prompts, strict=True))
+            self.num_prefix_queries += num_tokens
+            self.num_prefix_hits += num_tokens - sum(min(num_new, len(prompt)) for prompt in prompts)
+            for row in firsts:
+                self._keep(row, *joining[row])
 
-        for chunk in _chunks(rows):
+        for chunk in (chunk for turn in self._turns(rows) for chunk in _chunks(turn, self._num_missing)):
             if all(row.job.is_cancelled for same in chunk for row in same):
                 for same in chunk:
                     for row in same:
@@ -432,15 +463,47 @@ class Batch:
 
         if rows:
             self._apart([[row] for row in rows], advance)
+        ended = [row for row in rows if row.finish_reason is not None]
+        for row in ended:
+            if row.finish_reason in ("stop", "length"):
+                self._keep(row, *(parts.get(row) or (self._cache, self._rows.index(row))))
         if not self.num_rows:
             self.release()
         elif parts:
             self._recompose({row: source for row, source in parts.items() if row.finish_reason is None})
-        return [row for row in rows if row.finish_reason is not None]
+        return ended
 
     def release(self) -> None:
         """Forget the rows and what was computed for them; they go on when they are added again."""
         self._rows, self._cache = [], new_cache()
+
+    def _num_missing(self, row: Row) -> int:
+        """How many of its tokens, the last left out, must be computed before it joins."""
+        return max(1, len(row.all_ids) - 1) - BLOCK * self.prefixes.num_known(row.keys)
+
+    def _keep(self, row: Row, cache: Cache, source: int) -> None:
+        """Let later rows begin with the tokens of `row`, which are the last columns of row `source` of `cache`."""
+        if row.job.is_kept:
+            first = cache.get_seq_length() - len(row.all_ids) + 1
+            self.prefixes.keep(
+                row.keys,
+                lambda start, stop: columns_of(cache, source, first + start, first + stop),
+                slot=row.job.slot,
+                run_id=row.job.run_id,
+            )
+
+    def _turns(self, rows: Sequence[Row]) -> Iterator[list[list[Row]]]:
+        """Groups of rows with the same tokens. Of those that lack the same block, the longest is a turn ahead."""
+        groups, tried = _same(rows), set[bytes]()
+        while groups:
+            turn, later, heads = list[list[Row]](), list[list[Row]](), set[bytes]()
+            for same in reversed(groups):
+                head = self.prefixes.next_missing(same[0].keys)
+                (later if head in heads else turn).append(same)
+                if head is not None and head not in tried:
+                    heads.add(head)
+            yield turn
+            groups, tried = later[::-1], tried | heads
 
     def _apart(self, groups: Sequence[Sequence[Row]], compute: Callable[[Sequence[Sequence[Row]]], None]) -> None:
         """Compute all `groups` together. Where that raises, compute halves of them: one that raises alone ends.
@@ -555,17 +618,24 @@ class Batch:
         self._ids_R, self._lengths_R = ids_R, lengths_R
 
 
-def _chunks(rows: Sequence[Row]) -> list[list[list[Row]]]:
-    """Rows that share a prefill, and of those as many together as one forward takes.
+def _same(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows that share a prefill: by adapter, then by length."""
+    in_order = sorted(rows, key=lambda row: row.prefill_key)
+    return [list(same) for _, same in groupby(in_order, lambda row: row.prefill_key)]
+
+
+def _chunks(groups: Sequence[list[Row]], num_new: Callable[[Row], int]) -> list[list[list[Row]]]:
+    """As many of `groups` together as one forward takes, by adapter. It computes as many tokens of each as of any.
 
     (Prompts x longest prompt) stays within MAX_PREFILL_TOKENS; a longer prompt is alone.
     """
     chunks: list[list[list[Row]]] = []
-    longest = 0
-    for (_, length, _), same in groupby(sorted(rows, key=lambda row: row.prefill_key), lambda row: row.prefill_key):
-        if not chunks or max(longest, length) * (len(chunks[-1]) + 1) > MAX_PREFILL_TOKENS:
+    longest = total = 0
+    for num, same in sorted(((num_new(same[0]), same) for same in groups), key=lambda each: each[0]):
+        size, longest = len(chunks[-1]) if chunks else 0, max(longest, len(same[0].all_ids))
+        if not size or longest * (size + 1) > MAX_PREFILL_TOKENS or num * size - total > MAX_PADDED_TOKENS:
             chunks.append([])
-            longest = 0
-        chunks[-1].append(list(same))
-        longest = max(longest, length)
-    return chunks
+            longest, total = len(same[0].all_ids), 0
+        chunks[-1].append(same)
+        total += num
+    return [sorted(chunk, key=lambda same: same[0].job.rank) for chunk in chunks]

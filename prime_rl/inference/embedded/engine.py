@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 
 from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, Decode, Job, Row, SamplingParams
-from prime_rl.inference.embedded.model import Served
+from prime_rl.inference.embedded.model import BLOCK, PrefixCache, Served
 from prime_rl.inference.guard import ApiError, adapter_refused
 from prime_rl.inference.serve import Snapshot
 from prime_rl.lora.adapter_state import served_parts
@@ -53,12 +53,13 @@ class Waiting:
     comes back, has at least as many as the fewest of those.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefixes: PrefixCache) -> None:
         self.counts: Counter[str] = Counter()
+        self._prefixes = prefixes
         self._jobs: dict[str, OrderedDict[Job, deque[Row]]] = {}
         self._computed: Counter[str] = Counter()
         self._fewest = 0
-        self._last_prompt: tuple[int, ...] | None = None
+        self._last: tuple[int, int, tuple[int, ...]] | None = None  # the `prefill_key` of the row before
 
     def __len__(self) -> int:
         return self.counts.total()
@@ -88,15 +89,16 @@ class Waiting:
         return next(iter(jobs.values()))[0]
 
     def cost(self, row: Row) -> int:
-        """Return the tokens to compute for its first: that one, and a prompt that the row before does not share."""
-        is_shared = row.prompt_ids is self._last_prompt and not row.token_ids
-        return 1 if is_shared else 1 + len(row.all_ids)
+        """Return the tokens to compute for its next: that one, and those before it that nothing shares."""
+        if row.prefill_key == self._last:
+            return 1
+        return 1 + len(row.all_ids) - BLOCK * self._prefixes.num_known(row.keys)
 
     def take(self) -> Row:
         """Take the row that is next, and charge its run."""
         row = self.first()
         self._computed[row.job.run_id] += self.cost(row)
-        self._last_prompt = row.prompt_ids
+        self._last = row.prefill_key
         rows = self._jobs[row.job.run_id][row.job]
         rows.popleft()
         self._forget(row.job, 1, is_empty=not rows)
@@ -144,7 +146,7 @@ class Engine:
         self._batch = Batch(served, decode, raw_logprobs=raw_logprobs)
         self._thread = ThreadPoolExecutor(1, "engine")
         self._has_news = asyncio.Event()  # for `run`: a request, a change, or the end
-        self._waiting = Waiting()
+        self._waiting = Waiting(self._batch.prefixes)
         self._is_crowded = False  # more rows could join, after those whose prompts are read now
         self._open_jobs: set[Job] = set()
         self._adapters: dict[str, tuple[int, str]] = {}  # slot and path by name
@@ -223,12 +225,14 @@ class Engine:
         """Run `action` in the engine's thread while no forward runs.
 
         What it raises ends the engine, ValueError and OSError apart: bad weights are their loader's trouble. So is a
-        lack of memory, unless the whole model `is_whole`: weights that are half of one version serve nothing.
+        lack of memory, unless the whole model `is_whole`: weights that are half of one version serve nothing, and
+        nothing that was computed before is used after it.
         """
         self._refuse_when_dead()
         self._has_news.set()
+        actions = [self._batch.prefixes.clear, action] if is_whole else [action]
         try:
-            await self._on_thread(action)
+            await self._on_thread(lambda: [each() for each in actions])
         except Exception as error:
             if isinstance(error, ValueError | OSError) or (is_out_of_memory(error) and not is_whole):
                 raise
@@ -261,8 +265,14 @@ class Engine:
 
     def unload_adapter(self, name: str) -> None:
         """Forget `name` at once; its slot is free when the last job that uses it has ended. Raises ApiError 404."""
-        if self._adapters.pop(name, None) is None:
+        slot, _ = self._adapters.pop(name, (None, ""))
+        if slot is None:
             raise ApiError(404, f"The lora adapter {name!r} cannot be found.", param="lora_name")
+        for job in self._open_jobs:
+            job.is_kept = job.is_kept and job.slot != slot
+        if self.alive:
+            self._has_news.set()
+            self._thread.submit(self._batch.prefixes.drop, slot)
 
     def stats(self) -> Snapshot:
         """The figures of this moment."""
@@ -273,6 +283,8 @@ class Engine:
             num_waiting=len(self._waiting),
             num_prompt_tokens=self._num_prompt_tokens,
             num_tokens=self._batch.num_generated_tokens,
+            num_prefix_queries=self._batch.num_prefix_queries,
+            num_prefix_hits=self._batch.num_prefix_hits,
             kv_use=num_running / self._max_num_seqs,
         )
 
@@ -346,6 +358,7 @@ class Engine:
             logger.warning("out of memory with %d rows: they are computed again, fewer at a time: %s", len(rows), error)
         # Not in the handler: what it has still holds tensors.
         self._batch.release()
+        self._batch.prefixes.shrink()
         torch.cuda.empty_cache()
         preempted = [row for row in rows if row.finish_reason is None]
         self._max_rows = max(1, len(preempted) // 2)

@@ -9,19 +9,24 @@ of every row then goes into the same column (a plain slice, no gather), distance
 tokens (sliding windows stay right), and transformers' own masks for left-padded batches apply. When the batch changes
 or its columns are full (`compose`), rows are copied together and columns that no row needs are cut off.
 
+What was computed for a sequence is kept in blocks of tokens (`PrefixCache`). A prompt that begins with them is computed
+from where they end.
+
 transformers repeats the KV heads for every masked call, which copies the whole cache once a step and layer. With one
 query a row, the queries of a group can stand where the tokens of a query stand: the same numbers, no copy
 (`grouped_attention`).
 
 Dimensions: R rows, P longest prompt, H KV heads, C columns allocated, T columns in use, Q new columns, D head size, V
-vocabulary; in the attention also G query heads of one KV head.
+vocabulary; in the attention also G query heads of one KV head; of blocks N tokens, L heads of the keys and values of
+all layers.
 """
 
 from __future__ import annotations
 
 import inspect
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +53,8 @@ from prime_rl.utils.runtime import StartError
 CACHE_SHARE = 0.25
 # Free columns after a copy: a copy costs about a fifth of a step of a small model, so once in 64 steps is nothing.
 SPARE_COLUMNS = 64
+# Tokens of a block, as in vLLM: a beginning is shared in whole blocks.
+BLOCK = 16
 ATTENTION = "prl_grouped"
 # Layer kinds whose whole memory is keys and values, masked by column.
 _KV_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -118,6 +125,95 @@ def compose(rows: Sequence[tuple[Cache, int]], num_columns: int) -> Cache:
         keys, values = moved([old.keys for old in olds], used), moved([old.values for old in olds], used)
         new.layers.append(ColumnLayer(keys, values, num_columns))
     return new
+
+
+def columns_of(cache: Cache, row: int, start: int, stop: int) -> Tensor:
+    """The keys and values of some columns of a row, `[L, N, D]`: a copy. All layers must have heads of one size."""
+    tensors = [each for layer in cache.layers for each in (layer.keys, layer.values)]
+    return torch.cat([each[row, :, start:stop] for each in tensors])
+
+
+@dataclass(frozen=True)
+class _Block:
+    values_LND: Tensor
+    slot: int | None
+    run_id: str
+
+
+class PrefixCache:
+    """Keys and values that later sequences may begin with, in blocks of BLOCK tokens.
+
+    The key of a block is a digest of its adapter and of all tokens up to its end, so only a sequence that begins with
+    the same tokens, for the same adapter, finds it. For a new block the run that has the most (among equals its own)
+    loses the one that was used the longest ago, and of a sequence the last before the first. So no run gets below an
+    equal part because of others.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._blocks: dict[bytes, _Block] = {}
+        self._by_use: dict[str, OrderedDict[bytes, None]] = {}  # of each run, the one used the longest ago first
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def num_known(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys` are here, from the first to the first that is not."""
+        return next((at for at, key in enumerate(keys) if key not in self._blocks), len(keys))
+
+    def next_missing(self, keys: Sequence[bytes]) -> bytes | None:
+        """The first of `keys` that is not here and could be."""
+        return next((key for key in keys if key not in self._blocks), None) if self._max_blocks else None
+
+    def find(self, keys: Sequence[bytes]) -> list[Tensor]:
+        """The blocks of `num_known(keys)`, `[L, BLOCK, D]` each."""
+        known = keys[: self.num_known(keys)]
+        self._use(known)
+        return [self._blocks[key].values_LND for key in known]
+
+    def keep(self, keys: Sequence[bytes], read: Callable[[int, int], Tensor], *, slot: int | None, run_id: str) -> None:
+        """Add the blocks of a sequence that are missing; `read` returns its tokens from one to before another."""
+        if self.next_missing(keys) is None:
+            return
+        own, known = set(keys), self.num_known(keys)
+        values_LND = read(known * BLOCK, len(keys) * BLOCK)
+        for key, block_LND in zip(keys[known:], values_LND.chunk(len(keys) - known, dim=1), strict=True):
+            if key in self._blocks:
+                continue
+            if len(self._blocks) >= self._max_blocks:
+                most = max(self._by_use, key=lambda each: (len(self._by_use[each]), each == run_id))
+                if (oldest := next(iter(self._by_use[most]))) in own:  # the sequence alone is too long for its part
+                    break
+                self._remove(oldest)
+            self._blocks[key] = _Block(block_LND.clone(), slot, run_id)
+            self._by_use.setdefault(run_id, OrderedDict())[key] = None
+        self._use(keys)
+
+    def drop(self, slot: int) -> None:
+        """Forget what was computed with the adapter in `slot`."""
+        for key in [key for key, block in self._blocks.items() if block.slot == slot]:
+            self._remove(key)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._blocks.clear()
+        self._by_use.clear()
+
+    def shrink(self) -> None:
+        """Forget everything, and have half of the room from now on."""
+        self.clear()
+        self._max_blocks //= 2
+
+    def _use(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            if (block := self._blocks.get(key)) is not None:
+                self._by_use[block.run_id].move_to_end(key)
+
+    def _remove(self, key: bytes) -> None:
+        run_id = self._blocks.pop(key).run_id
+        del self._by_use[run_id][key]
+        if not self._by_use[run_id]:
+            del self._by_use[run_id]
 
 
 def grouped_attention(
@@ -215,6 +311,8 @@ class Served:
         weights: its own.
         eos_ids: tokens that end a sequence.
         cache_tokens: how many tokens of all rows together, padding included, the KV cache may hold.
+        prefix_blocks: how many blocks of tokens may be kept beside it.
+        kv_heads: H of the keys and of the values of each layer.
     """
 
     model: PreTrainedModel
@@ -223,6 +321,8 @@ class Served:
     weights: WholeWeights
     eos_ids: frozenset[int]
     cache_tokens: int = 0
+    prefix_blocks: int = 0
+    kv_heads: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self.device: torch.device = self.model.device
@@ -231,17 +331,43 @@ class Served:
         self.num_logits: int = self.model.get_output_embeddings().weight.shape[0]
         self._accepted = inspect.signature(self.model.forward).parameters
 
-    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int | None]) -> Cache:
-        """The cache of whole prompts, padded at the left. They may be empty: there is one column at least."""
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        slots: Sequence[int | None],
+        kept: Sequence[Sequence[Tensor]] = (),
+        num_new: int | None = None,
+    ) -> Cache:
+        """The cache of whole prompts, padded at the left. They may be empty: there is one column at least.
+
+        Args:
+            kept: blocks of tokens that each prompt begins with.
+            num_new: the last tokens of each prompt that are computed, at least those that `kept` lacks; None: all.
+        """
         longest = max(1, *map(len, prompts))
+        num_old = 0 if num_new is None else longest - num_new
+        cache = self._filled(kept, list(map(len, prompts)), num_old, longest) if num_old else new_cache()
+        if num_old == longest:
+            return cache
         ids_RP = torch.zeros((len(prompts), longest), dtype=torch.long)
         mask_RP = torch.zeros((len(prompts), longest), dtype=torch.bool)
         for row, prompt in enumerate(prompts):
             ids_RP[row, longest - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
             mask_RP[row, longest - len(prompt) :] = True
         positions_RP = (mask_RP.cumsum(dim=-1) - 1).clamp(min=0)
+        self.forward(ids_RP[:, num_old:], mask_RP, positions_RP[:, num_old:], cache, slots)
+        return cache
+
+    def _filled(self, kept: Sequence[Sequence[Tensor]], lengths: Sequence[int], num_old: int, longest: int) -> Cache:
+        """A cache with room for `longest` columns, of which the first `num_old` are in use."""
+        some_LND = next(block for blocks in kept for block in blocks)
+        all_LRCD = some_LND.new_zeros((len(some_LND), len(kept), longest, some_LND.shape[2]))
+        for row, (blocks, length) in enumerate(zip(kept, lengths, strict=True)):
+            if (num := length - longest + num_old) > 0:
+                all_LRCD[:, row, num_old - num : num_old] = torch.cat(list(blocks), dim=1)[:, :num]
+        tensors = [each_HRCD.transpose(0, 1) for each_HRCD in all_LRCD.split_with_sizes(list(self.kv_heads))]
         cache = new_cache()
-        self.forward(ids_RP, mask_RP, positions_RP, cache, slots)
+        cache.layers = [ColumnLayer(*pair, num_old) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
         return cache
 
     def forward(
@@ -293,13 +419,21 @@ def load_model(config: InferenceConfig) -> Served:
     given = [getattr(each, "eos_token_id", None) for each in (model.generation_config, model.config)]
     eos_ids = frozenset(eos for value in given for eos in ([value] if isinstance(value, int) else value or []))
     served = Served(model, layers, routing, WholeWeights(model, config), eos_ids)
-    layers_of_one = served.prefill([[0]], [None]).layers
-    token_bytes = sum(each.nbytes for layer in layers_of_one for each in (layer.keys, layer.values))
+    of_one = [each for layer in served.prefill([[0]], [None]).layers for each in (layer.keys, layer.values)]
+    token_bytes = sum(each.nbytes for each in of_one)
     if device.type == "cuda":
         free = take_share(config.gpu_share) - torch.cuda.memory_allocated()
     else:
         free = psutil.virtual_memory().available
-    served.cache_tokens = max(0, int(free * CACHE_SHARE / token_bytes))
+    room = config.num_seqs_on(device.type) * config.model.max_model_len * token_bytes
+    kept = config.embedded.prefix_bytes(free, room)
+    if kept > free:
+        message = f"{kept / 2**30:.1f} GiB, more than the {free / 2**30:.1f} GiB that are free beside the model"
+        raise StartError(f"embedded.prefix_cache_gb: found {message}")
+    if len({each.shape[3] for each in of_one}) == 1:
+        served.kv_heads = [each.shape[1] for each in of_one]
+        served.prefix_blocks = int(kept / (BLOCK * token_bytes))
+    served.cache_tokens = max(0, int((free - kept) * CACHE_SHARE / token_bytes))
     return served
 
 

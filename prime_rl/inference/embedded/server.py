@@ -436,7 +436,7 @@ class Api:
     async def load_weights(self, folder: Path | None) -> None:
         """Put the weights of `folder`, or those of the start, in place of those that are served.
 
-        The gateway has let every request end, and the engine keeps no keys and values of those: nothing that was
+        The gateway has let every request end, and the engine forgets the keys and values of those: nothing that was
         computed with other weights is left.
         """
         weights = self._engine.served.weights
@@ -561,6 +561,9 @@ class _Metrics(Collector):
         yield GaugeMetricFamily("prl_requests_running", "Choices that are being generated.", stats.num_running)
         yield GaugeMetricFamily("prl_requests_waiting", "Choices that wait for room.", stats.num_waiting)
         yield CounterMetricFamily("prl_prompt_tokens", "Prompt tokens since the start.", stats.num_prompt_tokens)
+        queries, hits = stats.num_prefix_queries, stats.num_prefix_hits
+        yield CounterMetricFamily("prl_prefix_cache_queries", "Tokens looked for in the prefix cache.", queries)
+        yield CounterMetricFamily("prl_prefix_cache_hits", "Tokens found there, not computed.", hits)
         yield CounterMetricFamily("prl_generated_tokens", "Tokens generated.", stats.num_tokens)
         yield GaugeMetricFamily("prl_adapters_loaded", "Adapters loaded.", len(stats.adapters))
 
