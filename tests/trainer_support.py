@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,13 @@ def start_warm_trainer(config: TrainerConfig, folder: Path) -> Started:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     argv = ["@", str(_write(config, folder))]
     return warm("prime_rl.trainer.train").start(argv, env=environment, cwd=ROOT, log=folder / "log")
+
+
+def check_refused(words: Sequence[str], code: int, text: str) -> None:
+    """The command ends with this code, and with one line on standard error that has `text` in it."""
+    done = warm("prime_rl.trainer.train").run(words, env=os.environ, cwd=ROOT, timeout_s=PATIENCE_S)
+    assert done.returncode == code, done.stderr
+    assert text in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
 
 
 def _write(config: TrainerConfig, folder: Path) -> Path:
