@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.attention.varlen
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -17,7 +19,15 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from prime_rl.configs.base import DEFAULT_TARGET_MODULES, LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.trainer import loss
-from prime_rl.trainer.model import ModelError, PolicyModel, Targets, adapt_model
+from prime_rl.trainer.model import (
+    ModelError,
+    PolicyModel,
+    Segments,
+    Targets,
+    _torch_varlen,
+    adapt_model,
+    packed_attention,
+)
 from tests.numeric import check_same, num_terms
 from tests.trainer_support import tiny_model
 
@@ -211,3 +221,38 @@ def test_adapters_on_experts_are_refused_by_name() -> None:
     attention = ("q_proj", "v_proj")
     model = adapt_model(base, LoRAConfig(rank=4, target_modules=attention), 1)
     assert {name.rpartition(".")[2] for name in model.layers} == set(attention)
+
+
+def of_torch_211(*given: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+    """What `varlen_attn` computes on a GPU: causal attention of each sample, with fewer KV heads."""
+    query, key, value, ends_q, ends_k, *longest = given
+    assert ends_q is ends_k and window_size == (-1, 0) and longest == [4, 4]
+    parts = [
+        nn.functional.scaled_dot_product_attention(
+            *(each[start:stop].transpose(0, 1) for each in (query, key, value)),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=True,
+        )
+        for start, stop in itertools.pairwise(ends_q.tolist())
+    ]
+    return torch.cat(parts, dim=1).transpose(0, 1)
+
+
+def of_torch_213(*given: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
+    assert enable_gqa
+    return of_torch_211(*given, **options)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("kernel", [of_torch_211, of_torch_213])
+def test_the_kernel_of_a_gpu_is_called_as_each_torch_takes_it(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2.12 it has no `enable_gqa`, and needs none."""
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", kernel)
+    lengths = [3, 4, 4, 1]
+    segments = Segments.of(lengths, torch.device("cpu"))
+    query, key, value = (torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2))
+    found = _torch_varlen(query, key, value, segments, 0.3)
+    as_model = (each.transpose(0, 1)[None] for each in (query, key, value))
+    expected, _ = packed_attention(nn.Module(), *as_model, None, scaling=0.3, segments=segments)
+    torch.testing.assert_close(found, expected[0])
