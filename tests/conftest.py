@@ -10,8 +10,10 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import httpx._transports.default
@@ -62,6 +64,7 @@ os.environ.setdefault(_MARK, uuid.uuid4().hex)
 
 # What was told to end may still be at it when the last test is over, on a busy machine for some seconds.
 LEAVING_S = 30.0
+_beating = pytest.StashKey[set[threading.Thread]]()
 # Fixtures of tests/integration/conftest.py that one worker makes, which has the tests of all files that use them.
 ONE_WORKER = ("lives", "server")
 # Those that are made once for all workers.
@@ -146,6 +149,26 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     """In each process that runs tests: pytest has set nothing for a test of its own yet."""
     if not session.config.option.collectonly:
         fork_parents()
+
+
+def _heartbeats() -> set[threading.Thread]:
+    """Those of writers of status files."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("heartbeat ")}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    item.stash[_beating] = _heartbeats()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """A writer that a test leaves would write its status file for as long as the worker lives."""
+    result = yield
+    left = sorted(thread.name for thread in _heartbeats() - item.stash[_beating])
+    assert not left, f"the test left these threads: {left}"
+    return result
 
 
 @pytest.hookimpl(trylast=True)

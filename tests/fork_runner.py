@@ -1,9 +1,8 @@
 """Runs the real trainer in children that are forked from one process, which has loaded torch and the model code once.
 
-    python -m tests.fork_runner          one request (JSON) a line in, one answer a line out
-
-A child costs a second less than a new process, and can be killed. The parent makes no process group and no thread, so
-a fork is safe. Children write to `log`.
+That one takes one request (JSON) a line and gives one answer a line. It is itself a fork (`tests/warm.py`). A child
+costs seconds less than a new process, and can be killed. The parent makes no process group and no thread, so a fork is
+safe. Children write to `log`.
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
+from tests.warm import ROOT, warm
 
 
 class Request(dict[str, Any]):
@@ -39,28 +37,24 @@ class Runner:
     """The parent, from outside."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fork_runner"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        (asks, questions), (answers, says) = os.pipe(), os.pipe()
+        self._questions, self._answers = os.fdopen(questions, "w"), os.fdopen(answers)
+        parent = warm("tests.fork_runner")
+        self._process = parent.fork([], os.environ, ROOT, [asks, says, 2])
+        for fd in (asks, says):
+            os.close(fd)
 
     def run(self, **request: Any) -> dict[str, Any]:
         """One life. The answer: `exits` by rank (negative: a signal) and `point`, where it was killed, or ""."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        self._questions.write(json.dumps(request) + "\n")
+        self._questions.flush()
+        answer: dict[str, Any] = json.loads(self._answers.readline())
         return answer
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        self._questions.close()
         self._process.wait(PATIENCE_S)
-        self._process.stdout.close()
+        self._answers.close()
 
 
 @contextmanager
@@ -152,8 +146,3 @@ def main() -> None:
     for line in sys.stdin:
         answers.write(json.dumps(_run(Request(json.loads(line)))) + "\n")
         answers.flush()
-
-
-if __name__ == "__main__":
-    assert Path("tests").is_dir(), "start it in the root of the repository"
-    main()

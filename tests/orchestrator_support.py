@@ -24,7 +24,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import mark_stable, staged_dir
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
 from prime_rl.contract.served import BASE_WEIGHTS, LOGPROBS_HEADER, WEIGHTS_HEADER, parse_adapter_name
-from prime_rl.orchestrator.client import Endpoint, ServerClient
+from prime_rl.orchestrator.client import CompletionRequest, Endpoint, ServerClient
 from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, Split
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
@@ -150,6 +150,11 @@ class FakeInference:
         self.fault: Callable[[str, dict[str, Any]], int | None] = lambda path, body: None
         self.retry_after_s: int | None = None  # what an injected fault asks for
         self.api_key: str | None = None
+
+    @property
+    def completions(self) -> list[dict[str, Any]]:
+        """The requests for completions so far."""
+        return [body for path, body in self.requests if path == "/v1/completions"]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -340,6 +345,11 @@ class TalkEnv:
             self.answers.append(answer)
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"more {turn}"}]
         return Outcome(0.5, {"turns": float(self._num_turns)})
+
+
+async def sample(client: InferenceClient, model: Any, *, max_tokens: int = 8, seed: int = 3) -> list[int]:
+    (completion,) = await client.complete(CompletionRequest(str(model), [5, 6], SamplingConfig(), max_tokens, seed))
+    return completion.token_ids
 
 
 async def answers(server: ServerClient) -> None:

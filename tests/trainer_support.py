@@ -202,6 +202,13 @@ def start_warm_trainer(config: TrainerConfig, folder: Path) -> Started:
     return warm("prime_rl.trainer.train").start(argv, env=environment, cwd=ROOT, log=folder / "log")
 
 
+def check_refused(words: Sequence[str], code: int, text: str) -> None:
+    """The command ends with this code, and with one line on standard error that has `text` in it."""
+    done = warm("prime_rl.trainer.train").run(words, env=os.environ, cwd=ROOT, timeout_s=PATIENCE_S)
+    assert done.returncode == code, done.stderr
+    assert text in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
 def _write(config: TrainerConfig, folder: Path) -> Path:
     file = folder / "trainer.toml"
     file.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_unset=True)))

@@ -48,6 +48,7 @@ LATER = {
         "transformers.models.qwen3.modeling_qwen3",
     ),
     "prime_rl.trainer.train": ("prime_rl.trainer.loop", "transformers.models.qwen3.modeling_qwen3"),
+    "tests.fork_runner": ("tests.kill_points", "tests.trainer_support", "prime_rl.trainer.loop"),
     "tests.fit_main": ("transformers.models.qwen3.modeling_qwen3",),
     "benchmarks.selfcheck": ("benchmarks.selfcheck_replay", "transformers.models.qwen3.modeling_qwen3"),
 }

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from prime_rl.contract.status import TrainerStatus, is_alive, read_status
 from tests.patience import PATIENCE_S
 from tests.trainer_support import (
     adapter,
+    check_refused,
     make_batch,
     published,
     put_batch,
@@ -31,7 +30,7 @@ from tests.trainer_support import (
     write_config,
     write_run,
 )
-from tests.warm import ROOT, Started, warm
+from tests.warm import Started
 
 Process = subprocess.Popen[bytes] | Started
 
@@ -152,33 +151,14 @@ def run_at(workspace: Path, run_id: str) -> RunDir:
 
 
 def test_wrong_use_is_one_line_on_standard_error(model: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "prime_rl.trainer.train",
-        "--output_dir",
-        str(tmp_path),
-        "--model.name",
-        str(model),
-    ]
-    command += ["--model.lorra.rank", "4"]
-    check_refused(
-        subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False),
-        2,
-        "did you mean 'lora'",
-    )
+    words = ["--output_dir", str(tmp_path), "--model.name", str(model), "--model.lorra.rank", "4"]
+    check_refused(words, 2, "did you mean 'lora'")
 
 
 @pytest.mark.slow
 def test_a_model_that_is_not_there_is_one_line_on_standard_error(tmp_path: Path) -> None:
-    argv = ["--output_dir", str(tmp_path), "--model.name", "no/such/folder", "--model.lora.rank", "4"]
-    trainer = warm("prime_rl.trainer.train")
-    check_refused(trainer.run(argv, env=os.environ, cwd=ROOT, timeout_s=PATIENCE_S), 1, "folder not found")
-
-
-def check_refused(done: subprocess.CompletedProcess[str], code: int, text: str) -> None:
-    assert done.returncode == code, done.stderr
-    assert text in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+    words = ["--output_dir", str(tmp_path), "--model.name", "no/such/folder", "--model.lora.rank", "4"]
+    check_refused(words, 1, "folder not found")
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,9 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.types import TrainingSample
 from tests.integration.test_trainer_reference import aipo, loss_token_logprobs
-from tests.patience import PATIENCE_S
 from tests.trainer_support import (
     VOCAB,
+    check_refused,
     make_batch,
     published,
     put_batch,
@@ -170,14 +168,4 @@ def test_more_slots_than_one_need_adapters(tmp_path: Path) -> None:
         ConfigError, match=r"max_concurrent_runs = 4: must be 1 without \[model\.lora\] .* set it to 1, or add"
     ):
         build(TrainerConfig, {"model": {"name": "x"}}, "trainer.toml")
-    command = [
-        sys.executable,
-        "-m",
-        "prime_rl.trainer.train",
-        "--output_dir",
-        str(tmp_path),
-        "--max_concurrent_runs",
-        "2",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "model.lora" in result.stderr
+    check_refused(["--output_dir", str(tmp_path), "--max_concurrent_runs", "2"], 2, "model.lora")

@@ -123,7 +123,7 @@ async def test_a_model_answers_as_in_a_run(file: Path) -> None:
     assert [each["reward"] for each in rows["rollouts"]] == [0.25, 0.25]
     assert [each["answer_tokens"] for each in rows["rollouts"]] == [[3], [3]]
     (prompt, _) = ([each[key] for each in rows["rollouts"]] for key in ("prompt_tokens", "turns"))
-    asked = [body for path, body in fake.requests if path == "/v1/completions"]
+    asked = fake.completions
     assert {body["model"] for body in asked} == {"chat/run_a@v3"} and [body["prompt"] for body in asked[:2]] == prompt
     assert asked[0]["seed"] != asked[1]["seed"] and asked[0]["max_tokens"] == 16
     turns = [message["role"] for message in talks["rollouts"][0]["turns"]]

@@ -142,7 +142,7 @@ async def test_a_budget_is_read_while_the_run_lives_and_counts_evaluations(works
     finally:
         trainer.cancel()
     assert workspace.end[0] == "finished" and (workspace.end[1] or "").startswith("budget used up: ")
-    asked = sum(body["n"] for path, body in workspace.fake.requests if path == "/v1/completions")
+    asked = sum(body["n"] for body in workspace.fake.completions)
     assert workspace.used <= 3 * asked, "nothing is counted that was not sampled"
     # Four evaluations of three tokens: the budget of two batches does not last for two.
     assert workspace.used >= 2 * BATCH_TOKENS and len(list_rollout_steps(workspace.run)) <= 2
@@ -154,7 +154,7 @@ async def test_the_run_ends_when_its_last_batch_was_trained_on_and_generates_not
     never = asyncio.Event()
 
     async def only_the_first_batch(body: dict[str, Any]) -> None:
-        if len([path for path, _ in workspace.fake.requests if path == "/v1/completions"]) > 1:
+        if len(workspace.fake.completions) > 1:
             await never.wait()
 
     workspace.fake.gate = only_the_first_batch

@@ -52,7 +52,7 @@ async def finish(run: RunDir, task: asyncio.Task[int]) -> None:
 
 
 def sampled_from(fake: FakeInference) -> set[str]:
-    return {body["model"] for path, body in fake.requests if path == "/v1/completions"}
+    return {body["model"] for body in fake.completions}
 
 
 async def test_version_0_is_waited_for_and_sampled_from(life: tuple[RunDir, FakeInference, asyncio.Task[int]]) -> None:

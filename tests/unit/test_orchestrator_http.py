@@ -119,7 +119,7 @@ async def test_server_errors_are_tried_again_and_named_meanwhile(model: Path, tm
         "429 injected 429",
         None,
     ]
-    sent = {json.dumps(body, sort_keys=True) for path, body in fake.requests if path == "/v1/completions"}
+    sent = {json.dumps(body, sort_keys=True) for body in fake.completions}
     assert len(sent) == 1  # the same request, seed and all
 
 
@@ -292,7 +292,7 @@ async def test_turns_continue_the_same_tokens_and_only_sampled_ones_count(model:
         (rollout,) = (await worker.group(0)).rollouts_G
         await policy.close()
         await client.close()
-    first, second = (body for path, body in fake.requests if path == "/v1/completions")
+    first, second = fake.completions
     assert (first["model"], second["model"]) == (str(model), "run_a@v1")
     assert second["seed"] != first["seed"]
     ids, mask = rollout.token_ids_T, rollout.loss_mask_T
@@ -332,7 +332,7 @@ async def test_rollouts_are_reproducible_and_differ_within_a_group(model: Path, 
     assert groups[0] == groups[1]
     assert len({tuple(rollout.token_ids_T) for rollout in groups[0].rollouts_G}) == 3
     # The shared first turn is one request for all, later turns are one each.
-    bodies = [(body["n"], body["seed"]) for path, body in fake.requests if path == "/v1/completions"]
+    bodies = [(body["n"], body["seed"]) for body in fake.completions]
     assert [n for n, _ in bodies] == [3, 1, 1, 1] * 2
     assert len({seed for _, seed in bodies}) == 4
 
@@ -352,7 +352,7 @@ async def test_rollouts_whose_first_prompts_differ_do_not_share_a_request(model:
         worker = make_worker(client, policy, model, {"talk": Moody()}, rollouts_per_example=3)
         group = await worker.group(0)
         await client.close()
-    bodies = [body for path, body in fake.requests if path == "/v1/completions"]
+    bodies = fake.completions
     prompts = [rollout.token_ids_T[: rollout.num_prompt_tokens] for rollout in group.rollouts_G]
     assert sorted(prompts) == sorted(body["prompt"] for body in bodies)
     assert len(bodies) == 3

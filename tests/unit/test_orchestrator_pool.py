@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from prime_rl.configs.base import ConfigError, SamplingConfig
+from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator import publication
-from prime_rl.orchestrator.client import CompletionRequest, InferenceUnavailable, RequestRefused, ServerClient
-from prime_rl.orchestrator.pool import BACKOFF_MAX_S, InferenceClient, Standing
+from prime_rl.orchestrator.client import InferenceUnavailable, RequestRefused, ServerClient
+from prime_rl.orchestrator.pool import BACKOFF_MAX_S, Standing
 from prime_rl.orchestrator.publication import AdapterPublication
 from tests.orchestrator_support import (
     IM_END,
@@ -24,6 +24,7 @@ from tests.orchestrator_support import (
     make_run,
     publish,
     run_config,
+    sample,
     serving,
     until,
 )
@@ -47,15 +48,6 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-async def sample(client: InferenceClient, model: Any, *, max_tokens: int = 8, seed: int = 3) -> list[int]:
-    (completion,) = await client.complete(CompletionRequest(str(model), [5, 6], SamplingConfig(), max_tokens, seed))
-    return completion.token_ids
-
-
-def completions(fake: FakeInference) -> list[dict[str, Any]]:
-    return [body for path, body in fake.requests if path == "/v1/completions"]
-
-
 def paths(fake: FakeInference) -> list[str]:
     return [path.removeprefix("/v1/") for path, _ in fake.requests]
 
@@ -76,10 +68,10 @@ async def test_requests_go_where_the_fewest_tokens_are_outstanding(model: Path, 
     async with serving(fakes[0]) as first, serving(fakes[1]) as second:
         client = make_client([first, second], tmp_path)
         pending = [asyncio.create_task(sample(client, model, max_tokens=100))]
-        await until(lambda: len(completions(fakes[0])) == 1, "the long request")
+        await until(lambda: len(fakes[0].completions) == 1, "the long request")
         for number in range(1, 10):  # 10 tokens each: nine of them are less than the long one
             pending.append(asyncio.create_task(sample(client, model, seed=number)))
-            await until(lambda n=number: len(completions(fakes[1])) == n, "a short request at the other server")
+            await until(lambda n=number: len(fakes[1].completions) == n, "a short request at the other server")
         assert client.metrics()["inference/0/outstanding_tokens"] == 102
         assert client.metrics()["inference/1/outstanding_tokens"] == 90
         go.set()
@@ -89,7 +81,7 @@ async def test_requests_go_where_the_fewest_tokens_are_outstanding(model: Path, 
         metrics = client.metrics()
         await client.close()
     assert [metrics[f"inference/{n}/outstanding_tokens"] for n in (0, 1)] == [0, 0]
-    assert [metrics[f"inference/{n}/requests"] for n in (0, 1)] == [len(completions(fake)) for fake in fakes]
+    assert [metrics[f"inference/{n}/requests"] for n in (0, 1)] == [len(fake.completions) for fake in fakes]
     assert sum(metrics[f"inference/{n}/sampled_tokens"] for n in (0, 1)) == client.num_sampled_tokens == 3 * 14
 
 
@@ -116,7 +108,7 @@ async def test_a_dead_server_is_taken_out_in_silence_and_comes_back_with_its_ada
             assert Counter(paths(fakes[2])) == {"models": 1, "load_lora_adapter": 2, "unload_lora_adapter": 2}
             await asyncio.gather(*(sample(client, "run_a@v3", seed=seed) for seed in range(6)))
         await client.close()
-    assert len(completions(fakes[2])) == 3
+    assert len(fakes[2].completions) == 3
     assert troubles == []
 
 
@@ -185,7 +177,7 @@ async def test_a_full_server_is_left_alone_for_as_long_as_it_asks(model: Path, t
         metrics = client.metrics()
         assert client.trouble is None and metrics["inference/0/living"] == 1  # full, not dead
         await client.close()
-    assert paths(fakes[0]) == ["completions"] and len(completions(fakes[1])) == 5
+    assert paths(fakes[0]) == ["completions"] and len(fakes[1].completions) == 5
 
 
 async def test_failures_that_come_together_count_as_one_and_no_pause_has_no_end(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ from tests.orchestrator_support import (
     make_run,
     publish,
     run_config,
+    sample,
     serving,
     until,
 )
-from tests.unit.test_orchestrator_pool import completions, sample
 
 
 class Place:
@@ -80,12 +80,12 @@ async def test_all_servers_are_used_and_get_each_version_also_one_that_comes_lat
     fakes = (first, second, third)
 
     async def together(body: dict[str, Any]) -> None:
-        await until(lambda: sum(len(completions(fake)) for fake in fakes) == 9, "all nine to be under way")
+        await until(lambda: sum(len(fake.completions) for fake in fakes) == 9, "all nine to be under way")
 
     for fake in fakes:
         fake.gate = together
     await asyncio.gather(*(sample(client, "run_a@v1", seed=seed) for seed in range(9)))
-    assert [len(completions(fake)) for fake in fakes] == [3, 3, 3]
+    assert [len(fake.completions) for fake in fakes] == [3, 3, 3]
     await client.close()
 
 
@@ -96,7 +96,7 @@ async def test_one_that_leaves_gets_nothing_more_and_is_taken_back_when_it_retur
     await until(lambda: living(client) == [0], "the server that stops to be left alone")
     for seed in range(4):
         await sample(client, place.model, seed=seed)
-    assert (len(completions(first)), len(completions(second))) == (4, 0)
+    assert (len(first.completions), len(second.completions)) == (4, 0)
     place.writers[1].update(state="stopped")
     await until(lambda: "inference/1/living" not in client.metrics(), "it to be forgotten")
     place.writers[1].update(state="serving")
@@ -115,12 +115,12 @@ async def test_requests_to_a_server_whose_process_is_gone_are_made_again_elsewhe
 
     second.gate = hang
     pending = asyncio.gather(*(sample(client, place.model, seed=seed) for seed in range(2)))
-    await until(lambda: len(completions(second)) == 1, "a request that hangs")
+    await until(lambda: len(second.completions) == 1, "a request that hangs")
     place.writers[1].abandon()
     status = place.writers[1].status
     status.sign(ProcessId(2**22, 1.0))
     write_atomic(place.writers[1].path, msgspec.json.encode(status))
-    assert len(await pending) == 2 and len(completions(first)) == 2
+    assert len(await pending) == 2 and len(first.completions) == 2
     assert living(client) == [0]
     await client.close()
 

@@ -58,11 +58,6 @@ class Workspace:
             return await asyncio.wait_for(self.start(**over), PATIENCE_S)
 
     @property
-    def completions(self) -> list[dict[str, Any]]:
-        """The requests for completions so far."""
-        return [body for path, body in self.fake.requests if path == "/v1/completions"]
-
-    @property
     def status(self) -> RunStatus:
         status = read_status(self.run.status, RunStatus)
         assert status is not None
@@ -231,8 +226,8 @@ async def test_what_gets_too_old_is_cancelled_on_the_server_and_made_again(works
         assert await asyncio.wait_for(workspace.start(max_steps=4, **over), PATIENCE_S) == 0
     assert workspace.fake.num_cancelled == 2
     assert lines(workspace.run)[-1]["groups_too_old"] == 2 and lines(workspace.run)[-1]["groups_dropped"] == 0
-    held = [body["prompt"] for body in workspace.completions if is_held(body)]
-    again = [body["prompt"] for body in workspace.completions if version_token(body["model"]) > FIRST_BYTE]
+    held = [body["prompt"] for body in workspace.fake.completions if is_held(body)]
+    again = [body["prompt"] for body in workspace.fake.completions if version_token(body["model"]) > FIRST_BYTE]
     assert len(held) == 2 and all(prompt in again for prompt in held), "the same examples"
     versions = [sample.turn_versions for sample in read_batch(workspace.run.rollout_file(2)).samples]
     assert versions == [[1], [1]]
@@ -395,7 +390,7 @@ async def test_seq_len_comes_from_the_trainer_when_the_run_sets_none(workspace: 
     StatusWriter(path, TrainerStatus(state="waiting", max_seq_len=77)).close()
     async with trainer(workspace.run):
         assert await asyncio.wait_for(task, PATIENCE_S) == 0
-    bodies = [body for path, body in workspace.fake.requests if path == "/v1/completions"]
+    bodies = workspace.fake.completions
     assert all(len(body["prompt"]) + body["max_tokens"] <= 77 for body in bodies)
 
 
@@ -440,9 +435,9 @@ async def test_evaluation_has_its_own_environments_and_sampling_and_stops_nothin
     env = [{"id": "sort-letters", "name": "hard", "args": {"num_eval_examples": 2}}]
     own = {"interval": 9, "sampling": {"temperature": 0, "max_tokens": 3}, "env": env}
     assert await workspace.run_to_the_end(max_steps=3, eval=own) == 0
-    bodies = [body for body in workspace.completions if body["temperature"] == 0]
+    bodies = [body for body in workspace.fake.completions if body["temperature"] == 0]
     assert len(bodies) == 2 * 2 and {body["max_tokens"] for body in bodies} == {3}
-    assert {body["max_tokens"] for body in workspace.completions if body["temperature"]} == {16}
+    assert {body["max_tokens"] for body in workspace.fake.completions if body["temperature"]} == {16}
     evals = [line for line in lines(workspace.run) if "eval/hard/reward" in line]
     assert [line["step"] for line in evals] == [0, 3] and not any("eval/reverse-text/reward" in line for line in evals)
     assert all("reward/reverse-text" in line for line in lines(workspace.run) if "reward/mean" in line)

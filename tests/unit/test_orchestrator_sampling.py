@@ -143,7 +143,7 @@ async def test_a_run_whose_server_has_raw_logprobs_of_another_temperature_ends(
     assert status is not None and status.state == "failed"
     assert "sampling.temperature: found 0.7: must be 1" in (status.reason or "")
     assert list_rollout_steps(run) == ([] if begins_as == "raw_logprobs" else [1])
-    assert bool([path for path, _ in fake.requests if path == "/v1/completions"]) == (begins_as != "raw_logprobs")
+    assert bool(fake.completions) == (begins_as != "raw_logprobs")
 
 
 async def test_a_run_trains_on_raw_logprobs_of_its_own_temperature(model: Path, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ async def test_every_setting_reaches_the_server_and_a_stop_text_is_learned_but_n
         worker = make_worker(client, policy, model, {"talk": env}, rollouts_per_example=1, sampling=sampling)
         (rollout,) = (await worker.group(0)).rollouts_G
         await client.close()
-    first, second = (body for path, body in fake.requests if path == "/v1/completions")
+    first, second = fake.completions
     asked = {"temperature": 0.5, "top_k": 3, "stop": ["Z"], "min_tokens": 6, "max_tokens": 8}
     assert {name: first[name] for name in asked} == asked and "top_p" not in first
     n = rollout.num_prompt_tokens

@@ -1,14 +1,11 @@
-"""Fused parts of a layer equal those of the library, forward and backward, and keep less."""
+"""Parts of a layer with adapters equal those of the library, forward and backward, and keep less."""
 
 from __future__ import annotations
 
 import copy
-import itertools
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.varlen
 from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
@@ -16,7 +13,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from prime_rl.configs.base import DEFAULT_TARGET_MODULES
 from prime_rl.lora.linear import AdapterRouting, apply_lora_to_model
 from prime_rl.lora.parts import FrozenRMSNorm, GatedMLP, fuse_mlps, fuse_norms
-from prime_rl.trainer.model import PackedRows, Segments, _by_kernel, _by_stretches
 from tests.numeric import check_same
 from tests.trainer_support import VOCAB, tiny_model
 
@@ -133,37 +129,3 @@ def test_only_gated_mlps_of_known_meaning_are_replaced_and_names_stay() -> None:
     for layer in other.model.layers:
         layer.mlp.__class__ = type("OtherMLP", (Qwen3MLP,), {})
     assert fuse_mlps(other, keeps=False) == 0
-
-
-def of_torch_211(*given: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
-    """What `varlen_attn` computes on a GPU: attention, causal from the end of each sample, with fewer KV heads."""
-    query, key, value, ends_q, ends_k, *longest = given
-    assert window_size == (-1, 0) and longest == [max(ends.diff()) for ends in (ends_q, ends_k)]
-    parts, pairs = [], (itertools.pairwise(ends.tolist()) for ends in (ends_q, ends_k))
-    for (start, stop), (first, last) in zip(*pairs, strict=True):
-        num, seen = stop - start, last - first
-        sample = (query[start:stop], key[first:last], value[first:last])
-        mask = torch.ones(num, seen, dtype=torch.bool).tril(seen - num)
-        q, k, v = (each.transpose(0, 1) for each in sample)
-        options: dict[str, Any] = {"attn_mask": mask, "scale": scale, "enable_gqa": True}
-        parts.append(nn.functional.scaled_dot_product_attention(q, k, v, **options))
-    return torch.cat(parts, dim=1).transpose(0, 1)
-
-
-def of_torch_213(*given: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
-    assert enable_gqa
-    return of_torch_211(*given, **options)
-
-
-@pytest.mark.parametrize("kernel", [of_torch_211, of_torch_213])
-def test_the_kernel_of_a_gpu_is_called_as_each_torch_takes_it(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before 2.12 it has no `enable_gqa`, and needs none."""
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", kernel)
-    rows = PackedRows(seen=(6, 5, 5, 9, 4), shared=(0, 3, 3, 4, 0))
-    segments = Segments.of(rows, torch.device("cpu"))
-    shapes = [(1, heads, sum(rows.computed), 8) for heads in (4, 2, 2)]
-    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    found, expected = (each(*inputs, segments, 0.3) for each in (_by_kernel, _by_stretches))
-    torch.testing.assert_close(found, expected)
-    grads = (torch.autograd.grad(out.square().sum(), inputs) for out in (found, expected))
-    torch.testing.assert_close(*grads)
