@@ -46,7 +46,7 @@ from prime_rl.contract.usage import UsageLine, read_usage
 from prime_rl.results import Workspace, columns_of
 from prime_rl.utils.text import one_line, size_text
 
-_COLUMNS = ("trainer", "sampled", "trained", "inference", "hours")
+_COLUMNS = ("trainer", "sampled", "trained", "computed", "inference", "hours")
 TRAINER = "trainer"
 NO_TAG = "(no tag)"
 
@@ -170,7 +170,7 @@ def usage(
         say(f"{place}: no usage yet")
     else:
         rows = [_cells(row) for row in [*found.rows, found.total]]
-        console().print(FittingTable([str(by), *_COLUMNS], rows, ("hours", "inference", "trained", "sampled")))
+        console().print(FittingTable([str(by), *_COLUMNS], rows, ("hours", "inference", "computed", "trained", "sampled")))
 
 
 def _cells(use: Use) -> list[object]:
@@ -179,6 +179,7 @@ def _cells(use: Use) -> list[object]:
         f"{use.trainer_s:,.1f} s",
         f"{use.tokens_sampled:,}",
         f"{use.tokens_trained:,}",
+        f"{use.tokens_computed:,}",
         f"{use.inference_s:,.1f} s",
         f"{use.hours:,.2f}",
     ]
