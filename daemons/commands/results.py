@@ -170,7 +170,8 @@ def usage(
         say(f"{place}: no usage yet")
     else:
         rows = [_cells(row) for row in [*found.rows, found.total]]
-        console().print(FittingTable([str(by), *_COLUMNS], rows, ("hours", "inference", "computed", "trained", "sampled")))
+        first_left_out = ("hours", "inference", "computed", "trained", "sampled")
+        console().print(FittingTable([str(by), *_COLUMNS], rows, first_left_out))
 
 
 def _cells(use: Use) -> list[object]:
