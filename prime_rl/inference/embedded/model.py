@@ -278,8 +278,7 @@ def load_model(config: InferenceConfig) -> Served:
         AttentionInterface.register(ATTENTION, grouped_attention)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         model.set_attn_implementation(ATTENTION)
-    if device.type == "cuda":
-        take_share(config.gpu_share)
+    room = take_share(config.gpu_share) if device.type == "cuda" else 0.0
     model.to(device).eval()
     routing = AdapterRouting(config.max_loras, is_served=True)
     layers: dict[str, MultiLoRALinear] = {}
@@ -295,10 +294,7 @@ def load_model(config: InferenceConfig) -> Served:
     served = Served(model, layers, routing, WholeWeights(model, config), eos_ids)
     layers_of_one = served.prefill([[0]], [None]).layers
     token_bytes = sum(each.nbytes for layer in layers_of_one for each in (layer.keys, layer.values))
-    if device.type == "cuda":
-        free = take_share(config.gpu_share) - torch.cuda.memory_allocated()
-    else:
-        free = psutil.virtual_memory().available
+    free = room - torch.cuda.memory_allocated() if device.type == "cuda" else psutil.virtual_memory().available
     served.cache_tokens = max(0, int(free * CACHE_SHARE / token_bytes))
     return served
 
