@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import tomli_w
 
-from benchmarks.trainer_step import ALPHA, RANK, bench_sample
+from benchmarks.trainer_step import ALPHA, RANK, VOCAB, bench_sample
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.types import TrainingBatch, write_batch
 
@@ -76,7 +76,7 @@ def _main(folder: Path, num_runs: int, num_steps: int) -> None:
 
     model, workspace = folder / "model", folder / "workspace"
     bench_model().save_pretrained(model)
-    runs = [_write_run(workspace, f"run_{number}", model, num_steps) for number in range(num_runs)]
+    runs = [write_run(workspace, f"run_{number}", model, num_steps) for number in range(num_runs)]
     config = TrainerConfig.model_validate(
         {
             "output_dir": workspace,
@@ -106,7 +106,10 @@ def _main(folder: Path, num_runs: int, num_steps: int) -> None:
     print(msgspec.json.encode(measured).decode())
 
 
-def _write_run(workspace: Path, run_id: str, model: Path, num_steps: int) -> RunDir:
+def write_run(
+    workspace: Path, run_id: str, model: Path, num_steps: int, *, keeps: bool = False, vocab_size: int = VOCAB
+) -> RunDir:
+    """A run with all its batches; one that `keeps` them can be replayed."""
     run = RunDir(workspace / run_id)
     run.control.mkdir(parents=True)
     run.rollouts.mkdir()
@@ -117,7 +120,7 @@ def _write_run(workspace: Path, run_id: str, model: Path, num_steps: int) -> Run
         "max_async_level": 16,
         "model": {"name": str(model)},
         "sampling": {"max_tokens": 16},
-        "ckpt": {"interval": 8},
+        "ckpt": {"interval": 8, "keep_rollouts": keeps},
         "env": [{"id": "reverse-text"}],
     }
     run.orch_toml.write_text(tomli_w.dumps(config), encoding="utf-8")
@@ -125,7 +128,8 @@ def _write_run(workspace: Path, run_id: str, model: Path, num_steps: int) -> Run
     for step in range(1, num_steps + 1):
         samples = [
             msgspec.structs.replace(
-                bench_sample(rng, rng.randrange(NUM_TOKENS // 2, NUM_TOKENS)), policy_version=step - 1
+                bench_sample(rng, rng.randrange(NUM_TOKENS // 2, NUM_TOKENS), vocab_size=vocab_size),
+                policy_version=step - 1,
             )
             for _ in range(NUM_SAMPLES)
         ]

@@ -13,6 +13,7 @@ loads torch.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import tempfile
@@ -314,8 +315,9 @@ def settle_slots(
     now = settle_devices(before, os.environ)
     share = system.inference.share_key if share_a_gpu(system, now) else None
     wanted = [SLOTS] * (system.max_concurrent_runs == "auto") + ([share] if share else [])
+    servers = system.deployment.inference.servers_on_a_gpu
     if not wanted:
-        return system
+        return _divided(system, now, say)
     earlier = _earlier(output, wanted)
     if earlier is not None and _question(earlier[0], before) == _question(system, now):
         found, source = earlier[1], ", as counted before"
@@ -324,14 +326,49 @@ def settle_slots(
         answer = _ask(system, now, folder, stop, wanted)
         if answer is None:
             return None
-        found, source = _numbers(answer, share), ""
+        found, source = _numbers(answer, share, servers), ""
     if SLOTS in wanted:
         system = system.with_slots(int(found[SLOTS]))
         say(f"{SLOTS} = 'auto': {counted(int(found[SLOTS]), 'slot')}{source}")
-    if share:
-        system = system.with_gpu_share(found[share])
-        say(f"{share} = 'auto': {found[share]:g} of the GPU that trainer and inference share{source}")
+    if not share:
+        return _divided(system, now, say)
+    each = f", for each of {servers} servers" if servers > 1 else ""
+    say(f"{share} = 'auto': {found[share]:g} of the GPU that trainer and inference share{each}{source}")
+    return system.with_gpu_share(found[share])
+
+
+def _divided(system: SystemConfig, devices: str | None, say: Say) -> SystemConfig:
+    """`system` with a share for each of the servers that have a GPU between them, and no trainer on it."""
+    inference, servers = system.inference, system.deployment.inference.servers_on_a_gpu
+    if servers == 1 or not have_one_gpu(system, devices):
+        return system
+    if inference.share == "auto":
+        share = _each_of(servers)
+        say(f"{inference.share_key} = 'auto': {share:g} of a GPU for each of {servers} servers")
+        return system.with_server_share(share)
+    check_shares(system, servers)
     return system
+
+
+def have_one_gpu(system: SystemConfig, devices: str | None = None) -> bool:
+    """True when all servers of inference use the same GPU of this machine."""
+    deployment = system.deployment
+    has_none = deployment.engine != "local" or system.inference.device == "cpu" or deployment.inference.gpus_each
+    return not has_none and bool(count_gpus(_with_devices(devices)))
+
+
+def _each_of(servers: int) -> float:
+    return math.floor(100 * WHOLE_GPU / servers) / 100
+
+
+def check_shares(system: SystemConfig, servers: int) -> None:
+    """Raises LaunchError when so many servers would take more than the GPU that they share."""
+    key, share = system.inference.share_key, system.inference.gpu_share
+    if servers * share > 1:
+        raise LaunchError(
+            f"{servers} servers on one GPU, each with {key} = {share:g}, take more than all of it: set it to "
+            f"{_each_of(servers):g} at most and start with prl up, or give each its own in deployment.inference.gpus"
+        )
 
 
 def share_a_gpu(system: SystemConfig, devices: str | None) -> bool:
@@ -373,11 +410,12 @@ def _question(system: SystemConfig, devices: str | None) -> dict[str, Any]:
         "devices": devices,
         "gpus": trainer.gpus,
         "ranks": trainer.ranks * trainer.nodes,
+        "servers": system.deployment.inference.replicas if have_one_gpu(system, devices) else 1,
     }
 
 
-def _numbers(answer: Mapping[str, Any], share_key: str | None) -> dict[str, float]:
-    """The slots and, where a GPU is shared, the share of inference, from what `prl fit` answered.
+def _numbers(answer: Mapping[str, Any], share_key: str | None, servers: int = 1) -> dict[str, float]:
+    """The slots and, where a GPU is shared, the share of each server of inference, from what `prl fit` answered.
 
     Raises LaunchError when trainer and inference do not fit onto one GPU.
     """
@@ -389,7 +427,7 @@ def _numbers(answer: Mapping[str, Any], share_key: str | None) -> dict[str, floa
             f"inference with its own {answer['weights_gib']:.1f} GiB of weights: lower "
             f"trainer.max_tokens_per_micro_batch, seq_len or {SLOTS}, or give each its own GPU (docs/deploy.md)"
         )
-    return {SLOTS: answer["runs"], **({share_key: min(share, WHOLE_GPU)} if share_key else {})}
+    return {SLOTS: answer["runs"], **({share_key: min(share, _each_of(servers))} if share_key else {})}
 
 
 def _ask(

@@ -170,6 +170,7 @@ OUTPUTS: dict[str, Keys] = {
         **dict.fromkeys(("tokens", "seq_len", "runs"), int),
         "rank": int | None,
         **dict.fromkeys([f"{name}_gib" for name in FIT_SIZES], float),
+        "activation_checkpointing": bool | Literal["mlp"],
         **dict.fromkeys(("max_tokens_per_micro_batch", "max_concurrent_runs"), int),
         "gpu_memory_utilization": float | None,
         "kv_cache_tokens": int | None,

@@ -29,7 +29,16 @@ from prime_rl.utils.runtime import complain
 # Eight minutes, less what it takes to end a stage that hangs.
 LIMIT_S = 450.0
 # The most that each takes, in seconds.
-STAGES = {"env": 45, "correct": 75, "pass06": 120, "pass4": 110, "engine": 60, "system": 200, "vllm": 200}
+STAGES = {
+    "env": 45,
+    "correct": 75,
+    "selfcheck": 60,
+    "pass06": 120,
+    "pass4": 110,
+    "engine": 60,
+    "system": 200,
+    "vllm": 200,
+}
 # For its stacks, where a stage hangs; and then, or after Ctrl-C, to stop what it started.
 GRACE_S, END_S = 5.0, 25.0
 INTERRUPTED = "interrupted"

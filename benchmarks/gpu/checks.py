@@ -12,11 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.stage import RANK, Batches, Stage, differ, matmul_rate, one_pass, planned
-from benchmarks.trainer_step import Tenants, world
+from benchmarks.selfcheck import Progress, check
+from benchmarks.selfcheck_replay import find_recording
+from benchmarks.trainer_step import VOCAB, Tenants, world
+from benchmarks.trainer_workspace import write_run
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.contract.layout import list_steps
 from prime_rl.contract.types import MicroBatch
 from prime_rl.lora.linear import GroupedPlan, LoopedPlan, Plan, Tables, TokenGroup
 from prime_rl.trainer.model import PackedRows, Segments, packed_attention, varlen_kernel
 from prime_rl.trainer.step import split
+from prime_rl.trainer.train import train
 
 # Tokens of rows and of groups: few ends are a multiple of eight.
 LENGTHS = (3, 128, 77, 1, 300)
@@ -25,6 +31,8 @@ NUM_LAYERS, NUM_UPDATES, SIZES = 6, 3, (8, 16, 1024)
 NUM_RUNS, NUM_ROWS, _ = SIZES
 LR = 1e-3  # so large that noise in the sign of a small gradient shows
 ALONE = (0, 5)
+# Runs of a workspace that is replayed.
+NUM_RECORDED = 2
 
 
 def run_env(stage: Stage) -> None:
@@ -86,6 +94,33 @@ def run_correct(stage: Stage) -> None:
     stage.measure("grouped_bfloat16", grouped_and_twice, stage)
     stage.measure("isolation_tf32", isolation, stage, torch.float32, "high")
     stage.measure("isolation_bfloat16", isolation, stage, torch.bfloat16, "high")
+
+
+def run_selfcheck(stage: Stage) -> None:
+    """What the real trainer records, replayed."""
+    for dtype in ("float32", *["bfloat16"] * (not stage.tiny)):
+        stage.measure(dtype, replayed, stage, dtype)
+
+
+def replayed(stage: Stage, dtype: str) -> dict[str, float]:
+    """The worst that `benchmarks.selfcheck` finds of a workspace that this trainer has just recorded."""
+    vocab_size = min(VOCAB, stage.shape["vocab_size"])
+    with tempfile.TemporaryDirectory() as folder:
+        model, workspace = Path(folder) / "model", Path(folder) / "workspace"
+        stage.base(getattr(torch, dtype), NUM_LAYERS, peak=4.0, vocab_size=vocab_size).save_pretrained(model)
+        of_model = {"name": str(model), "dtype": dtype, "lora": {"rank": RANK}}
+        given = {"output_dir": workspace, "model": of_model, "device": stage.device, "seq_len": 64}
+        slots = {"max_concurrent_runs": NUM_RECORDED, "max_tokens_per_micro_batch": 1024}
+        config, num_steps = TrainerConfig.model_validate({**given, **slots}), 2 if stage.tiny else NUM_UPDATES
+        runs = [
+            write_run(workspace, f"run_{number}", model, num_steps, keeps=True, vocab_size=vocab_size)
+            for number in range(NUM_RECORDED)
+        ]
+        here = world(stage.device)
+        train(config, here, lambda: all(num_steps in list_steps(run.broadcast, stable_only=True) for run in runs))
+        verdicts = check(config, here, [find_recording(run) for run in runs], 1e-4, Progress(0))
+    reached = [each.reached.difference for each in verdicts if each.reached.difference is not None]
+    return {"difference": max(each.difference for each in verdicts), "reached": max(reached), "runs": len(reached)}
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 BAR_WIDTH = 50
+REPLAYED = {"difference": "a run alone / with others", "reached": "as published / trained again"}
 MODELS = {"pass06": "Qwen3-0.6B", "pass4": "Qwen3-4B"}
 # The entries of a pass whose rates are drawn, by their runs.
 BY_RUNS = {"runs_1": 1, "runs_8": 8, "runs_64": 64}
@@ -49,6 +50,7 @@ def _of_passes(stage: str) -> list[Asked]:
 
 ASKED = [
     Asked("correct", "isolation_float32", "difference", "a run alone / with others, float32", high=1e-4),
+    *(Asked("selfcheck", "float32", key, f"selfcheck, float32: {what}", high=1e-4) for key, what in REPLAYED.items()),
     Asked("pass06", "one_row", "tokens_per_s", "Qwen3-0.6B: 1 x 16,384, tokens/s", low=20_000),
     Asked("pass06", "runs_8", "tokens_per_s", "Qwen3-0.6B: 8 runs, 32 x 512, tokens/s", low=60_000),
     *_of_passes("pass06"),

@@ -48,7 +48,7 @@ with heavy_imports():
     from prime_rl.trainer.fair_queue import rows_of, to_micro_batch
 
 # The module of each stage, where it has a function `run_STAGE`.
-MODULES = {"env": "checks", "correct": "checks", "pass06": "passes", "pass4": "passes"}
+MODULES = {"env": "checks", "correct": "checks", "selfcheck": "checks", "pass06": "passes", "pass4": "passes"}
 LAST_S = 2.0  # in which nothing new is begun
 RANK = 16
 TINY = {"vocab_size": 264, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": 2}
@@ -102,9 +102,9 @@ class Stage:
         """`number`, or a small part of it."""
         return max(4, number // TINY_PART) if self.tiny else number
 
-    def base(self, dtype: torch.dtype | None = None, num_layers: int = 1000, peak: float = 1.0) -> Any:
+    def base(self, dtype: torch.dtype | None = None, num_layers: int = 1000, peak: float = 1.0, **changes: int) -> Any:
         """Random weights, made on the device. `peak`: of the last norm, so that the logits are not all alike."""
-        shape = {**self.shape, "num_hidden_layers": min(num_layers, self.shape["num_hidden_layers"])}
+        shape = {**self.shape, "num_hidden_layers": min(num_layers, self.shape["num_hidden_layers"]), **changes}
         torch.manual_seed(0)
         with torch.device(self.device):
             config = AutoConfig.for_model(**shape, max_position_embeddings=32_768)

@@ -397,6 +397,8 @@ def _changed(system: SystemConfig, replicas: int) -> dict[str, Any]:
         raise ActionError(
             f"{replicas} inference servers of {each} GPUs need {needed}: deployment.inference.gpus lists {gpus}"
         )
+    if replicas > deployed.replicas and up_and_down.have_one_gpu(system):
+        up_and_down.check_shares(system, replicas)
     table: dict[str, Any] = {"replicas": replicas}
     if gpus:  # else they would be divided again
         table["gpus_per_replica"] = each

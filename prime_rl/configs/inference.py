@@ -37,8 +37,8 @@ class VllmConfig(BaseConfig):
     """KV cache on a CPU, in GiB. On a GPU use `gpu_memory_utilization`."""
 
     gpu_memory_utilization: Share = "auto"
-    """Share of GPU memory that the engine uses. auto: 0.9; beside the trainer on one GPU, what its passes leave, which
-    `prl up` works out."""
+    """Share of GPU memory that each server uses. auto: 0.9, which `prl up` divides among servers on one GPU; beside the
+    trainer on one GPU, what its passes leave, which `prl up` works out."""
 
     extra_args: dict[str, Any] = Field(default_factory=dict)
     """More arguments of vLLM's own server, by their names there (`{"tensor_parallel_size": 2}`)."""

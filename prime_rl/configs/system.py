@@ -113,6 +113,11 @@ class InferenceDeployment(BaseConfig):
             )
         return self
 
+    @property
+    def servers_on_a_gpu(self) -> int:
+        """Servers that use the same GPU: all of them where none has one of its own."""
+        return 1 if self.gpus_each else self.replicas
+
     def devices(self, replica: int) -> tuple[int, ...]:
         """The numbers of the GPUs of one server, () for those that it sees."""
         return tuple(self.gpus[replica * self.gpus_each : (replica + 1) * self.gpus_each])
@@ -371,13 +376,21 @@ class SystemConfig(BaseConfig):
         return self
 
     def with_gpu_share(self, share: float) -> Self:
-        """A copy in which `inference.share` is a number, and `trainer.gpu_share` what it leaves, unless that is set."""
+        """A copy in which `inference.share`, of each server, is a number, and `trainer.gpu_share` what they leave.
+
+        That stays where it is set.
+        """
+        system, servers = self.with_server_share(share), self.deployment.inference.servers_on_a_gpu
+        own = "gpu_share" in self.trainer.model_fields_set
+        shares = {} if own else {"gpu_share": round(1.0 - servers * share, 2)}
+        trainer = self.trainer.model_copy(update={**shares, "servers_on_gpu": servers})
+        return system.model_copy(update={"trainer": trainer})
+
+    def with_server_share(self, share: float) -> Self:
+        """A copy in which `inference.share`, of each server, is a number."""
         _, engine, key = self.inference.share_key.split(".")
         table = getattr(self.inference, engine).model_copy(update={key: share})
-        own = "gpu_share" in self.trainer.model_fields_set
-        trainer = self.trainer if own else self.trainer.model_copy(update={"gpu_share": round(1.0 - share, 2)})
-        inference = self.inference.model_copy(update={engine: table})
-        return self.model_copy(update={"inference": inference, "trainer": trainer})
+        return self.model_copy(update={"inference": self.inference.model_copy(update={engine: table})})
 
     def with_slots(self, num_slots: int) -> Self:
         """A copy in which `max_concurrent_runs` is a number, in trainer and inference too."""

@@ -38,7 +38,8 @@ class TrainerModelConfig(ModelConfig):
 
     activation_checkpointing: bool | Literal["auto", "mlp"] = "auto"
     """Keep only the input of each layer for backward, which computes the layer again: a small part of the memory for a
-    third more compute. mlp: only the gated MLPs do so, for a tenth more; with adapters. auto: whole layers on a GPU."""
+    third more compute. mlp: only the gated MLPs do so, for a tenth more; with adapters. auto: on a GPU the first of
+    false, mlp and true with which the largest pass fits when the trainer starts; false on a CPU."""
 
     activation_offload: bool = False
     """Keep the layer inputs of activation checkpointing in pinned memory of the host: a part of a GPU's memory for the
@@ -65,10 +66,14 @@ class TrainerModelConfig(ModelConfig):
         return self.packed_rows is not False
 
     def checkpoints_on(self, device_type: str) -> bool:
-        """True when layers are computed again in backward on such a device."""
+        """True when layers are computed again in backward on such a device; auto is what takes the least memory."""
         if self.activation_checkpointing == "auto":
             return device_type == "cuda" or self.activation_offload
         return self.activation_checkpointing is True
+
+    def may_keep_more_on(self, device_type: str) -> bool:
+        """True when a trainer is to find out on such a device how much of a layer it can keep for backward."""
+        return self.activation_checkpointing == "auto" and not self.activation_offload and device_type == "cuda"
 
     @property
     def lean_mlps(self) -> bool:
@@ -117,6 +122,10 @@ class TrainerConfig(BaseConfig):
     gpu_share: float = Field(1.0, gt=0, le=1)
     """Share of GPU memory that the trainer may take. Below 1 it starts once the inference servers of its workspace have
     what is theirs. `prl up` sets it where both use one GPU and the share of inference is auto."""
+
+    servers_on_gpu: int = Field(1, ge=1)
+    """Inference servers that use the trainer's GPU: with a `gpu_share` below 1 it starts once so many have what is
+    theirs. `prl up` sets it beside `gpu_share`."""
 
     num_threads: int | None = Field(None, ge=1)
     """Number of CPU threads of torch; null leaves it to torch."""

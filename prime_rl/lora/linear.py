@@ -338,14 +338,16 @@ class _TablePlan(ABC):
         self, grads: Sequence[Tensor], grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, tables: Tables
     ) -> list[Tensor]:
         """`Plan.differentiate`."""
-        grads = [grad_NO.contiguous() for grad_NO in grads]  # the kernels read rows
-        parts = [self._times(grad_NO, B_GOK) for grad_NO, B_GOK in zip(grads, tables.B, strict=True)]
+        parts, of_B = [], []
+        for grad_NO, B_GOK, h_NK in zip(grads, tables.B, h.chunk(len(grads), 1), strict=True):
+            rows_NO = grad_NO.contiguous()  # the kernels read rows
+            parts.append(self._times(rows_NO, B_GOK))
+            of_B.append(self._outer(rows_NO, h_NK))
         grad_h = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mul_(self._scales_on(x_NI.device))
+        parts.clear()
         if grad_x_NI is not None:
             self._add_times(grad_x_NI, grad_h, tables.A[0])
-        found = [self._outer(grad_h, x_NI)]
-        found += [self._outer(grad_NO, h_NK) for grad_NO, h_NK in zip(grads, h.chunk(len(grads), 1), strict=True)]
-        grad_A, *grads_B = _widened(found)
+        grad_A, *grads_B = _widened([self._outer(grad_h, x_NI), *of_B])
         of_A = grad_A.view(len(self.adapters) * len(grads), -1, grad_A.shape[2]).unbind()
         return [*of_A, *(grad for grad_B in grads_B for grad in grad_B.unbind())]
 

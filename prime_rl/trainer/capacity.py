@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from prime_rl.configs.inference import WHOLE_GPU
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.trainer import MOST_SLOTS, TrainerConfig
 from prime_rl.contract.served import NUM_CHAT_ADAPTERS
@@ -48,6 +49,8 @@ CPU_SHARE = 0.5
 VERSION = 1
 # With gpu_memory_utilization = "auto", what slots or tokens that are "auto" too leave to inference of one GPU for both.
 AUTO_SHARE = 0.5
+# The values of `activation_checkpointing`, in words.
+AGAIN: dict[bool | str, str] = {False: "nothing", "mlp": "gated MLPs", True: "whole layers"}
 # An H100, when no GPU is named and this machine has none.
 ASSUMED_GPU_GIB = 80.0
 
@@ -63,7 +66,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Split:
-    """One GPU for trainer and inference: the part of the latter, and the tokens that its KV cache has room for."""
+    """One GPU for trainer and inference: the part of each server, and the tokens that its KV cache has room for."""
 
     gpu_memory_utilization: float
     kv_cache_tokens: int
@@ -123,14 +126,16 @@ def _crossing(one: tuple[int, float], other: tuple[int, float], usable: float) -
     return math.floor((tokens + (usable - peak) / max(each, 1.0)) / TOKENS_STEP) * TOKENS_STEP
 
 
-def split(setting: Setting, memory: PassMemory, gpu_gib: float, num_adapters: int) -> Split | None:
+def split(
+    setting: Setting, memory: PassMemory, gpu_gib: float, num_adapters: int, num_servers: int = 1
+) -> Split | None:
     """The parts of one GPU for the trainer, with passes of `setting`, and for inference; None when both do not fit.
 
     Args:
-        num_adapters: policy versions that inference holds at one time: of all runs, and that of a chat.
+        num_adapters: policy versions that a server holds at one time: of all runs, and that of a chat.
     """
     trainer = memory.peak / (1.0 - FRAGMENTS) + CONTEXT_BYTES
-    utilization = math.floor(100 * (1.0 - trainer / (gpu_gib * GIB))) / 100
+    utilization = math.floor(100 * (1.0 - trainer / (gpu_gib * GIB)) / num_servers) / 100
     room = utilization * gpu_gib * GIB - served_bytes(setting, memory) - INFERENCE_WORK_BYTES
     cache = room - num_adapters * served_adapter_bytes(setting, memory)
     tokens = int(cache / kv_bytes(setting.model, setting.dtype.itemsize))
@@ -228,28 +233,63 @@ def _tokens(config: TrainerConfig, device_type: str, num_ranks: int, usable: flo
     return max(tokens, config.seq_len)
 
 
+def with_checkpointing(config: TrainerConfig, device_type: str, num_ranks: int, usable: float) -> TrainerConfig:
+    """`config`, which has its numbers, with what of a layer backward computes again, where that is to be found out.
+
+    It is the least with which the largest pass, with rows of all runs, fits into `usable` bytes. Raises UnknownModel.
+    """
+    model = config.model
+    if not model.may_keep_more_on(device_type):
+        return config
+
+    def keeping(again: bool | str) -> TrainerConfig:
+        return config.model_copy(update={"model": model.model_copy(update={"activation_checkpointing": again})})
+
+    tried = [keeping(again) for again in (False, "mlp")[: 2 if model.lora else 1]]
+    fit = (each for each in tried if predict(of_all_runs(setting_of(each, device_type, num_ranks))).peak <= usable)
+    return next(fit, keeping(True))
+
+
+def of_all_runs(setting: Setting) -> Setting:
+    """Passes as large, in rows so short that each run has one."""
+    return replace(setting, seq_len=max(1, min(setting.seq_len, setting.tokens // setting.num_runs)))
+
+
 def with_a_budget(config: TrainerConfig, world: World) -> TrainerConfig:
-    """`config` with numbers in the place of "auto", before the model is loaded. A collective. Raises ModelError."""
-    if "auto" not in (config.max_concurrent_runs, config.max_tokens_per_micro_batch):
+    """`config` with what "auto" stands for, before the model is loaded; takes the trainer's share of its GPU.
+
+    A collective. Raises ModelError.
+    """
+    device_type, numbers = world.device.type, (config.max_concurrent_runs, config.max_tokens_per_micro_batch)
+    has_a_share = device_type == "cuda" and config.gpu_share < 1.0
+    if "auto" not in numbers and not has_a_share and not config.model.may_keep_more_on(device_type):
         return config
     # On the rank that has the least: all ranks must come to the same numbers.
-    free = torch.tensor(_free_bytes(world.device, config.gpu_share), dtype=torch.float64, device=world.device)
+    free = torch.tensor(_free_bytes(world.device, config.gpu_share), dtype=torch.float64)
     if world.size > 1:
+        free = free.to(world.device)
         dist.all_reduce(free, dist.ReduceOp.MIN)
     usable = float(free) * (1.0 - FRAGMENTS)
     try:
-        config = with_numbers(config, world.device.type, world.size, usable)
+        config = with_numbers(config, device_type, world.size, usable)
+        config = with_checkpointing(config, device_type, world.size, usable)
     except UnknownModel as error:
         raise ModelError(f"model.name: {error}") from error
     except DoesNotFit as error:
         raise ModelError(str(error)) from error
     logger.info(
-        "slots: %d, tokens of a pass: %d, for the %.1f GiB that are free",
+        "slots: %d, tokens of a pass: %d, computed again in backward: %s, for the %.1f GiB that are free",
         config.num_slots,
         config.micro_batch_tokens,
+        AGAIN[_again(config, device_type)],
         usable / GIB,
     )
     return config
+
+
+def _again(config: TrainerConfig, device_type: str) -> bool | str:
+    """`activation_checkpointing` as it is on such a device."""
+    return "mlp" if config.model.lean_mlps else config.model.checkpoints_on(device_type)
 
 
 def _free_bytes(device: torch.device, share: float) -> float:
@@ -262,7 +302,11 @@ def _free_bytes(device: torch.device, share: float) -> float:
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that is shown. `hardware`: on what, in words."""
+    """Everything that is shown. `hardware`: on what, in words.
+
+    `again` is `activation_checkpointing`; where that is auto, what it comes to where the trainer has the device to
+    itself. All sizes are those of a pass with the least that auto may keep.
+    """
 
     model: str
     dtype: str
@@ -273,6 +317,7 @@ class Answer:
     capacity: Capacity
     split: Split | None
     share_key: str
+    again: bool | str
 
     def as_json(self) -> dict[str, Any]:
         """The one object that `prl fit --json` prints; sizes in GiB, null for what does not apply."""
@@ -297,6 +342,7 @@ class Answer:
             "runs": self.setting.num_runs,
             "rank": self.setting.lora.rank if self.setting.lora else None,
             **{f"{name}_gib": round(size / GIB, 3) for name, size in sizes.items()},
+            "activation_checkpointing": self.again,
             "max_tokens_per_micro_batch": self.capacity.max_tokens,
             "max_concurrent_runs": self.capacity.max_runs,
             "gpu_memory_utilization": self.split and self.split.gpu_memory_utilization,
@@ -320,9 +366,11 @@ def answer(system: SystemConfig, gpu_gib: float | None = None, num_gpus: int | N
     room = capacity(setting, memory, gib)
     adapters = setting.num_runs * system.inference.max_versions_per_run + NUM_CHAT_ADAPTERS
     adapters *= copies_of(system, setting)
-    shared = split(setting, memory, gib, adapters) if device_type == "cuda" else None
+    on_gpu, servers = device_type == "cuda", system.deployment.inference.servers_on_a_gpu
+    shared = split(setting, memory, gib, adapters, servers) if on_gpu else None
+    again = _again(with_checkpointing(trainer, device_type, num_gpus, room.usable), device_type)
     dtype, share = trainer.model.dtype_on(device_type), system.inference.share_key
-    return Answer(trainer.model.name, dtype, hardware, device_type == "cuda", setting, memory, room, shared, share)
+    return Answer(trainer.model.name, dtype, hardware, on_gpu, setting, memory, room, shared, share, again)
 
 
 def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: int) -> TrainerConfig:
@@ -333,12 +381,13 @@ def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: 
     if device_type != "cpu" and _has_one_gpu(system):
         served = _share_of_inference(system)
         share = min(1.0 - served, trainer.gpu_share)
-        taken = f", or {system.inference.share_key} = {served:g} of the only GPU"
+        taken = f", or {system.inference.share_key}: inference has {served:g} of the only GPU"
     most_slots = MOST_AUTO_SLOTS
     if trainer.num_slots == 0:
         setting = setting_of(trainer.model_copy(update={"max_concurrent_runs": 1}), device_type, num_gpus)
         if device_type == "cuda":
-            of_inference = _share_of_inference(system) * gib * GIB - INFERENCE_WORK_BYTES
+            servers = system.deployment.inference.servers_on_a_gpu
+            of_inference = _share_of_inference(system) / servers * gib * GIB - INFERENCE_WORK_BYTES
         else:
             of_inference = (1.0 - CPU_SHARE) * gib * GIB
         versions = inference.max_versions_per_run * copies_of(system, setting)
@@ -350,8 +399,11 @@ def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: 
 
 
 def _share_of_inference(system: SystemConfig) -> float:
+    """What all servers on one GPU have of it."""
     inference = system.inference
-    return AUTO_SHARE if inference.share == "auto" and _has_one_gpu(system) else inference.gpu_share
+    if inference.share == "auto":
+        return AUTO_SHARE if _has_one_gpu(system) else WHOLE_GPU
+    return inference.share * system.deployment.inference.servers_on_a_gpu
 
 
 def _has_one_gpu(system: SystemConfig) -> bool:

@@ -71,11 +71,17 @@ def _table(found: Answer) -> str:
     return "\n".join(lines)
 
 
+AGAIN_KEY = "trainer.model.activation_checkpointing"
+
+
 def _advice(found: Answer) -> dict[str, str]:
+    from prime_rl.trainer.capacity import AGAIN
+
     capacity = found.capacity
     tokens = f"{capacity.max_tokens:>9,} tokens" if capacity.max_tokens else "none: a row of seq_len does not fit"
     runs = f"{capacity.max_runs:>9,}" if capacity.max_runs else "none: this pass does not fit"
     advice = {"largest micro-batch": tokens, "most runs with this pass": runs}
+    advice["computed again"] = f"{AGAIN[found.again]} ({AGAIN_KEY} = {json.dumps(found.again)})"
     if found.on_gpu:
         split = found.split
         advice["one GPU for both"] = (

@@ -29,7 +29,6 @@ from prime_rl.contract.status import (
 )
 from prime_rl.contract.types import MicroBatch
 from prime_rl.contract.usage import UsageLog
-from prime_rl.lora.linear import take_share
 from prime_rl.trainer.batches import BatchReader, Packer, noting
 from prime_rl.trainer.capacity import with_a_budget
 from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager, Snapshots, is_due
@@ -75,9 +74,7 @@ class Trainer(RunLife):
     def __init__(self, config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None:
         status = _open_status(config) if world.is_master else None
         if config.gpu_share < 1.0:
-            await_inference(OutputDir(config.output_dir), stop)
-            if world.device.type == "cuda":
-                take_share(config.gpu_share)
+            await_inference(OutputDir(config.output_dir), stop, config.servers_on_gpu)
         config = with_a_budget(config, world)
         if status is not None:
             waiting_on = f"the base model {config.model.name} to be loaded"
@@ -334,17 +331,19 @@ def _set_up_weights(config: TrainerConfig, model: PolicyModel, manager: MultiRun
     return ModelSnapshots(manager, weights, files, home=world.device if from_memory else torch.device("cpu"))
 
 
-def await_inference(output: OutputDir, stop: Callable[[], bool], no_sign_s: float = NO_SIGN_S) -> None:
-    """Until the inference servers that have begun are ready, as they count the memory of the GPU that both use.
+def await_inference(
+    output: OutputDir, stop: Callable[[], bool], num_servers: int = 1, no_sign_s: float = NO_SIGN_S
+) -> None:
+    """Until `num_servers` of inference are ready, as they count the memory of the GPU that the trainer uses too.
 
-    Without a sign of one the trainer goes on after `no_sign_s`.
+    Without a sign of so many the trainer goes on after `no_sign_s`, once those that have begun are ready.
     """
     began = time.monotonic()
 
     def is_counted() -> bool:
         found = [read_status(path, InferenceStatus) for path in output.inference_statuses().values()]
-        states = {each.state for each in found if each is not None and is_there(each)}
-        return "starting" not in states and (bool(states) or time.monotonic() - began > no_sign_s)
+        states = [each.state for each in found if each is not None and is_there(each)]
+        return "starting" not in states and (len(states) >= num_servers or time.monotonic() - began > no_sign_s)
 
     with contextlib.suppress(WaitStopped):
         wait_for(is_counted, "inference", stop=stop)

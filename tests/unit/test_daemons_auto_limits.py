@@ -179,6 +179,44 @@ def test_a_share_that_a_person_gave_the_trainer_stays() -> None:
     assert (system.inference.gpu_share, system.trainer.gpu_share) == (0.5, 0.25)
 
 
+@pytest.mark.usefixtures("some_gpus")
+@pytest.mark.parametrize(
+    ("said", "share"),
+    [
+        ({}, 0.9),
+        ({"deployment": {"inference": {"gpus": [1, 2]}}}, 0.9),
+        ({"deployment": {"engine": "local"}}, 0.45),
+        ({"inference": {"embedded": {"gpu_share": 0.3}}}, 0.3),
+        ({"inference": {"device": "cpu"}}, 0.9),
+    ],
+    ids=str,
+)
+def test_servers_on_one_gpu_divide_it(tmp_path: Path, said: dict[str, object], share: float) -> None:
+    replicas = 2 if said else 1
+    apart = {"trainer": {"device": "cpu"}, "deployment": {"inference": {"replicas": replicas}}}
+    system = build(SystemConfig, merge(apart, said), "said")
+    found = settle_slots(system, OutputDir(tmp_path), stop=lambda: True, say=lambda _: None)
+    assert found is not None and found.inference.gpu_share == share
+
+
+@pytest.mark.usefixtures("some_gpus")
+def test_servers_that_would_take_more_than_their_gpu_are_refused(tmp_path: Path) -> None:
+    said = {
+        "trainer": {"device": "cpu"},
+        "inference": {"embedded": {"gpu_share": 0.6}},
+        "deployment": {"inference": {"replicas": 2}},
+    }
+    system = build(SystemConfig, said, "said")
+    with pytest.raises(LaunchError, match=r"^2 servers on one GPU, each with inference\.embedded\.gpu_share = 0\.6"):
+        settle_slots(system, OutputDir(tmp_path), stop=lambda: True, say=lambda _: None)
+
+
+def test_a_trainer_beside_several_servers_waits_for_all_and_has_the_rest() -> None:
+    system = build(SystemConfig, {"deployment": {"inference": {"replicas": 3}}}, "said").with_gpu_share(0.25)
+    assert (system.inference.gpu_share, system.trainer.gpu_share, system.trainer.servers_on_gpu) == (0.25, 0.25, 3)
+    assert _numbers({"runs": 4, "gpu_memory_utilization": 0.4}, "share", 3)["share"] == 0.3
+
+
 def test_what_does_not_fit_onto_some_gpus_is_refused_with_the_numbers() -> None:
     sizes = {"tokens": 8192, "runs": 4, "peak_gib": 61.25, "usable_gib": 75.0, "weights_gib": 15.3}
     with pytest.raises(LaunchError, match=r"8192 tokens with 4 slots takes 61\.2 of 75\.0 GiB.* 15\.3 GiB of weights"):

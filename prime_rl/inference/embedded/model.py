@@ -404,8 +404,7 @@ def load_model(config: InferenceConfig) -> Served:
         AttentionInterface.register(ATTENTION, grouped_attention)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         model.set_attn_implementation(ATTENTION)
-    if device.type == "cuda":
-        take_share(config.gpu_share)
+    share = take_share(config.gpu_share) if device.type == "cuda" else 0.0
     model.to(device).eval()
     routing = AdapterRouting(config.max_loras, is_served=True)
     layers: dict[str, MultiLoRALinear] = {}
@@ -421,10 +420,7 @@ def load_model(config: InferenceConfig) -> Served:
     served = Served(model, layers, routing, WholeWeights(model, config), eos_ids)
     of_one = [each for layer in served.prefill([[0]], [None]).layers for each in (layer.keys, layer.values)]
     token_bytes = sum(each.nbytes for each in of_one)
-    if device.type == "cuda":
-        free = take_share(config.gpu_share) - torch.cuda.memory_allocated()
-    else:
-        free = psutil.virtual_memory().available
+    free = share - torch.cuda.memory_allocated() if device.type == "cuda" else psutil.virtual_memory().available
     room = config.num_seqs_on(device.type) * config.model.max_model_len * token_bytes
     kept = config.embedded.prefix_bytes(free, room)
     if kept > free:
