@@ -27,7 +27,7 @@ SIMULATIONS = _number("PRL_SIMULATIONS", small=5, full=30)
 # Updates of each run of the tests that train runs together and alone, and compare.
 ISOLATION_STEPS = _number("PRL_ISOLATION_STEPS", small=6, full=12)
 # Requests to a server, made from the types of its requests.
-FUZZ_REQUESTS = _number("PRL_FUZZ_REQUESTS", small=80, full=2000)
+FUZZ_REQUESTS = _number("PRL_FUZZ_REQUESTS", small=48, full=2000)
 # Whether a node is cut off and also killed in each of the phases of a group, and not only one of the two.
 ALL_PHASES = bool(os.environ.get("PRL_ALL_PHASES"))
 

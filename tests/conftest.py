@@ -64,7 +64,7 @@ os.environ.setdefault(_MARK, uuid.uuid4().hex)
 
 # What was told to end may still be at it when the last test is over, on a busy machine for some seconds.
 LEAVING_S = 30.0
-_beating = pytest.StashKey[set[threading.Thread]]()
+_before = pytest.StashKey[set[threading.Thread]]()
 # Fixtures of tests/integration/conftest.py that one worker makes, which has the tests of all files that use them.
 ONE_WORKER = ("lives", "server")
 # Those that are made once for all workers.
@@ -151,22 +151,24 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         fork_parents()
 
 
-def _heartbeats() -> set[threading.Thread]:
-    """Those of writers of status files."""
-    return {thread for thread in threading.enumerate() if thread.name.startswith("heartbeat ")}
+def _working() -> set[threading.Thread]:
+    """Threads that write a status file, or serve at a port, until they are told to end."""
+    return {
+        each for each in threading.enumerate() if each.name.startswith("heartbeat ") or "serve_forever" in each.name
+    }
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    item.stash[_beating] = _heartbeats()
+    item.stash[_before] = _working()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """A writer that a test leaves would write its status file for as long as the worker lives."""
+    """What a test leaves would go on for as long as the worker lives, beside tests that limit its files."""
     result = yield
-    left = sorted(thread.name for thread in _heartbeats() - item.stash[_beating])
+    left = sorted(thread.name for thread in _working() - item.stash[_before])
     assert not left, f"the test left these threads: {left}"
     return result
 

@@ -165,7 +165,7 @@ def test_a_chat_takes_the_slot_for_an_answer_and_no_rollout_is_lost(
     assert loaded(server) == []
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "a closed terminal"])
+@pytest.mark.parametrize("how", ["Ctrl-C", *in_full("a closed terminal")])
 def test_an_interrupt_shows_what_is_done(server: RunningServer, place: list[str], env: str, how: str) -> None:
     """The kernel tells all processes of a terminal that it is closed, and then its shell does so again."""
     command = [sys.executable, "-m", "daemons.cli", "eval", "run_a", "run_b", "--env", env, "-n", "100", "-k", "50"]

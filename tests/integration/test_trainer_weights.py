@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from prime_rl.contract.layout import RunDir
+from tests.budgets import in_full
 from tests.trainer_support import (
     adapter,
     published,
@@ -28,7 +29,9 @@ def train_to(run: RunDir, model: Path, step: int) -> dict[str, torch.Tensor]:
     return adapter(run, step)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("adamw", "bfloat16"), ("muon", "bfloat16"), ("nadam", "float32")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("adamw", "bfloat16"), ("muon", "bfloat16"), *in_full(("nadam", "float32"))]
+)
 def test_a_run_goes_on_to_the_last_bit(model: Path, tmp_path: Path, kind: str, dtype: str) -> None:
     changes: dict[str, Any] = {
         "max_steps": NUM_STEPS,

@@ -11,6 +11,7 @@ from textual.app import App, ComposeResult
 from textual.geometry import Size
 
 from prime_rl.contract.layout import OutputDir
+from tests.budgets import in_full
 from tests.tui_run_support import opened_run
 from tests.tui_support import add_run, build_workspace, screen_text
 from tui.readers.charts import ChartData
@@ -67,7 +68,7 @@ async def test_what_is_not_read_yet_is_told_apart_from_what_is_not_there() -> No
         assert words() == ["no values yet", *["no rollouts are kept yet"] * 2]
 
 
-@pytest.mark.parametrize("size", [(80, 24), (200, 50)])
+@pytest.mark.parametrize("size", [(80, 24), *in_full(((200, 50),))])
 async def test_the_names_of_six_runs_are_told_whole_or_by_what_differs(tmp_path: Path, size: tuple[int, int]) -> None:
     output = OutputDir(tmp_path)
     run_ids = tuple(f"run_reverse-text-with-a-long-name-lr{lr}-seed{seed}" for lr in (1, 2) for seed in (1, 2, 3))

@@ -53,7 +53,8 @@ def opened(tab: str, *keys: str, run_id: str = RUN, theme: str | None = None) ->
 
 
 @LOOKS
-@pytest.mark.parametrize("tab", TABS)
+# The others are read, with all that is on them, in tests/integration/test_tui_run.py and test_tui_run_log.py.
+@pytest.mark.parametrize("tab", [CHARTS, ROLLOUTS, *in_full(*(tab for tab in TABS if tab not in (CHARTS, ROLLOUTS)))])
 def test_tab(snap_compare: Compare, app: PrlApp, size: tuple[int, int], tab: str, theme: str) -> None:
     assert snap_compare(app, terminal_size=size, run_before=opened(tab, theme=theme))
 

@@ -143,7 +143,7 @@ SHAPE = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 4
 
 
 @pytest.mark.usefixtures("some_gpus")
-@pytest.mark.parametrize(("engine", "is_a_process"), [("embedded", False), ("vllm", False), *in_full(("vllm", True))])
+@pytest.mark.parametrize(("engine", "is_a_process"), [("vllm", False), *in_full(("embedded", False), ("vllm", True))])
 def test_inference_gets_what_the_trainer_leaves_of_the_gpu_and_the_trainer_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, is_a_process: bool
 ) -> None:

@@ -302,13 +302,9 @@ def test_prometheus_scrapes_the_newest_figures_of_all_runs_on_loopback(
 
 
 def test_the_page_is_not_for_pages_of_other_sites(page: PrometheusPage) -> None:
-    page.open()
-    try:
-        port = int(page.url.rpartition(":")[2].partition("/")[0])
-        assert answered(port, "/metrics") == []
-        assert ask(port, "GET", "/metrics", {"Host": f"localhost:{port}"})[0] == 200
-    finally:
-        page.close()
+    port = int(page.url.rpartition(":")[2].partition("/")[0])
+    assert answered(port, "/metrics") == []
+    assert ask(port, "GET", "/metrics", {"Host": f"localhost:{port}"})[0] == 200
 
 
 def test_a_page_of_a_run_alone_ends_with_it(run: RunDir, feeds: Feeds, caplog: pytest.LogCaptureFixture) -> None:

@@ -300,7 +300,7 @@ def test_more_runs_cost_their_own_bytes_and_nothing_else() -> None:
     assert growth <= gradients + 0.03 * (whole_model.peak - whole_model.adapters - whole_model.optimizer)
 
 
-@pytest.mark.parametrize(("rank", "dtype"), [(4, torch.bfloat16), (8, torch.float32), (8, torch.bfloat16)])
+@pytest.mark.parametrize(("rank", "dtype"), [(4, torch.bfloat16), (8, torch.float32), *in_full((8, torch.bfloat16))])
 def test_packed_rows_of_any_rank_and_type_are_predicted(rank: int, dtype: torch.dtype) -> None:
     """A kernel for uneven groups has limits; without it their products need no tables."""
     loop, found = (
@@ -358,7 +358,7 @@ def test_auto_is_slots_and_tokens_that_fit(tmp_path: Path, capsys: Any) -> None:
     assert found["peak_gib"] <= found["usable_gib"] / 2, "the trainer has half of a CPU's memory"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)])
 def test_inference_has_room_for_all_versions_of_a_run_and_as_much_for_its_cache(dtype: torch.dtype) -> None:
     setting = tiny(1, tokens=32, dtype=dtype)
     memory = predict(setting)
