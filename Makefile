@@ -18,7 +18,7 @@ endef
 .PHONY: help install install-test install-gpu lock demo test test-slow test-release test-all coverage test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode gpu-check screenshots docs docs-check wheel clean
 
 help: ## list the commands
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 install: ## .venv with what a run on this machine's CPU needs; more with EXTRAS=recipes,monitors
 	$(CHECK_PYTHON)

@@ -186,7 +186,17 @@ def _checkpoint(paths: RunDir, step: int) -> CheckpointView:
         saved_at = stable_marker(folder).stat().st_mtime
     except OSError:
         saved_at = None
-    return CheckpointView(step, disk_use(folder, as_stored=False).num_bytes, saved_at is not None, saved_at)
+    return CheckpointView(step, sum(checkpoint_parts(paths, step).values()), saved_at is not None, saved_at)
+
+
+def checkpoint_parts(paths: RunDir, step: int) -> dict[str, int]:
+    """The bytes in each finished folder of a checkpoint; the temporary ones of a write, or of a kill, do not count."""
+    folders = (paths.orchestrator_checkpoint(step), paths.trainer_checkpoint(step))
+    return {
+        folder.name: disk_use(folder, as_stored=False).num_bytes
+        for folder in folders
+        if folder.is_dir() and not folder.is_symlink()
+    }
 
 
 def _folders(run: Path) -> dict[str, Use]:

@@ -259,9 +259,18 @@ class Prl:
         path.write_text(RUN_TOML.format(max_steps=max_steps, model=self.model))
         return path
 
+    @property
+    def _hanging(self) -> Path:
+        return self.output_dir.parent / "modules" / "sitecustomize.py"
+
     def may_hang(self) -> None:
         """Before its processes start: each of them pays for it."""
-        (self.output_dir.parent / "modules" / "sitecustomize.py").write_text(HANGS)
+        self._hanging.write_text(HANGS)
+
+    def hang(self, *statuses: str) -> None:
+        """The main loops of the writers of these status files hang from now on, those of all others turn."""
+        assert self._hanging.exists(), "may_hang() has to come before its processes"
+        (self.output_dir / "hangs").write_text("\n".join(statuses))
 
     def members(self) -> list[psutil.Process]:
         """All living processes that carry this workspace's mark as a daemon."""

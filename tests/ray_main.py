@@ -52,5 +52,6 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    # Ray has its workers give way to all others (niceness 15): on a busy host they would not even start.
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
     main(sys.argv[1:])

@@ -26,8 +26,7 @@ from tests.system_support import ROOT, Workspace, make_workspace
 
 RUNS = ("run_a", "run_b", "run_c")
 NUM_RANKS = NUM_SERVERS = 2
-TABLES = """
-[supervisor]
+TABLES = """\
 grace_s = 2.0
 # The tests kill, and not the runs.
 max_deaths_of_run = 1000

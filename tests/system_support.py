@@ -57,6 +57,12 @@ port = 0
 engine = "{engine}"
 num_threads = 1
 """
+# Last in the file, so that a test may add to it. A start on a busy machine takes what it takes, and `prl up` waits less
+# than the test does.
+SUPERVISOR_TOML = f"""\
+[supervisor]
+start_timeout_s = {0.9 * PATIENCE_S}
+"""
 SYSTEM_TOML = """\
 output_dir = "{output_dir}"
 max_concurrent_runs = {slots}
@@ -245,7 +251,7 @@ def make_workspace(tmp_path: Path, model: Path, *, slots: int = 2, engine: str =
     output_dir.mkdir()
     system_toml = tmp_path / "system.toml"
     values = {"output_dir": output_dir, "model": model, "slots": slots, "engine": engine}
-    system_toml.write_text((SYSTEM_TOML + PARTS_TOML).format(**values))
+    system_toml.write_text((SYSTEM_TOML + PARTS_TOML + SUPERVISOR_TOML).format(**values))
     return Workspace(output_dir, system_toml, model)
 
 

@@ -178,7 +178,11 @@ def shorten_middle(text: str, width: int) -> str:
     """Like `shorten`, but keeps both ends: ids often differ at the end."""
     if len(text) <= width or width < 4:
         return shorten(text, width)
-    head = (width - 1) // 2
+    return _cut(text, (width - 1) // 2, width)
+
+
+def _cut(text: str, head: int, width: int) -> str:
+    """The first `head` characters of a longer `text`, and so many of its last that it has `width`."""
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
@@ -196,16 +200,30 @@ def short_names(names: tuple[str, ...], width: int) -> Mapping[str, str]:
         if last == len(shared) or shared[last] < _FAMILY:
             begins = name[: min(shared[first:last], default=0)]
             common = max(map(begins.rfind, "-_.")) + 1
-            found |= {each: _shorten_common(each, common, width) for each in ordered[first : last + 1]}
+            found |= _shorten_family(ordered[first : last + 1], common, width)
             first = last + 1
     return found
 
 
-def _shorten_common(name: str, common: int, width: int) -> str:
-    own = len(name) - common
-    if len(name) <= width or own + 2 > width:
-        return shorten_middle(name if len(name) <= width else name[common:], width)
-    return f"{name[: width - 1 - own]}…{name[common:]}"
+def _shorten_family(names: Sequence[str], common: int, width: int) -> dict[str, str]:
+    """Cut where most of them still differ, as near to the middle as that goes."""
+    middle = (width - 1) // 2
+    best: dict[str, str] = {}
+    for head in sorted(range(max(width, 1)), key=lambda head: abs(head - middle)):
+        short = {name: _shorten_common(name, common, head, width) for name in names}
+        best = max(best, short, key=lambda each: len(set(each.values())))
+        if len(set(best.values())) == len(names):
+            break
+    return best
+
+
+def _shorten_common(name: str, common: int, head: int, width: int) -> str:
+    own = name[common:]
+    if len(name) <= width or width < 4:
+        return shorten(name, width)
+    if len(own) + 2 <= width:
+        return _cut(name, width - 1 - len(own), width)
+    return own if len(own) <= width else _cut(own, head, width)
 
 
 def first_line(text: str | None) -> str:

@@ -78,12 +78,15 @@ def try_env(
     Example: prl env try run.toml -n 5 --model base
     """
     found = clean_strings(_tried(OutputDir(choose_output_dir(output_dir)), file, num, model))
+    rollouts = [each for env in found["envs"] for each in env["rollouts"]]
     if as_json:
         print_json({"file": str(file), "model": model, **found})
     else:
+        if any(each["prompt"] and each["prompt_tokens"] is None and not each["error"] for each in rollouts):
+            say("prompts are messages, without tokens: the model's tokenizer is not on this machine")
         for env in found["envs"]:
             say(env_view(env))
-    if all(each["error"] for env in found["envs"] for each in env["rollouts"]):
+    if all(each["error"] for each in rollouts):
         raise typer.Exit(1)
 
 
@@ -156,8 +159,6 @@ def env_view(env: Mapping[str, Any]) -> str:
         if each["prompt_text"] is not None:
             tokens = counted(len(each["prompt_tokens"]), "token")
             asked = [{"role": f"prompt ({tokens})", "content": each["prompt_text"]}]
-        else:
-            lines.append("  the prompt, without tokens (the model's tokenizer is not on this machine):")
         for message in [*asked, *each["turns"]]:
             lines += [f"  {message['role']}:", *(f"    {line}" for line in message["content"].splitlines() or [""])]
     return "\n".join(lines)

@@ -57,6 +57,7 @@ def wait_told(server: Server, *change: str) -> None:
 def test_what_goes_wrong_reaches_the_webhook_once_though_another_target_hangs(
     prl: Prl, server: Server, hanging: str
 ) -> None:
+    prl.may_hang()
     prl.env["HOOK"] = f"{server.url}/hook"
     hooks = f'["{hanging}", "$HOOK"]'
     prl.up("--alerts.webhooks", hooks, "--alerts.dead_man_url", f"{server.url}/ping", "--alerts.dead_man_s", "1")
@@ -90,9 +91,9 @@ def test_what_goes_wrong_reaches_the_webhook_once_though_another_target_hangs(
 
     link.unlink()
     wait_told(server, "run_invalid", "run_link", "over")
-    (prl.output_dir / "hangs").write_text("inference/status.json\n")
+    prl.hang("inference/status.json")
     wait_told(server, "daemon_stalled", "inference", "open")
-    (prl.output_dir / "hangs").unlink()
+    prl.hang()
     wait_told(server, "daemon_stalled", "inference", "over")
     prl.wait_state("alerts", "running")
     assert prl.daemon("alerts").num_restarts == 0

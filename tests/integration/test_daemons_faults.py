@@ -26,7 +26,7 @@ def test_a_supervisor_whose_loop_hangs_is_stalled_for_all_and_down_ends_it_and_i
     prl.up()
     prl.wait_state("trainer", "running")
     trainer = prl.daemon("trainer").process
-    (prl.output_dir / "hangs").write_text("daemons/supervisor.json")
+    prl.hang("daemons/supervisor.json")
     stalled = prl.wait_state("supervisor", "stalled")
     assert isinstance(stalled, DaemonView) and stalled.stalled_since is not None
     prl.wait_state("trainer", "lost")
@@ -58,7 +58,7 @@ def test_daemons_whose_loops_hang_are_stalled_for_all_until_they_turn_again(prl:
     for name in names:
         wait_for(lambda name=name: prl.is_in(name, "running"), f"{name} to run", timeout_s=PATIENCE_S)
     pids = [prl.daemon(name).pid for name in names]
-    (prl.output_dir / "hangs").write_text("trainer/status.json inference/status.json control/status.json")
+    prl.hang("trainer/status.json", "inference/status.json", "control/status.json")
     for name in names:
         wait_for(lambda name=name: prl.is_in(name, "stalled"), f"{name} to be stalled", timeout_s=PATIENCE_S)
         view = prl.daemon(name)
@@ -78,7 +78,7 @@ def test_daemons_whose_loops_hang_are_stalled_for_all_until_they_turn_again(prl:
     row = snapshot.row("run_a")
     assert row is not None and row.state == "stalled" and row.note.startswith("its orchestrator is stalled: ")
     assert {"trainer", "inference", "run_a"} <= {problem.name for problem in snapshot.problems}
-    (prl.output_dir / "hangs").unlink()
+    prl.hang()
     for name in names:
         wait_for(lambda name=name: prl.is_in(name, "running"), f"{name} to run again", timeout_s=PATIENCE_S)
     assert [prl.daemon(name).pid for name in names] == pids, "nothing was ended for it"

@@ -36,7 +36,6 @@ MAX_STEPS = 20 + 2 * NUM_ROUNDS
 ROUNDS_IN_A_ROW = 3
 ENVS = {"run_a": "reverse-text", "run_b": "sort-letters", "run_c": "upper-case"}
 SUPERVISOR_TOML = """
-[supervisor]
 backoff_s = 0.2
 max_backoff_s = 1.0
 early_crash_s = 0.0

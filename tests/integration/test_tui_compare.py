@@ -189,6 +189,8 @@ async def test_a_run_opens_and_smoothing_grouping_and_metric_are_chosen_by_key_l
         assert o.screen.request.metric == "grad_norm" and o.screen.chart.border_title is not None
         await o.pick("m", "")
         assert o.screen.request.metric == "grad_norm", "escape changes nothing"
+        await o.pilot.press("b", *"zz")
+        await o.sees("nothing matches")
 
 
 @pytest.mark.slow

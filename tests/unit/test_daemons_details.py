@@ -9,13 +9,12 @@ from pathlib import Path
 from rich.console import Console
 
 from daemons.commands.runs import details_view
-from daemons.details import RunDetails, read_details
+from daemons.details import RunDetails, checkpoint_parts, read_details
 from daemons.machine import MIN_FORECAST_S, DiskReader, disk_use
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.admitted import HIDDEN, hide_secrets
 from prime_rl.contract.layout import RunDir
 from tests.daemons_support import RUN_TOML
-from tui.readers.run_config import measure
 
 
 def details_of(workspace: Path, run_id: str = "run_a") -> RunDetails:
@@ -98,11 +97,18 @@ def test_disk_use_counts_what_is_there_once_and_follows_no_link(tmp_path: Path) 
     assert disk_use(tmp_path / "none").num_bytes == 0
 
 
-def test_the_size_of_files_is_that_of_the_console(tmp_path: Path) -> None:
-    (tmp_path / "parts").mkdir()
-    with (tmp_path / "parts" / "sparse").open("wb") as file:
-        file.truncate(1_000_000)
-    assert disk_use(tmp_path, as_stored=False).num_bytes == measure(tmp_path)[0] == 1_000_000
+def test_a_checkpoint_is_as_large_as_its_finished_files(tmp_path: Path) -> None:
+    """Holes count, as in a copy; a write that goes on, or that a kill left behind, does not."""
+    run, step = RunDir(tmp_path / "run_a"), 3
+    for name in ("orchestrator", "trainer", ".trainer.0f0f0f0f0f0f.tmp"):
+        (run.checkpoint_dir(step) / name).mkdir(parents=True)
+        with (run.checkpoint_dir(step) / name / "sparse").open("wb") as file:
+            file.truncate(1_000_000)
+    assert checkpoint_parts(run, step) == {"orchestrator": 1_000_000, "trainer": 1_000_000}
+    run.checkpoints.rename(tmp_path / "elsewhere")
+    run.checkpoint_dir(step).mkdir(parents=True)
+    run.trainer_checkpoint(step).symlink_to(tmp_path / "elsewhere")
+    assert checkpoint_parts(run, step) == {}
 
 
 def test_a_workspace_does_not_count_others_below_it(tmp_path: Path) -> None:

@@ -97,6 +97,9 @@ def test_short_texts() -> None:
     assert [short[run_id] for run_id in sweep[::3]] == ["ru…lr5e-4-seed1", "ru…lr2e-3-seed2"]
     assert short["run_a"] == "run_a" and short["run_reverse-and-sort"] == "run_rev…nd-sort"
     assert set(fmt.short_names(tuple(sweep), 9).values()) == {"lr2e…eed1", "lr2e…eed2", "lr5e…eed1", "lr5e…eed2"}
+    inside = tuple(f"run_sort-lr{lr}-seed{seed}" for lr in ("5e-4", "1.5e-3", "5e-3") for seed in (1, 2, 3))
+    assert fmt.short_names(inside, 9)[inside[0]] == "lr5e-4…d1", "it is cut where no two become alike"
+    assert all(len(set(fmt.short_names(inside, width).values())) == len(inside) for width in range(8, 30))
     assert fmt.first_line("\n\n two\nthree") == "two"
     assert fmt.first_line(None) == ""
     assert [size_text(number) for number in (512, 2048, 5 * 1024**3)] == ["512 B", "2.0 KiB", "5.0 GiB"]

@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from daemons.details import Difference, change_texts, diff_configs, steps_of
-from daemons.machine import disk_use
+from daemons.details import Difference, change_texts, checkpoint_parts, diff_configs, steps_of
 from daemons.workspace import SUPERVISOR, shown
 from daemons.workspace_reader import edit_text, stamp_of
 from prime_rl.configs import admitted
@@ -211,17 +210,8 @@ class CheckpointsReader:
         known = self._known.get(step)
         if known is not None and known.is_stable and known.saved_at == marker:
             return known
-        num_bytes, parts = measure(folder)
-        return Checkpoint(step, marker is not None, num_bytes, marker or changed_at(folder), parts)
-
-
-def measure(folder: Path) -> tuple[int, tuple[str, ...]]:
-    """(bytes of the files below, names of the folders in it). What vanishes meanwhile counts nothing."""
-    try:
-        parts = sorted(one_line(entry.name, 40) for entry in folder.iterdir() if entry.is_dir())
-    except OSError:
-        parts = []
-    return disk_use(folder, as_stored=False).num_bytes, tuple(parts)
+        parts = checkpoint_parts(self._run, step)
+        return Checkpoint(step, marker is not None, sum(parts.values()), marker or changed_at(folder), tuple(parts))
 
 
 MAX_EVENTS, MAX_SERVICE_EVENTS = 500, 50

@@ -403,7 +403,7 @@ class PickRuns(ModalScreen[tuple[str, ...] | None]):
         self._limit = limit
         self._title = title
         self.input = Input(placeholder="type to narrow", compact=True)
-        self.list = LineList[str]("no other runs")
+        self.list = LineList[str]("nothing matches" if run_ids else "no other runs")
         self.list.can_focus = False
 
     def compose(self) -> ComposeResult:
