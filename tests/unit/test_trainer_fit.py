@@ -246,6 +246,19 @@ def test_the_documents_have_what_is_kept_without_checkpointing() -> None:
     assert shown and tuple(f"{size / GIB:.2f}" for size in sizes) == shown.groups()
 
 
+@pytest.mark.slow
+def test_the_documents_have_what_a_group_takes() -> None:
+    tokens = 512 + 16 * 1024, 16 * 1536
+    ours, apart = (
+        Setting(model_config("qwen3-4b"), torch.bfloat16, LoRAConfig(), 8, 2048, num, True, True) for num in tokens
+    )
+    shown = re.search(r"is ([\d,]+) of them, .* at most (\S+) GiB; .* it is ([\d,]+),\nand (\S+) GiB", DOCUMENT)
+    peaks = (predict(each).peak / GIB for each in (ours, replace(apart, shares=False)))
+    assert shown and shown.groups() == tuple(
+        cell for num, peak in zip(tokens, peaks, strict=True) for cell in (f"{num:,}", f"{peak:.2f}")
+    )
+
+
 def test_the_documents_have_the_models_that_matter() -> None:
     assert {row[1] for row in ROW.findall(DOCUMENT)} >= MOST_GIB.keys()
 
