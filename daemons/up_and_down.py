@@ -361,13 +361,13 @@ def _each_of(servers: int) -> float:
     return math.floor(100 * WHOLE_GPU / servers) / 100
 
 
-def check_shares(system: SystemConfig, servers: int) -> None:
-    """Raises LaunchError when so many servers would take more than the GPU that they share."""
+def check_shares(system: SystemConfig, servers: int, beside: float = 0.0) -> None:
+    """Raises LaunchError when so many servers, and what has the part `beside`, would take more than their GPU."""
     key, share = system.inference.share_key, system.inference.gpu_share
-    if servers * share > 1:
+    if servers * share + beside > 1:
         raise LaunchError(
-            f"{servers} servers on one GPU, each with {key} = {share:g}, take more than all of it: set it to "
-            f"{_each_of(servers):g} at most and start with prl up, or give each its own in deployment.inference.gpus"
+            f"{servers} servers on one GPU, each with {key} = {share:g}, take more than is left of it: "
+            "set that lower, or to auto, and start with prl up, or give each its own in deployment.inference.gpus"
         )
 
 

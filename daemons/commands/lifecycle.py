@@ -374,6 +374,10 @@ def scale_inference(output_dir: Path, replicas: int, *, reason: str = "") -> int
         try:
             system = build(SystemConfig, load_toml(path), str(path))
             changed = _changed(system, replicas)
+            is_up = read_workspace(output.path).supervisor_alive  # else prl up divides the GPU again
+            if is_up and replicas > system.deployment.inference.replicas and up_and_down.have_one_gpu(system):
+                trainer = system.trainer.gpu_share
+                up_and_down.check_shares(system, replicas, trainer if trainer < 1.0 else 0.0)
             settings = [(each, merge(load_toml(each), changed)) for each in (path, output.component_config(UP))]
             for each, data in settings:
                 build(SystemConfig, data, each.name)
@@ -397,8 +401,6 @@ def _changed(system: SystemConfig, replicas: int) -> dict[str, Any]:
         raise ActionError(
             f"{replicas} inference servers of {each} GPUs need {needed}: deployment.inference.gpus lists {gpus}"
         )
-    if replicas > deployed.replicas and up_and_down.have_one_gpu(system):
-        up_and_down.check_shares(system, replicas)
     table: dict[str, Any] = {"replicas": replicas}
     if gpus:  # else they would be divided again
         table["gpus_per_replica"] = each

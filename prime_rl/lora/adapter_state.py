@@ -169,7 +169,7 @@ def put_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, tensors: Mappin
         lora_A[filled:].zero_()
         lora_B[:, filled:].zero_()
         lora_A.grad = lora_B.grad = None
-        layer.routing.kept.clear()
+        layer.routing.forget()
 
 
 def _check_fit(layers: Mapping[str, MultiLoRALinear], shapes: Shapes, rank: int) -> None:

@@ -122,16 +122,19 @@ class Layers:
     """L frozen layers that read the same input, with the adapters of the groups, in any floating type.
 
     Attributes:
-        weights: `[O, I]` of each layer.
-        biases: `[O]` or None of each.
+        base: the frozen layers. With several ranks their weights are whole while they work, and only then.
         leaves: A `[K, I]` and B `[O, K]`, where backward adds gradients.
         tables: of these, where they are kept.
     """
 
-    weights: Sequence[Tensor]
-    biases: Sequence[Tensor | None]
+    base: Sequence[nn.Linear]
     leaves: Tables
     tables: Tables | None = None
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """`[O, I]` of each layer."""
+        return [each.weight for each in self.base]
 
     def kept(self, x_NI: Tensor, plan: Plan) -> _Kept:
         """What backward needs."""
@@ -141,13 +144,11 @@ class Layers:
     def run(self, x_NI: Tensor, plan: Plan, out_NO: Tensor | None = None) -> tuple[list[Tensor], _Kept]:
         """The outputs, that of a single layer in `out_NO` where it is given, and what backward needs."""
         if out_NO is None:
-            outs = [
-                linear(x_NI, weight_OI, bias_O) for weight_OI, bias_O in zip(self.weights, self.biases, strict=True)
-            ]
+            outs = [linear(x_NI, each.weight, each.bias) for each in self.base]
         else:
-            outs = [torch.mm(x_NI, self.weights[0].T, out=out_NO)]
-            if self.biases[0] is not None:
-                out_NO.add_(self.biases[0])
+            outs = [torch.mm(x_NI, self.base[0].weight.T, out=out_NO)]
+            if self.base[0].bias is not None:
+                out_NO.add_(self.base[0].bias)
         kept = self.kept(x_NI, plan)
         plan.add(outs, kept.h, kept.tables.B)
         return outs, kept
@@ -231,7 +232,7 @@ def _run_mlp(
     x_NI: Tensor, gate_up: Layers, down: Layers, plan: Plan, keeps: bool, for_backward: bool
 ) -> tuple[Tensor, Sequence[Tensor | None], _Kept, _Kept]:
     """The output of `gated_mlp`, and what backward needs: two products or None, then the tables of the layers."""
-    out_NI = x_NI.new_empty(len(x_NI), len(down.weights[0]))  # what stays is made before what goes: fewer holes
+    out_NI = x_NI.new_empty(len(x_NI), down.base[0].out_features)  # what stays is made before what goes: fewer holes
     (gate_NW, up_NW), of_gate_up = gate_up.run(x_NI, plan)
     products = (gate_NW, up_NW) if keeps else (None, None)
     product_NW = silu(gate_NW, inplace=not keeps).mul_(up_NW)
@@ -474,6 +475,7 @@ class AdapterRouting:
             to the next, as long as the rows are the same.
         layers: all of the model.
         kept: what was made of their adapters, as long as rows and adapters are the same.
+        waiting: an input, and what layers that read it have made of it and were not asked for yet.
     """
 
     def __init__(self, n_adapters: int, *, is_served: bool = False) -> None:
@@ -483,6 +485,7 @@ class AdapterRouting:
         self.num_rows = 0
         self.layers: list[MultiLoRALinear] = []
         self.kept: dict[tuple[Plan, SharedInput], Layers] = {}
+        self.waiting: tuple[Tensor, dict[MultiLoRALinear, Tensor]] | None = None
         self._is_packed = False
         self._scaling: list[float] = []  # of the plan
         self._plan: tuple[int, Plan] | None = None
@@ -508,15 +511,20 @@ class AdapterRouting:
         if not is_same:
             self._plan = None
         if not is_same or not self.is_served:
-            self.kept.clear()
+            self.forget()
 
     def plan(self, num_tokens: int, *, one_kernel: bool = False) -> Plan:
         """The plan of the products of rows of `num_tokens`: worked out once, and the same for all layers."""
         if self._plan is None or self._plan[0] != num_tokens:
             groups = self._token_groups(num_tokens)
             self._plan = num_tokens, make_plan(groups, self.num_rows * num_tokens, one_kernel=one_kernel)
-            self.kept.clear()
+            self.forget()
         return self._plan[1]
+
+    def forget(self) -> None:
+        """Drop what was made of adapters and activations: an adapter changes, or a pass is over."""
+        self.kept.clear()
+        self.waiting = None
 
     def _token_groups(self, num_tokens: int) -> list[TokenGroup]:
         groups, start = [], 0
@@ -540,7 +548,6 @@ class SharedInput:
 
     def __init__(self, layers: Sequence[MultiLoRALinear]) -> None:
         self._layers = layers
-        self._waiting: tuple[Tensor, dict[MultiLoRALinear, Tensor]] | None = None
         for layer in layers:
             layer.shared = self
 
@@ -568,18 +575,19 @@ class SharedInput:
         pairs = [[layer.parameters_of(idx) for idx in plan.adapters] for layer in self._layers]
         A_GL = [A_KI for of_group in zip(*pairs, strict=True) for A_KI, _ in of_group]
         B_LG = [B_OK for of_layer in pairs for _, B_OK in of_layer]
-        return Layers([each.weight for each in base], [each.bias for each in base], Tables(A_GL, B_LG))
+        return Layers(base, Tables(A_GL, B_LG))
 
     def output_of(self, layer: MultiLoRALinear, x_RTI: Tensor, plan: Plan) -> Tensor:
         """`[R, T, O]` of one layer; those of the others wait until they are asked for the same input."""
-        if self._waiting is None or self._waiting[0] is not x_RTI or layer not in self._waiting[1]:
+        routing = layer.routing
+        if routing.waiting is None or routing.waiting[0] is not x_RTI or layer not in routing.waiting[1]:
             outs = grouped_lora(x_RTI.reshape(-1, x_RTI.shape[-1]), self.with_adapters(plan), plan)
             outs = [out_NO.reshape(*x_RTI.shape[:-1], -1) for out_NO in outs]
-            self._waiting = x_RTI, dict(zip(self._layers, outs, strict=True))
-        outputs = self._waiting[1]
+            routing.waiting = x_RTI, dict(zip(self._layers, outs, strict=True))
+        outputs = routing.waiting[1]
         out_RTO = outputs.pop(layer)
         if not outputs:
-            self._waiting = None
+            routing.waiting = None
         return out_RTO
 
 

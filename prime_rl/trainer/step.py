@@ -391,7 +391,7 @@ def forward_backward(
     try:
         return _Pass(model, Rows.of(batch), device).run(batch, configs_R)
     finally:
-        model.routing.kept.clear()
+        model.routing.forget()
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,8 @@ def test_one_kernel_for_all_groups_is_the_loop_over_them(device: str, dtype: tor
     groups = [TokenGroup(at, end - size, end, 0.5 + at) for at, (size, end) in enumerate(zip(sizes, ends, strict=True))]
     generator = torch.Generator().manual_seed(0)
     x_NI, grad_NO = (random_tensor(generator, ends[-1], width).to(device, dtype) for width in (num_in, num_out))
-    weight_OI = random_tensor(generator, num_out, num_in).to(device, dtype)
+    base = nn.Linear(num_in, num_out, bias=False)
+    base.weight = nn.Parameter(random_tensor(generator, num_out, num_in).to(device, dtype), requires_grad=False)
     start = [
         (random_tensor(generator, rank, num_in).to(device), random_tensor(generator, num_out, rank).to(device))
         for _ in groups
@@ -129,7 +130,7 @@ def test_one_kernel_for_all_groups_is_the_loop_over_them(device: str, dtype: tor
             *((A.clone().requires_grad_(), B.clone().requires_grad_()) for A, B in start), strict=True
         )
         x = x_NI.clone().requires_grad_()
-        (out_NO,) = grouped_lora(x, Layers([weight_OI], [None], Tables(leaves_A, leaves_B)), plan)
+        (out_NO,) = grouped_lora(x, Layers([base], Tables(leaves_A, leaves_B)), plan)
         out_NO.backward(grad_NO)
         results.append([out_NO, x.grad, *(leaf.grad for leaf in (*leaves_A, *leaves_B))])
     for found, expected in zip(*results, strict=True):

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from daemons.commands.lifecycle import scale_inference
 from daemons.launchers.base import LaunchError
 from daemons.specs import FIT_MODULE, UP, save_devices, write_component_configs
 from daemons.up_and_down import _numbers, settle_slots, share_a_gpu
+from daemons.workspace import SUPERVISOR
 from prime_rl.configs.base import build, load_config, merge
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import DaemonStatus, StatusWriter
 from prime_rl.trainer.fit import main as fit
 from tests.budgets import in_full
 from tests.daemons_support import ROOT, in_this_process
@@ -209,6 +212,28 @@ def test_servers_that_would_take_more_than_their_gpu_are_refused(tmp_path: Path)
     system = build(SystemConfig, said, "said")
     with pytest.raises(LaunchError, match=r"^2 servers on one GPU, each with inference\.embedded\.gpu_share = 0\.6"):
         settle_slots(system, OutputDir(tmp_path), stop=lambda: True, say=lambda _: None)
+
+
+@pytest.mark.usefixtures("some_gpus")
+@pytest.mark.parametrize(("share", "gpus", "is_refused"), [(0.3, [], True), (0.2, [], False), (0.3, [1, 2], False)])
+def test_no_server_is_added_on_a_gpu_that_has_no_room_while_a_workspace_is_up(
+    tmp_path: Path, share: float, gpus: list[int], is_refused: bool
+) -> None:
+    output = OutputDir(tmp_path)
+    deployed = {"gpus": gpus, "gpus_per_replica": 1} if gpus else {}
+    said = merge(SAID, {"deployment": {"inference": deployed}, "output_dir": str(tmp_path)})
+    system = build(SystemConfig, said, "said").with_slots(2).with_gpu_share(share)
+    trainer = system.trainer.model_copy(update={"gpu_share": 0.6})
+    write_component_configs(system.model_copy(update={"trainer": trainer}), output)
+    output.component_config(UP).write_text(tomli_w.dumps(said))
+    supervisor = StatusWriter(output.daemon_status(SUPERVISOR), DaemonStatus(name=SUPERVISOR))
+    if is_refused:
+        with pytest.raises(LaunchError, match=r"^2 servers on one GPU, each with .* = 0\.3, take more than is left"):
+            scale_inference(tmp_path, 2)
+    else:
+        assert scale_inference(tmp_path, 2) == 1
+    supervisor.close(state="stopped")
+    assert scale_inference(tmp_path, 2) == (1 if is_refused else 2), "the next prl up divides the GPU again"
 
 
 def test_a_trainer_beside_several_servers_waits_for_all_and_has_the_rest() -> None:

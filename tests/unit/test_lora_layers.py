@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prime_rl.configs.base import DEFAULT_TARGET_MODULES
 from prime_rl.contract.peft import check_weights
 from prime_rl.lora.adapter_state import (
     ADAPTER_FILE,
@@ -41,6 +42,7 @@ from prime_rl.lora.linear import (
     grouped_lora,
     make_plan,
 )
+from prime_rl.lora.parts import share_inputs
 from tests.numeric import check_same, num_terms
 from tests.trainer_support import VOCAB, tiny_model
 
@@ -415,6 +417,44 @@ def test_a_served_layer_keeps_what_it_made_of_adapters_until_one_of_them_or_the_
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         # The loop over uneven groups uses the adapters as they are.
         assert number_again < first_number or (idxs != [0, 1, 2] and number_again == first_number)
+
+
+def test_what_is_kept_of_adapters_has_the_weights_that_the_frozen_layer_has_now() -> None:
+    """With several ranks they are whole only while the layer works."""
+    layer = one_layer()
+    layer.base_layer.to(torch.bfloat16)
+    layer.routing.set_rows([0, 1, 2])
+    x_RTI = torch.randn(3, 1, 5, dtype=torch.bfloat16)
+    before = layer(x_RTI)
+    assert layer.routing.kept
+    layer.base_layer.weight = nn.Parameter(torch.zeros_like(layer.base_layer.weight), requires_grad=False)
+    after = layer(x_RTI)
+    assert not torch.equal(after, before)
+    check_same(after, row_by_row(layer.float(), x_RTI.float(), [0, 1, 2]), 5 + 2 + 7, torch.bfloat16)
+
+
+@pytest.mark.parametrize("targets", [DEFAULT_TARGET_MODULES, ("q_proj", "v_proj")], ids=len)
+def test_queries_keys_and_values_are_one_operation_with_the_numbers_of_three(targets: tuple[str, ...]) -> None:
+    found = []
+    token_ids = torch.randint(0, VOCAB, (3, 9), generator=torch.Generator().manual_seed(3))
+    for is_shared in (False, True):
+        model = tiny_model().requires_grad_(False)
+        routing = AdapterRouting(3)
+        layers = apply_lora_to_model(model, 8, 3, targets, routing)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in (each for layer in layers.values() for each in (*layer.lora_A, *layer.lora_B)):
+            nn.init.normal_(parameter, std=0.05, generator=generator)
+        assert share_inputs(model) == model.config.num_hidden_layers if is_shared else True
+        routing.set_rows([0, 0, 2])
+        with Launches() as launches:
+            model(input_ids=token_ids).logits.square().sum().backward()
+        assert routing.waiting is None
+        grads = [leaf.grad for layer in layers.values() for idx in (0, 2) for leaf in layer.parameters_of(idx)]
+        found.append(([each.clone() for each in grads if each is not None], launches.number))
+    (apart, more), (shared, fewer) = found
+    assert len(apart) == len(shared) == 4 * len(layers) and fewer < more
+    for ours, theirs in zip(shared, apart, strict=True):
+        check_same(ours, theirs, 3 * num_terms(model))
 
 
 @pytest.mark.parametrize("idxs", [[0, 0, 1], [0, None, 2], [1, 1, 1]], ids=str)
