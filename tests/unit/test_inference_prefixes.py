@@ -117,7 +117,7 @@ def assert_the_same(served: Served, groups: Callable[[], list[list[Job]]]) -> Ba
     found, expected = staggered(batch, groups()), staggered(new_batch(without(served)), groups())
     assert [row.token_ids for row in found] == [row.token_ids for row in expected]
     ours, theirs = (torch.tensor([each for row in rows for each in row.logprobs]) for rows in (found, expected))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2 * rounding(num_terms(served.model)) * 10)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=rounding(num_terms(served.model)))
     return batch
 
 
