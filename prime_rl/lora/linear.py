@@ -4,10 +4,11 @@ Every adapter has its own leaf parameters, so gradients of different runs cannot
 part in nothing. `AdapterRouting.set_rows` sets the rows of each adapter once for all layers, before the model is
 called.
 
-The layer and the adapters of its rows are one differentiable operation (`grouped_lora`), out of autograd's hands
-because of what it would add: a temporary for every product, a second sum into the output and into the gradient of the
-inputs, and a multiplication by the scale as large as the activations. Here both low-rank products are added in place,
-and the scale goes onto x A^T, which is K wide. A gated MLP is one operation too: it keeps its input alone, and backward
+Layers that read the same input, one or more, and the adapters of its rows are one differentiable operation
+(`grouped_lora`), of few launches, which a GPU waits for where passes are short. It is out of autograd's hands because
+of what that would add: a temporary for every product, a second sum into the output and into the gradient of the inputs,
+and a multiplication by the scale as large as the activations. Here both low-rank products are added in place, and the
+scale goes onto x A^T, which is K wide. A gated MLP is one operation too: it keeps its input alone, and backward
 makes what lies between again, at two products of seven.
 
 Dimensions: R rows (sequences), T tokens of a row, N tokens of all rows, I inputs, O outputs, W width of an MLP, K rank,
