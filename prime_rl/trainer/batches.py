@@ -111,7 +111,7 @@ class Packer:
 
     def limit(self, max_tokens: float) -> None:
         """Make no pass of more positions than `max_tokens` from now on, unless it has a single row."""
-        self._queue.max_tokens = int(min(self._queue.max_tokens, max_tokens))
+        self._queue.limit(max_tokens)
 
     def get_batch(self, held: Collection[str] = ()) -> dict[int, BatchColumns]:
         """Take in the next batch of each run that has none in work: by slot, those that were read.

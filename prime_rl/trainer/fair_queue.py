@@ -18,6 +18,7 @@ rows are dealt evenly, and a rank without rows gets a blank row, which has no lo
 from __future__ import annotations
 
 import bisect
+import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,8 +40,9 @@ MIN_TOKENS = 2
 SMALLEST_SHARE = 8
 # At most this part (a fifth) of a larger pass is padding.
 MAX_PADDING_SHARE = 5
-# Positions that rows have in common are computed once from so many on: fewer cost more calls than they save.
-MIN_SHARED = 32
+# Positions that rows have in common are computed once from so many on, and from this part (a sixteenth) of those that a
+# row sees: fewer cost more calls, and masks, than they save.
+MIN_SHARED, MIN_SHARED_PART = 32, 16
 # The positions that the rows of a pass look at are at most so many times those that it computes: what they share is
 # looked at, and kept for backward, once for each of them.
 MOST_SEEN = 2
@@ -123,7 +125,7 @@ def sharing(rows: Sequence[Row]) -> list[Row]:
     """
     # In the order of their tokens a row has most in common with its neighbours.
     rows = sorted(rows, key=lambda row: (row.sample.token_ids[: row.num_seen * TOKEN_BYTES], row.order))
-    common = [0, *(min(_in_common(one, other), other.num_seen - 1) for one, other in pairwise(rows))]
+    common = [0, *(_in_common(one, other) for one, other in pairwise(rows))]
     starts = [at for at, shared in enumerate(common) if shared < MIN_SHARED]
     found: list[list[Row]] = []
     for start, stop in pairwise([*starts, len(rows)]):
@@ -138,11 +140,12 @@ def sharing(rows: Sequence[Row]) -> list[Row]:
 
 
 def _in_common(one: Row, other: Row) -> int:
-    """How many first positions of two rows are the same."""
-    most = min(one.num_seen, other.num_seen)
+    """How many first positions `other` may share with `one`, and still has one of its own; 0 where it does not pay."""
+    most = min(one.num_seen, other.num_seen - 1)
     a, b = (np.frombuffer(row.sample.token_ids, TOKEN_DTYPE, most) for row in (one, other))
     different = a != b
-    return int(different.argmax()) if different.any() else most
+    shared = int(different.argmax()) if different.any() else most
+    return shared if shared * MIN_SHARED_PART >= other.num_seen else 0
 
 
 def _by_length(rows: Sequence[Row]) -> list[Row]:
@@ -274,15 +277,31 @@ class RowQueue:
             num_ranks: each is to have a part of it.
         """
         assert rows and run_idx not in self._waiting, "a run queues one batch at a time, and not an empty one"
-        most_shared = max(row.shared for row in rows) if self.packs else 0
-        # A part for each rank, which computes what its rows share once more.
-        part = -(-sum(row.num_positions for row in rows) // num_ranks) + most_shared if most_shared else 0
         self._weights[run_idx] = weight
         # Waiting for its own rollouts earns a run no priority, so it is level with the run that had least; what it had
         # beyond that in its last batch is not forgotten.
         self._served[run_idx] = max(self._served.get(run_idx, 0.0), self._level)
-        self._waiting[run_idx] = bundles_of(rows, min(part, self.max_tokens), MOST_SEEN * self.max_tokens)
+        self._waiting[run_idx] = self._bundles(rows, num_ranks)
         return sum(bundle.num_positions for bundle in self._waiting[run_idx])
+
+    def _bundles(self, rows: Sequence[Row], num_ranks: int = 1) -> list[Bundle]:
+        """Of the sizes that are tried the one with which the busiest rank has least to compute.
+
+        A rank computes what its rows share once more, so that may be each row alone, too.
+        """
+        shared, share = max(row.shared for row in rows), sum(row.num_positions for row in rows) / num_ranks
+        sizes = [float(self.max_tokens)] if self.packs else [0.0]
+        if self.packs and shared and num_ranks > 1:
+            sizes = [0.0, *(min(self.max_tokens, shared + share * eighth / 8) for eighth in range(1, 17))]
+        tried = [bundles_of(rows, size, MOST_SEEN * self.max_tokens) for size in sizes]
+        return min(tried, key=lambda bundles: _of_busiest(bundles, num_ranks))
+
+    def limit(self, max_tokens: float) -> None:
+        """Make no pass of more positions from now on, unless it has a single row."""
+        if max_tokens < self.max_tokens:
+            self.max_tokens = int(max_tokens)
+            rows = {idx: [row for each in bundles for row in each.rows] for idx, bundles in self._waiting.items()}
+            self._waiting = {idx: self._bundles(each) for idx, each in rows.items()}
 
     def drop(self, run_idx: int) -> None:
         """Forget the run in this slot: its rows, and how many positions it had."""
@@ -402,6 +421,14 @@ class _Taken:
             return False
         positions = (len(self.bundles) + 1) * self.longest
         return self.is_small or MAX_PADDING_SHARE * (positions - self.num_computed - bundle.num_positions) <= positions
+
+
+def _of_busiest(bundles: Sequence[Bundle], num_ranks: int) -> int:
+    """Positions of the rank that has most, where each bundle, the largest first, goes to the one that has least."""
+    ranks = [0] * num_ranks
+    for bundle in reversed(bundles):
+        heapq.heapreplace(ranks, ranks[0] + bundle.num_positions)
+    return max(ranks)
 
 
 def _last_fitting(bundles: Sequence[Bundle], largest: int) -> int:

@@ -103,7 +103,7 @@ class LogprobHead(nn.Module):
         """Logits `[R, T, V]`, or log-probabilities and entropies `[2, N]`."""
         if self.targets is None:
             return nn.functional.linear(hidden_RTH, self.weight)
-        hidden_NH = hidden_RTH.flatten(0, 1).index_select(0, self.targets.at_N)
+        hidden_NH: Tensor = _Gathered.apply(hidden_RTH.flatten(0, 1), self.targets.at_N)  # type: ignore[no-untyped-call]
         both_N = token_logprobs(hidden_NH, self.weight, self.targets.ids_N, self.targets.temperatures_N)
         # A norm makes zeros of numbers whose squares overflow: the logits would be equal, and finite.
         return torch.stack(both_N).masked_fill(~hidden_NH.any(-1), math.nan)
@@ -466,7 +466,8 @@ class Segments:
             kernels want them.
         longest, longest_seen: positions of the longest sample.
         seen_M: where the seen positions lie; None where nothing is shared.
-        masks: of samples that share, by what they share and have of their own; filled as they are needed.
+        masks: of samples that share, by what they share and have of their own; filled as they are needed. All layers
+            keep the same ones for backward.
     """
 
     stretches: tuple[Stretch, ...]
@@ -511,14 +512,14 @@ class Segments:
             seen_M=seen_M,
         )
 
-    def mask(self, stretch: Stretch, device: torch.device) -> Tensor | None:
-        """`[L, P + L]`, true where a position may look; None where that is plainly causal."""
+    def mask(self, stretch: Stretch, like: Tensor) -> Tensor | None:
+        """`[L, P + L]`, in the type of `like`: 0 where a position may look, else -inf; None: plainly causal."""
         if not stretch.num_shared:
             return None
         asked = stretch.num_shared, stretch.num_own
         if asked not in self.masks:
-            whole = torch.ones(stretch.num_own, sum(asked), dtype=torch.bool, device=device)
-            self.masks[asked] = whole.tril_(stretch.num_shared)
+            hidden = like.new_full((stretch.num_own, sum(asked)), -math.inf)
+            self.masks[asked] = hidden.triu_(stretch.num_shared + 1)
         return self.masks[asked]
 
 
@@ -573,20 +574,21 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, segments: Segments, sc
 
 
 class _Gathered(torch.autograd.Function):
-    """Keys or values of the seen positions. The gradient of one that many see is summed in float32."""
+    """The rows `at_M` of a table. The gradient of one that is taken many times is summed in float32, or wider."""
 
     @staticmethod
-    def forward(ctx: Any, x_NKD: Tensor, seen_M: Tensor) -> Tensor:
-        ctx.save_for_backward(seen_M)
-        ctx.num_computed = len(x_NKD)
-        return x_NKD.index_select(0, seen_M)
+    def forward(ctx: Any, table: Tensor, at_M: Tensor) -> Tensor:
+        ctx.save_for_backward(at_M)
+        ctx.num_rows = len(table)
+        return table.index_select(0, at_M)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_MKD: Tensor) -> tuple[Tensor, None]:
-        (seen_M,) = ctx.saved_tensors
-        grad_NKD = grad_MKD.new_zeros(ctx.num_computed, *grad_MKD.shape[1:], dtype=torch.float32)
-        return grad_NKD.index_add_(0, seen_M, grad_MKD.float()).to(grad_MKD.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (at_M,) = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        found = grad.new_zeros(ctx.num_rows, *grad.shape[1:], dtype=wide)
+        return found.index_add_(0, at_M, grad.to(wide)).to(grad.dtype), None
 
 
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Segments, float | None], Tensor]
@@ -634,7 +636,7 @@ def _by_stretches(query: Tensor, key: Tensor, value: Tensor, segments: Segments,
     keys, values = (torch.split(each.squeeze(0), segments.parts, 1) for each in (key, value))
     outs = []
     for stretch, query_HND in zip(segments.stretches, queries, strict=True):
-        mask = segments.mask(stretch, query.device)
+        mask = segments.mask(stretch, query)
         out_RHLD = nn.functional.scaled_dot_product_attention(
             query_HND.reshape(len(query_HND), stretch.num_rows, stretch.num_own, -1).transpose(0, 1),
             stretch.keys(keys),

@@ -345,9 +345,9 @@ class Rows:
         """
         rows = np.asarray(chosen)
         row_N, token_N = np.nonzero(self.mask_RT[rows])
-        places = np.arange(len(rows) * (self.mask_RT.shape[1] - 1)) if packed is None else np.concatenate(packed.places)
-        seen_R = np.full(len(rows), self.mask_RT.shape[1] - 1) if packed is None else np.array(packed.seen)
-        at_N = places[(np.cumsum(seen_R) - seen_R)[row_N] + token_N - 1]
+        lie = packed or PackedRows((self.mask_RT.shape[1] - 1,) * len(rows), (0,) * len(rows))
+        seen_R = np.array(lie.seen)
+        at_N = np.concatenate(lie.places)[(np.cumsum(seen_R) - seen_R)[row_N] + token_N - 1]
         cells_N = rows[row_N] * len(self.columns_K) + np.searchsorted(self.columns_K, token_N)
         ids_N, temperatures_N = self.token_ids_RT[rows[row_N], token_N], self.temperatures_R[rows[row_N]]
         found = [sent(torch.from_numpy(array), device) for array in (at_N, ids_N, temperatures_N, cells_N)]

@@ -16,7 +16,16 @@ from torch import Tensor
 from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.losses import AipoLossConfig, DppoLossConfig, GspoLossConfig, LossConfig
 from prime_rl.contract.types import TOKEN_DTYPE, MicroBatch, SampleColumns
-from prime_rl.trainer.fair_queue import MIN_SHARED, MOST_SEEN, Row, RowQueue, rows_of, sharing, to_micro_batch
+from prime_rl.trainer.fair_queue import (
+    MIN_SHARED,
+    MOST_SEEN,
+    Row,
+    RowQueue,
+    _of_busiest,
+    rows_of,
+    sharing,
+    to_micro_batch,
+)
 from prime_rl.trainer.model import PolicyModel, adapt_model, train_whole
 from prime_rl.trainer.step import PassResult, Rows, forward_backward
 from tests.budgets import examples
@@ -95,18 +104,67 @@ def row_of(ids: list[int]) -> Row:
     return rows_of(0, [one.columns()])[0]
 
 
+GROUPS = st.tuples(st.integers(32, 600), st.lists(st.integers(2, 400), min_size=1, max_size=40))
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(groups=st.lists(GROUPS, min_size=1, max_size=4), num_ranks=st.integers(2, 8))
+def test_no_rank_has_more_to_compute_than_where_nothing_is_shared(
+    groups: list[tuple[int, list[int]]], num_ranks: int
+) -> None:
+    rng = random.Random(0)
+    samples = []
+    for num_prompt, answers in groups:
+        prompt = [rng.randrange(VOCAB) for _ in range(num_prompt)]
+        samples += [sample(rng, num_tokens=num_prompt + num, prompt=prompt).columns() for num in answers]
+    rows = rows_of(0, samples)
+    most = []
+    for each in (rows, alone(rows)):
+        queue = RowQueue(100_000, packs=True)
+        computed = queue.add(0, each, num_ranks=num_ranks)
+        assert computed == sum(bundle.num_positions for bundle in queue._waiting[0])
+        most.append(_of_busiest(queue._waiting[0], num_ranks))
+    assert most[0] <= most[1]
+
+
 def test_ranks_have_a_part_each_of_one_group() -> None:
     rng = random.Random(0)
     prompt = [rng.randrange(VOCAB) for _ in range(64)]
-    samples = [
-        msgspec.structs.replace(one, token_ids=[*prompt, *one.token_ids[64:]]).columns()
-        for one in (sample(rng, num_tokens=128) for _ in range(16))
-    ]
-    queue = RowQueue(8_192, packs=True)
-    computed = queue.add(0, rows_of(0, samples), num_ranks=4)
-    hands = queue.next_pack(4)
-    assert [len(hand) for hand in hands] == [len(hands[0])] * 4 and not queue
-    assert sum(row.num_positions for hand in hands for row in hand) == computed == 4 * 64 + 16 * 63
+    for answers, num_ranks, most in (([64] * 16, 4, 64 + 4 * 63), ([200] * 15, 4, 64 + 4 * 199)):
+        samples = [sample(rng, num_tokens=64 + num, prompt=prompt).columns() for num in answers]
+        queue = RowQueue(8_192, packs=True)
+        queue.add(0, rows_of(0, samples), num_ranks=num_ranks)
+        hands = queue.next_pack(num_ranks)
+        assert len(hands) == num_ranks and not queue
+        assert max(sum(row.num_positions for row in hand) for hand in hands) == most
+
+
+def test_what_waits_is_cut_again_when_passes_have_to_be_smaller() -> None:
+    samples = group(random.Random(0), [20] * 30)
+    queue = RowQueue(4_096, packs=True)
+    queue.add(0, rows_of(0, samples))
+    queue.limit(200)
+    queue.limit(1_000)
+    passes = []
+    while taken := queue.next_rows():
+        passes.append(sum(row.num_positions for row in taken))
+        assert taken[0].shared == 0
+    assert max(passes) <= 200 and len(passes) >= 5
+
+
+def test_all_layers_keep_one_mask() -> None:
+    batch = to_micro_batch(rows_of(0, group(random.Random(0), [20, 30, 20])), base_pass=True)
+    masks = set[int]()
+
+    def seen(tensor: Tensor) -> Tensor:
+        if tensor.dim() >= 2 and tensor.shape[-1] - tensor.shape[-2] == 70:
+            masks.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(seen, lambda tensor: tensor):
+        run(replace(model_of(), remakes=False), batch)
+    lengths = {len(mask) for mask, shared in zip(batch.loss_mask, batch.shared, strict=True) if shared}
+    assert len(masks) == len(lengths) > 0
 
 
 def model_of(*, packs: bool = True, checkpoints: bool = False, dtype: torch.dtype = torch.float32) -> PolicyModel:
