@@ -420,6 +420,9 @@ def _check_live(output: OutputDir, run: RunDir, changes: Mapping[str, Any]) -> N
     if not others:
         return
     state, used_by = view_of_run(output, run.run_id).state, users(output, run)
+    if state is RunState.FINISHED and used_by:
+        held_by = " and ".join(used_by)
+        raise ActionError(f"{run.run_id} has finished, but {held_by} did not release it yet: try again in a moment")
     if state is RunState.ACTIVE or used_by:
         raise ActionError(
             f"{run.run_id} is in use: only {', '.join(LIVE_KEYS)} can be set, not {', '.join(others)}; "

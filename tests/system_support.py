@@ -261,7 +261,7 @@ def make_whole_workspace(tmp_path: Path, model: Path, *, engine: str, broadcast:
     output_dir.mkdir()
     system_toml = tmp_path / "system.toml"
     values = {"output_dir": output_dir, "model": model, "engine": engine, "broadcast": broadcast, "port": free_port()}
-    system_toml.write_text((WHOLE_SYSTEM_TOML + PARTS_TOML).format(**values))
+    system_toml.write_text((WHOLE_SYSTEM_TOML + PARTS_TOML + SUPERVISOR_TOML).format(**values))
     return Workspace(output_dir, system_toml, model)
 
 

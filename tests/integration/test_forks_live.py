@@ -65,8 +65,16 @@ def test_a_finished_run_is_trained_longer_by_one_command_evaluated_and_served(wo
     workspace.prl("runs", "add", str(workspace.write_run("a", max_steps=2)))
     workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to finish")
     second = weights(run, 2)
-    said = workspace.prl("runs", "set", "run_a", "max_steps=3").stdout
-    assert "run_a continues from step 2" in said
+    said: list[str] = []
+
+    def is_set() -> bool:
+        done = workspace.prl("runs", "set", "run_a", "max_steps=3", check=False)
+        assert done.returncode == 0 or "did not release it yet: try again" in done.stderr, done
+        said.append(done.stdout)
+        return done.returncode == 0
+
+    workspace.wait(is_set, "run_a to be released, and to get more steps")
+    assert "run_a continues from step 2" in said[-1]
     workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to finish again")
     assert [line["step"] for line in read_metrics(run.trainer_metrics)] == [1, 2, 3]
     assert weights(run, 2) == second and (run.broadcast_dir(3) / "STABLE").exists()

@@ -220,6 +220,8 @@ def test_a_finished_run_that_the_trainer_still_holds_is_evicted(
     run.broadcast_dir(3).mkdir(parents=True)
     (run.broadcast_dir(3) / "STABLE").touch()
     trainer.update(runs={run.run_id: TrainerRunStatus(run_idx=1, step=3, max_steps=3)})
+    with pytest.raises(ActionError, match=r"but the trainer \(slot 1\) did not release it yet: try again"):
+        actions.set_run_keys(workspace, run.run_id, {"max_steps": 5})
     assert actions.evict_run(workspace, run.run_id, "it holds a slot")
     assert run.evicted.read_text() == "it holds a slot"
 
