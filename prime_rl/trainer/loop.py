@@ -69,10 +69,16 @@ class Trainer(RunLife):
 
     Args:
         stop: whether the trainer is to end; rank 0 decides that for all.
+        status: of rank 0.
     """
 
-    def __init__(self, config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None:
-        status = _open_status(config) if world.is_master else None
+    def __init__(
+        self,
+        config: TrainerConfig,
+        world: World,
+        stop: Callable[[], bool],
+        status: StatusWriter | None,
+    ) -> None:
         if config.gpu_share < 1.0:
             await_inference(OutputDir(config.output_dir), stop, config.servers_on_gpu)
         config = with_a_budget(config, world)
@@ -349,7 +355,7 @@ def await_inference(
         wait_for(is_counted, "inference", stop=stop)
 
 
-def _open_status(config: TrainerConfig) -> StatusWriter:
+def open_status(config: TrainerConfig) -> StatusWriter:
     """The trainer's status file, from before it takes memory."""
     status = TrainerStatus(
         waiting_on=TAKES_ITS_SHARE if config.gpu_share < 1.0 else None,

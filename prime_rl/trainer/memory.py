@@ -495,7 +495,7 @@ def _sharing_rows(setting: Setting) -> list[tuple[int, int, int]]:
     predicts a loss token.
     """
     assert MOST_SEEN == 2
-    num_bundles = max(setting.num_runs, -(-setting.tokens // (2 * setting.seq_len)))
+    num_bundles = max(setting.num_runs, setting.num_rows)
     computed = setting.tokens // num_bundles
     own = computed // 6
     shared = computed - 4 * own

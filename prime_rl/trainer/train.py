@@ -61,9 +61,15 @@ def main(argv: Sequence[str]) -> int:
 
 def train(config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None:
     """Train every run that comes, until `stop`."""
-    from prime_rl.trainer.loop import Trainer
+    from prime_rl.trainer.loop import Trainer, open_status
 
-    Trainer(config, world, stop).train()
+    status = open_status(config) if world.is_master else None
+    try:
+        Trainer(config, world, stop, status).train()
+    except BaseException:
+        if status is not None:
+            status.abandon()  # nobody trains any more, also where the process goes on
+        raise
 
 
 if __name__ == "__main__":

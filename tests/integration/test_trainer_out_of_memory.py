@@ -113,7 +113,7 @@ def test_a_row_that_does_not_fit_alone_evicts_its_run_with_its_tokens_and_the_ke
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Memory(monkeypatch, lambda batch: batch.num_tokens > 30)
-    good, long = put_run(tmp_path, tiny, "run_adamw"), write_run(tmp_path, "run_0_long", tiny)
+    good, long = put_run(tmp_path, tiny, "run_muon"), write_run(tmp_path, "run_0_long", tiny)
     batch = make_batch(long.run_id, 1, num_samples=6)
     most = max(batch.samples, key=lambda sample: len(sample.token_ids))
     twice = {name: getattr(most, name) * 2 for name in ("token_ids", "logprobs")}

@@ -165,7 +165,6 @@ def test_everything_at_once(tmp_path: Path, attack: str) -> None:
             "log",
             "metrics",
             "audit.jsonl",
-            "checkpoint",
             "folder",
             "open.json",
             "said",
