@@ -49,6 +49,8 @@ MOMENTS = 2
 HOST_COPIES = 2 + MOMENTS
 # With rows in a pass: measuring more takes minutes, and differs by little.
 MOST_MEASURED_RUNS = 64
+# Of rows that begin alike: each is calls of attention of its own.
+MOST_BUNDLES = 64
 # Blocks that are used again leave holes (`utils.runtime`): of what is kept for backward, so much more, where a pass
 # gives them back from time to time, and where it does not. Measured.
 HOLES_GIVEN_BACK, HOLES_KEPT = 0.15, 0.27
@@ -495,7 +497,7 @@ def _sharing_rows(setting: Setting) -> list[tuple[int, int, int]]:
     predicts a loss token.
     """
     assert MOST_SEEN == 2
-    num_bundles = max(setting.num_runs, setting.num_rows)
+    num_bundles = max(setting.num_runs, min(setting.num_rows, MOST_BUNDLES))
     computed = setting.tokens // num_bundles
     own = computed // 6
     shared = computed - 4 * own
