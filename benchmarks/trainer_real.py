@@ -36,9 +36,10 @@ NUM_RUNS, RANK, NUM_STEPS, NUM_PAIRS = 8, 16, 3, 3
 SMOLLM2 = ("smollm2-135m", 16, 256)
 # So large a vocabulary that its logits are most of the memory of a step.
 QWEN3 = ("qwen3-0.6b", 2, 512)
-# Rollouts, tokens of their prompt, tokens of each answer. All are in one pass.
+# Rollouts, tokens of their prompt, tokens of each answer. All are in one pass; those of peft are smaller, or 24 GiB are
+# too little for it.
 GROUPS = ((16, 512, 128), (8, 128, 128), (16, 16, 128))
-GROUP_TOKENS = 16_384
+GROUP_TOKENS, PEFT_TOKENS = 16_384, 4096
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def main(side: str, name: str, num_rows: str, num_tokens: str, again: str, num_p
     num_runs = 1 if prompt else min(NUM_RUNS, len(rows))
     batches = [rows[number::num_runs] for number in range(num_runs)]
     with tempfile.TemporaryDirectory() as folder:
-        step = _step(side, Path(folder), base, batches, again, GROUP_TOKENS if prompt else MAX_TOKENS)
+        group_tokens = PEFT_TOKENS if side == "peft" else GROUP_TOKENS
+        step = _step(side, Path(folder), base, batches, again, group_tokens if prompt else MAX_TOKENS)
         before = _most_held()
         seconds = min(_timed(step) for _ in range(NUM_STEPS))
     print(json.dumps({"seconds": seconds, "num_bytes": _most_held(), "before": before}))
