@@ -166,7 +166,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """What a test leaves would go on for as long as the worker lives, beside tests that limit its files."""
+    """Threads that a test leaves would go on as long as the worker lives, beside tests that limit its files."""
     result = yield
     left = sorted(thread.name for thread in _working() - item.stash[_before])
     assert not left, f"the test left these threads: {left}"

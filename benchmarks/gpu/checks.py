@@ -97,7 +97,7 @@ def run_correct(stage: Stage) -> None:
 
 
 def run_selfcheck(stage: Stage) -> None:
-    """What the real trainer records, replayed."""
+    """The record of the real trainer, replayed."""
     for dtype in ("float32", *["bfloat16"] * (not stage.tiny)):
         stage.measure(dtype, replayed, stage, dtype)
 

@@ -399,7 +399,7 @@ def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: 
 
 
 def _share_of_inference(system: SystemConfig) -> float:
-    """What all servers on one GPU have of it."""
+    """The part of a GPU that all servers on it have."""
     inference = system.inference
     if inference.share == "auto":
         return AUTO_SHARE if _has_one_gpu(system) else WHOLE_GPU

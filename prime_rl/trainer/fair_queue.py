@@ -140,7 +140,7 @@ def sharing(rows: Sequence[Row]) -> list[Row]:
 
 
 def _in_common(one: Row, other: Row) -> int:
-    """How many first positions `other` may share with `one`, and still has one of its own; 0 where it does not pay."""
+    """The first positions that `other` may share with `one` and still have one of its own; 0 where it does not pay."""
     most = min(one.num_seen, other.num_seen - 1)
     a, b = (np.frombuffer(row.sample.token_ids, TOKEN_DTYPE, most) for row in (one, other))
     different = a != b

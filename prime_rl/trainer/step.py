@@ -333,7 +333,7 @@ class Rows:
         return sum(self.seen_R) - sum(self.shared_R) if packed else len(self.seen_R) * max(self.seen_R)
 
     def packed(self, chosen: Sequence[int]) -> tuple[npt.NDArray[np.int64], PackedRows]:
-        """What is computed of the `chosen` rows, `[1, N]`, and where each row finds its positions in it."""
+        """The computed positions of the `chosen` rows, `[1, N]`, and where each row finds its own in them."""
         rows = PackedRows(tuple(self.seen_R[row] for row in chosen), tuple(self.shared_R[row] for row in chosen))
         parts = [self.token_ids_RT[row, self.shared_R[row] : self.seen_R[row]] for row in chosen]
         return np.concatenate(parts)[None], rows

@@ -478,7 +478,7 @@ class Batch:
         self._rows, self._cache = [], new_cache()
 
     def _num_missing(self, row: Row) -> int:
-        """How many of its tokens, the last left out, must be computed before it joins."""
+        """Its tokens, the last left out, that must be computed before it joins."""
         return max(1, len(row.all_ids) - 1) - BLOCK * self.prefixes.num_known(row.keys)
 
     def _keep(self, row: Row, cache: Cache, source: int) -> None:

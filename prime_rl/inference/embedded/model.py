@@ -158,7 +158,7 @@ class PrefixCache:
         return len(self._blocks)
 
     def num_known(self, keys: Sequence[bytes]) -> int:
-        """How many of `keys` are here, from the first to the first that is not."""
+        """The number of `keys` that are here, from the first to the first that is not."""
         return next((at for at, key in enumerate(keys) if key not in self._blocks), len(keys))
 
     def next_missing(self, keys: Sequence[bytes]) -> bytes | None:
@@ -424,8 +424,8 @@ def load_model(config: InferenceConfig) -> Served:
     room = config.num_seqs_on(device.type) * config.model.max_model_len * token_bytes
     kept = config.embedded.prefix_bytes(free, room)
     if kept > free:
-        message = f"{kept / 2**30:.1f} GiB, more than the {free / 2**30:.1f} GiB that are free beside the model"
-        raise StartError(f"embedded.prefix_cache_gb: found {message}")
+        found = f"found {kept / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free beside the model"
+        raise StartError(f"embedded.prefix_cache_gb: {found}: lower it, or leave it to auto")
     if len({each.shape[3] for each in of_one}) == 1:
         served.kv_heads = [each.shape[1] for each in of_one]
         served.prefix_blocks = int(kept / (BLOCK * token_bytes))
