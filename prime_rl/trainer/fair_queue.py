@@ -42,7 +42,7 @@ SMALLEST_SHARE = 8
 MAX_PADDING_SHARE = 5
 # Positions that rows have in common are computed once from so many on, and from this part (a sixteenth) of those that a
 # row sees: fewer cost more calls, and masks, than they save.
-MIN_SHARED, MIN_SHARED_PART = 32, 16
+MIN_SHARED, MIN_SHARED_PART = 16, 16
 # The positions that the rows of a pass look at are at most so many times those that it computes: what they share is
 # looked at, and kept for backward, once for each of them.
 MOST_SEEN = 2
