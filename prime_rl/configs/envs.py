@@ -18,6 +18,7 @@ from pydantic import Field, field_validator, model_validator
 
 from prime_rl.configs.base import BaseConfig, build
 from prime_rl.configs.jsonl import JSONL, JsonlArgs
+from prime_rl.contract.types import MAX_BRANCHES
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 # Environments that need nothing but this project, and the form of all others: provider and name.
@@ -120,6 +121,11 @@ class EnvConfig(BaseConfig):
     def placed(self, place: Callable[[str], Path]) -> EnvConfig:
         """The same, with its files at `place` of what it names."""
         return self.model_copy(update={"args": self.jsonl.placed(place)}) if self.jsonl else self
+
+    @property
+    def max_branches(self) -> int:
+        """Samples that a rollout may become: several where others' code may begin a conversation anew."""
+        return MAX_BRANCHES if self.id.partition(":")[0] in ("verifiers", PLUGIN) else 1
 
     @property
     def label(self) -> str:

@@ -371,6 +371,11 @@ class OrchestratorConfig(RunLifetime):
         return self.batch_size // self.rollouts_per_example
 
     @property
+    def max_branches(self) -> int:
+        """Samples that a rollout may become, at most."""
+        return max(env.max_branches for env in self.env)
+
+    @property
     def eval_envs(self) -> list[EnvConfig]:
         """The environments of evaluations; [] without evaluation."""
         return (self.eval.env or self.env) if self.eval else []

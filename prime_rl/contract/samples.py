@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from prime_rl.contract.files import UNDECODABLE, append_line, read_end, write_atomic
+from prime_rl.contract.types import SampleColumns, TrainingSample, rollouts_of
 from prime_rl.utils.text import clean_strings, one_line
 
 # However long the texts are that a run asks to keep.
@@ -33,6 +34,8 @@ MAX_FILE_BYTES = 16_000_000
 MAX_TOKENS = 512
 MAX_BATCH_TOKENS = 16_384
 MIN_TOKENS = 32
+# Of one rollout.
+MAX_KEPT_BRANCHES = 8
 # How the first line of a batch begins.
 _BATCH_START = b'{"rewards"'
 
@@ -61,9 +64,15 @@ class Keeping:
             chosen = sorted(spread([sum(group) / len(group) for group in groups], num_wanted))
         return [number * size + at for number in chosen for at in range(len(groups[number]))]
 
+    def samples(self, samples: Sequence[TrainingSample | SampleColumns]) -> list[int]:
+        """The places of the samples of a batch that are kept: of the kept rollouts the first MAX_KEPT_BRANCHES."""
+        rollouts = rollouts_of(samples)
+        chosen = self.places([samples[places[0]].reward for places in rollouts])
+        return [place for number in chosen for place in rollouts[number][:MAX_KEPT_BRANCHES]]
+
     @property
     def max_tokens(self) -> int:
-        """Of one rollout."""
+        """Of one sample."""
         return max(MIN_TOKENS, min(MAX_TOKENS, MAX_BATCH_TOKENS // max(self.per_step, self.group_size)))
 
     def positions(self, loss_mask: bytes) -> list[int]:
@@ -83,15 +92,18 @@ class SampleTurn(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One rollout. `prompt` and `completion` may be cut in their middle; `num_tokens` counts the whole sequence.
+    """One rollout, or one of its branches. `prompt` and `completion` may be cut in their middle.
 
     Attributes:
         step: the batch that it is in.
         policy_versions: those that its turns were sampled from, each once, ascending.
-        num_completion_tokens: what the policy sampled, over all turns.
+        num_tokens: of the whole sequence.
+        num_completion_tokens: what the policy sampled, over all turns; of branches each token counts in one.
         turns: after the prompt, when the policy spoke more than once; else empty.
         place: in its batch; -1 in files of an earlier version, which have no whole groups.
         group: which example of its batch; -1 likewise.
+        branch, num_branches: which of the branches of its rollout it is, and how many there are.
+        num_shared: tokens with which an earlier branch of the rollout begins as well.
     """
 
     step: int
@@ -107,6 +119,9 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     turns: list[SampleTurn] = []
     place: int = -1
     group: int = -1
+    branch: int = 0
+    num_branches: int = 1
+    num_shared: int = 0
 
 
 class SampleTokens(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -139,7 +154,7 @@ class BatchRewards(msgspec.Struct, frozen=True):
 
 
 class BatchRatios(msgspec.Struct, frozen=True):
-    """log(pi / mu) of the kept tokens that the policy sampled, by the place of their rollout; None: not finite."""
+    """log(pi / mu) of the kept tokens that the policy sampled, by the place of their sample; None: not finite."""
 
     step: int
     ratios: dict[int, list[float | None]]

@@ -26,9 +26,13 @@ import msgspec
 
 from prime_rl.contract.files import UNDECODABLE, FileRefused, open_append, open_file, read_file, write_atomic
 
-# Version 1 has lists (`TrainingBatch`), version 2 bytes (`BatchColumns`). Both are read, version 2 is written.
+# Version 1 has lists (`TrainingBatch`), version 2 bytes (`BatchColumns`), version 3 rollouts of several samples
+# (`rollout_id`) as well. All are read, version 3 is written.
 LISTS_VERSION = 1
-BATCH_FORMAT_VERSION = 2
+BYTES_VERSION = 2
+BATCH_FORMAT_VERSION = 3
+# A rollout has at most so many samples.
+MAX_BRANCHES = 256
 # The columns of a sample: four bytes for an id, a logprob and an advantage, one for a flag. By the names of numpy.
 TOKEN_DTYPE, MASK_DTYPE, LOGPROB_DTYPE, ADVANTAGE_DTYPE = "<i4", "|u1", "<f4", "<f4"
 TOKEN_BYTES = 4
@@ -47,7 +51,7 @@ OtherT = TypeVar("OtherT")
 
 
 class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rollout as the trainer sees it. The lists over T (tokens of prompt and completion) have equal length.
+    """A rollout, or a branch of one, as the trainer sees it. The lists over T (its tokens) have equal length.
 
     Attributes:
         token_ids: T ids, prompt first.
@@ -60,6 +64,7 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         example_id: which example of which environment, e.g. "reverse-text/17".
         turn_versions: the policy version of each turn; [] where it was not recorded.
         token_advantages: T numbers that stand in for `advantage`, 0.0 where `loss_mask` is false; [] without them.
+        rollout_id: samples behind each other with the same one are branches of one rollout; "": it is a rollout alone.
     """
 
     token_ids: list[int]
@@ -72,24 +77,26 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     example_id: str
     turn_versions: list[int] = []
     token_advantages: list[float] = []
+    rollout_id: str = ""
 
     def columns(self) -> SampleColumns:
         """Logprobs and advantages are rounded to float32.
 
         Raises ValueError with field and number when one has no place in 32 bits.
         """
-        return SampleColumns(
-            _packed("token_ids", "i", self.token_ids),
-            bytes(self.loss_mask),
-            _packed("logprobs", "f", self.logprobs),
-            *(*msgspec.structs.astuple(self)[3:-1], _packed("token_advantages", "f", self.token_advantages)),
-        )
+        columns = {
+            "token_ids": _packed("token_ids", "i", self.token_ids),
+            "loss_mask": bytes(self.loss_mask),
+            "logprobs": _packed("logprobs", "f", self.logprobs),
+            "token_advantages": _packed("token_advantages", "f", self.token_advantages),
+        }
+        return SampleColumns(**{**msgspec.structs.asdict(self), **columns})
 
 
 class SampleColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A `TrainingSample` whose lists over T are arrays, as bytes; the other fields are the same, in the same order.
 
-    A field at its default is left out of the file, so that an earlier program reads a file without `token_advantages`.
+    A field at its default is left out of the file.
 
     Attributes:
         token_ids: T little-endian int32 (`TOKEN_DTYPE`).
@@ -108,15 +115,17 @@ class SampleColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     example_id: str
     turn_versions: list[int] = []
     token_advantages: bytes = b""
+    rollout_id: str = ""
 
     def lists(self) -> TrainingSample:
         """Raises ValueError when the bytes are not whole numbers."""
-        return TrainingSample(
-            _unpacked("token_ids", "i", self.token_ids),
-            list(map(bool, self.loss_mask)),
-            _unpacked("logprobs", "f", self.logprobs),
-            *(*msgspec.structs.astuple(self)[3:-1], _unpacked("token_advantages", "f", self.token_advantages)),
-        )
+        columns = {
+            "token_ids": _unpacked("token_ids", "i", self.token_ids),
+            "loss_mask": list(map(bool, self.loss_mask)),
+            "logprobs": _unpacked("logprobs", "f", self.logprobs),
+            "token_advantages": _unpacked("token_advantages", "f", self.token_advantages),
+        }
+        return TrainingSample(**{**msgspec.structs.asdict(self), **columns})
 
 
 class TrainingBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -164,7 +173,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
             whole batch, so the loss of a run does not depend on its neighbours or on how its batch was split.
         base_pass: the base model alone is asked first, for rows whose loss compares with it. Equal on all ranks of a
             pack: ranks that share a model go through it together.
-        kept: R numbers: which of its run's kept rollouts a row is (`ReadyRun.kept`), -1 for all others; [] for none.
+        kept: R numbers: which of its run's kept samples a row is (`ReadyRun.kept`), -1 for all others; [] for none.
         token_advantages: R columns that stand in for the number in `advantages`, empty for a row that has none; [] when
             that is so for all rows.
         shared: R numbers: of a row's first positions, how many are those of the row before it, and are computed there;
@@ -183,6 +192,19 @@ class MicroBatch(msgspec.Struct, frozen=True):
     kept: list[int] = []
     token_advantages: list[bytes] = []
     shared: list[int] = []
+
+
+def rollouts_of(samples: Sequence[TrainingSample | SampleColumns]) -> list[list[int]]:
+    """The places of the samples of each rollout, in their order."""
+    found: list[list[int]] = []
+    before = ""
+    for place, sample in enumerate(samples):
+        if sample.rollout_id and sample.rollout_id == before:
+            found[-1].append(place)
+        else:
+            found.append([place])
+        before = sample.rollout_id
+    return found
 
 
 def oldest_allowed(step: int, max_async_level: int) -> int:
@@ -223,13 +245,14 @@ _encoder = msgspec.msgpack.Encoder()
 _head_decoder = msgspec.msgpack.Decoder(_Head)
 _BATCH_TYPES: dict[int, type[TrainingBatch | BatchColumns]] = {
     LISTS_VERSION: TrainingBatch,
+    BYTES_VERSION: BatchColumns,
     BATCH_FORMAT_VERSION: BatchColumns,
 }
 _SAMPLES_TYPES: dict[int, Any] = {
     LISTS_VERSION: _Samples[TrainingSample],
+    BYTES_VERSION: _Samples[SampleColumns],
     BATCH_FORMAT_VERSION: _Samples[SampleColumns],
 }
-_SAMPLE_TYPES = {LISTS_VERSION: TrainingSample, BATCH_FORMAT_VERSION: SampleColumns}
 
 
 def write_batch(path: Path, batch: TrainingBatch) -> None:
@@ -251,9 +274,9 @@ def full_batch_bytes(batch_size: int, seq_len: int) -> int:
     return batch_size * (BYTES_A_SAMPLE + seq_len * COLUMN_BYTES_A_TOKEN)
 
 
-def max_batch_bytes(batch_size: int, seq_len: int) -> int:
-    """The largest size that the batch file of a run with these settings may have."""
-    return min(MAX_BATCH_BYTES, BYTES_BESIDES + batch_size * (BYTES_A_SAMPLE + seq_len * BYTES_A_TOKEN))
+def max_batch_bytes(num_samples: int, seq_len: int) -> int:
+    """The largest size that a batch file of at most `num_samples` of at most `seq_len` tokens may have."""
+    return min(MAX_BATCH_BYTES, BYTES_BESIDES + num_samples * (BYTES_A_SAMPLE + seq_len * BYTES_A_TOKEN))
 
 
 def read_batch(path: Path, *, limit: int = MAX_BATCH_BYTES) -> TrainingBatch:
@@ -285,7 +308,7 @@ def _read(path: Path, limit: int, types: Mapping[int, Any]) -> Any:
     try:
         version = _head_decoder.decode(data).version
         if version not in types:
-            known = " and ".join(map(str, types))
+            known = f"{', '.join(map(str, sorted(types)[:-1]))} and {max(types)}"
             raise BadBatchError(f"{path}: format version {version}, this program reads {known}")
         return msgspec.msgpack.decode(data, type=types[version])
     except UNDECODABLE as error:
@@ -300,7 +323,7 @@ def _bad_sample(data: bytes, version: int) -> str | None:
     try:
         for index, raw in enumerate(msgspec.msgpack.decode(data, type=_RawSamples).samples):
             try:
-                msgspec.msgpack.decode(raw, type=_SAMPLE_TYPES[version])
+                msgspec.msgpack.decode(raw, type=TrainingSample if version == LISTS_VERSION else SampleColumns)
             except UNDECODABLE as error:
                 return f"sample {index}: {error}"
     except UNDECODABLE:

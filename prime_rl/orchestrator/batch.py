@@ -36,8 +36,9 @@ from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import Ending, RunEnded, check_run
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.publication import check_temperature
+from prime_rl.orchestrator.recorder import Rollout
 from prime_rl.orchestrator.report import BatchReporter, RunReporter, SampleKeeper
-from prime_rl.orchestrator.rollout import Group, Rollout
+from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import Scheduler
 
@@ -133,8 +134,9 @@ def assemble_batch(
 def has_signal(group: Group, advantage: AdvantageConfig) -> bool:
     """True when any of the group's advantages is not zero."""
     return any(
-        not _is_masked(rollout, advantage) and any(rollout.token_advantages_T or [value])
+        not _is_masked(rollout, advantage) and any(branch.token_advantages_T or [value])
         for rollout, value in zip(group.rollouts_G, _advantages(group, advantage), strict=True)
+        for branch in rollout.branches
     )
 
 
@@ -154,27 +156,31 @@ def publish_batch(run: RunDir, batch: TrainingBatch) -> None:
 
 
 def _samples(group: Group, advantage: AdvantageConfig, temperature: float) -> list[TrainingSample]:
+    """The samples of each rollout: its branches."""
     samples = []
-    for rollout, value in zip(group.rollouts_G, _advantages(group, advantage), strict=True):
-        sample = TrainingSample(
-            token_ids=rollout.token_ids_T,
-            loss_mask=rollout.loss_mask_T,
-            logprobs=rollout.logprobs_T,
-            advantage=value,
-            reward=rollout.reward,
-            temperature=temperature,
-            policy_version=rollout.oldest_version,
-            example_id=group.example_id,
-            turn_versions=rollout.turn_versions,
-        )
-        if _is_masked(rollout, advantage):
-            # Without a loss token no term of the loss reaches it, whatever the loss is.
-            no_mask, no_logprobs = [False] * len(sample.token_ids), [0.0] * len(sample.token_ids)
-            sample = msgspec.structs.replace(sample, loss_mask=no_mask, logprobs=no_logprobs, advantage=0.0)
-        elif own_T := rollout.token_advantages_T:
-            mean = math.fsum(own_T) / max(1, rollout.num_completion_tokens)
-            sample = msgspec.structs.replace(sample, advantage=mean, token_advantages=own_T)
-        samples.append(sample)
+    for number, (rollout, value) in enumerate(zip(group.rollouts_G, _advantages(group, advantage), strict=True)):
+        rollout_id = f"{group.index}.{number}" if len(rollout.branches) > 1 else ""
+        for branch in rollout.branches:
+            sample = TrainingSample(
+                token_ids=branch.token_ids_T,
+                loss_mask=branch.loss_mask_T,
+                logprobs=branch.logprobs_T,
+                advantage=value,
+                reward=rollout.reward,
+                temperature=temperature,
+                policy_version=min(branch.turn_versions),
+                example_id=group.example_id,
+                turn_versions=branch.turn_versions,
+                rollout_id=rollout_id,
+            )
+            if _is_masked(rollout, advantage):
+                # Without a loss token no term of the loss reaches it, whatever the loss is.
+                no_mask, no_logprobs = [False] * len(sample.token_ids), [0.0] * len(sample.token_ids)
+                sample = msgspec.structs.replace(sample, loss_mask=no_mask, logprobs=no_logprobs, advantage=0.0)
+            elif own_T := branch.token_advantages_T:
+                mean = math.fsum(own_T) / max(1, branch.num_completion_tokens)
+                sample = msgspec.structs.replace(sample, advantage=mean, token_advantages=own_T)
+            samples.append(sample)
     return samples
 
 

@@ -39,7 +39,8 @@ from prime_rl.orchestrator.guard import RunFailed
 from prime_rl.orchestrator.metrics import eval_metrics, mean, pass_at, standard_error
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TokenizerError, TurnSampler
 from prime_rl.orchestrator.publication import AdapterPublication, base_model, connect
-from prime_rl.orchestrator.rollout import Rollout, together
+from prime_rl.orchestrator.recorder import Rollout
+from prime_rl.orchestrator.rollout import together
 from prime_rl.orchestrator.sampler import Pick
 from prime_rl.utils.process import end_orphans, inherit_orphans
 from prime_rl.utils.runtime import complain, setup_logger
@@ -188,7 +189,7 @@ class Evaluation:
                     tally.problem = tally.problem or one_line(f"{pick.example.id}: {error}", 500)
                 else:
                     self._keep(label, pick, number, rollout)
-                    tally.examples[index].append(replace(rollout, token_ids_T=[], loss_mask_T=[], logprobs_T=[]))
+                    tally.examples[index].append(replace(rollout, branches=[]))
             done += 1
             say(EvalProgress(label, done, total))
 
@@ -198,14 +199,15 @@ class Evaluation:
         return tally
 
     def _keep(self, label: str, pick: Pick, number: int, rollout: Rollout) -> None:
+        last = rollout.branches[-1]  # of several the one that ended it
         sample = EvalSample(
             target=label,
             env=pick.env_name,
             example_id=pick.example.id,
             number=number,
             reward=rollout.reward,
-            prompt=self.tokenizer.decode(rollout.token_ids_T[: rollout.num_prompt_tokens]),
-            completion=self.tokenizer.decode(rollout.token_ids_T[rollout.num_prompt_tokens :]),
+            prompt=self.tokenizer.decode(last.token_ids_T[: last.num_prompt_tokens]),
+            completion=self.tokenizer.decode(last.token_ids_T[last.num_prompt_tokens :]),
             num_completion_tokens=rollout.num_completion_tokens,
             truncated=rollout.truncated,
             metrics=rollout.metrics,

@@ -22,7 +22,8 @@ from prime_rl.orchestrator.envs.base import Environment
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.metrics import eval_metrics, last_eval_step, write_metrics
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler
-from prime_rl.orchestrator.rollout import PolicySession, Rollout, derive_seed, together
+from prime_rl.orchestrator.recorder import PolicySession, Rollout, derive_seed
+from prime_rl.orchestrator.rollout import together
 from prime_rl.orchestrator.sampler import Pick
 
 logger = logging.getLogger(__name__)

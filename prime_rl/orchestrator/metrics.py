@@ -17,7 +17,8 @@ from prime_rl.contract.files import append_line, read_end
 from prime_rl.contract.metrics import parse_metrics
 from prime_rl.orchestrator.envs.base import MAX_REWARDS
 from prime_rl.orchestrator.envs.checked import RolloutMeter
-from prime_rl.orchestrator.rollout import Group, Rollout
+from prime_rl.orchestrator.recorder import Rollout
+from prime_rl.orchestrator.rollout import Group
 
 Phase = Literal["generate", "environment", "wait_for_policy", "wait_for_inference"]
 PHASES: tuple[Phase, ...] = get_args(Phase)

@@ -126,7 +126,8 @@ async def set_up(
     phases = PhaseClock(on_change=wake.set)
     changed = await asyncio.to_thread(changed_data_text, run)  # what is loaded now stays
     envs, eval_envs = await load_environments(config, phases, cleanup, reporter.wait_for, run.data_file)
-    progress = find_progress(run, config.groups_per_batch, max_bytes=max_batch_bytes(config.batch_size, seq_len))
+    max_bytes = max_batch_bytes(config.batch_size * config.max_branches, seq_len)
+    progress = find_progress(run, config.groups_per_batch, max_bytes=max_bytes)
     reporter.update(step=progress.step)
 
     publication = await choose_publication(config, run, reporter.wait_for, cleanup)

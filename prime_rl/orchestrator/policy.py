@@ -21,13 +21,17 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from prime_rl.configs.base import SamplingConfig
+from prime_rl.contract.calls import Turn
+from prime_rl.contract.served import MAX_STOPS
 from prime_rl.orchestrator.client import AdapterRefused, Completion, CompletionRequest, RequestRefused, UnknownModel
-from prime_rl.orchestrator.envs.base import Message, PolicyError, RolloutError
+from prime_rl.orchestrator.envs.base import PolicyError, RolloutError
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.publication import Publication
+from prime_rl.orchestrator.tools import ToolForm, Tools
 from prime_rl.utils.chat_template import SPECIAL_TOKENS, ChatTemplate, model_file, token_text
 from prime_rl.utils.chat_template import TokenizerError as TokenizerError
 
@@ -146,6 +150,10 @@ class PolicyVersions:
         self._publication.retain(self._client, lambda version: version >= self.version or self._users[version] > 0)
 
 
+class TooLong(RolloutError):
+    """A prompt that leaves no room for an answer."""
+
+
 @dataclass(eq=False)
 class FirstTurn:
     """The first turn of `num_rollouts` rollouts of one example: one request, made by the first that needs it."""
@@ -176,18 +184,25 @@ class TurnSampler:
         num_choices: int = 1,
         num_prefix: int = 0,
         version: int | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
         note_version: Callable[[int], None] = lambda version: None,
     ) -> tuple[int, list[Completion]]:
         """The version that answered (default: the current one) and its completions, from one seed.
 
+        `max_tokens` and `stop` stand beside those of the run.
+
         `num_prefix` tokens of the prompt are those of the whole conversation and of its group.
         `note_version` gets the version before the request; the answer's may be newer, unless `version` was given. What
-        a restarted server has lost is loaded again. Raises RolloutError when the prompt fills `seq_len`.
+        a restarted server has lost is loaded again. Raises TooLong when the prompt fills `seq_len`.
         """
-        max_tokens = min(self._sampling.max_tokens, self._seq_len - len(prompt_ids))
-        if max_tokens < 1:
+        sampling = self._sampling
+        if stop:
+            sampling = sampling.model_copy(update={"stop": [*dict.fromkeys((*sampling.stop, *stop))][:MAX_STOPS]})
+        longest = min(sampling.max_tokens, max_tokens or sampling.max_tokens, self._seq_len - len(prompt_ids))
+        if longest < 1:
             wanted = 1 << (len(prompt_ids) + self._sampling.max_tokens - 1).bit_length()
-            raise RolloutError(
+            raise TooLong(
                 f"{len(prompt_ids)} prompt tokens leave no room in seq_len = {self._seq_len} (to raise it, unless the "
                 f"run's config sets it: prl down; prl up --seq_len {wanted}; prl runs readmit ID)"
             )
@@ -196,9 +211,7 @@ class TurnSampler:
                 with self._policy.use(version) as (used, model):
                     note_version(used)
                     try:
-                        request = CompletionRequest(
-                            model, prompt_ids, self._sampling, max_tokens, seed, num_choices, num_prefix
-                        )
+                        request = CompletionRequest(model, prompt_ids, sampling, longest, seed, num_choices, num_prefix)
                         completions = await self._client.complete(request)
                         self._answered.add(used)
                         exactly = version is not None
@@ -258,12 +271,13 @@ TOKEN_FIELDS = {"single_word", "lstrip", "rstrip", "normalized", "special"}
 
 
 class ChatTokenizer:
-    """The tokenizer and the chat template of one model."""
+    """The tokenizer and the chat template of one model. `form`: how it calls tools."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self.form = ToolForm.of(template)
         self._tokenizer = tokenizer
         self._template = template
-        self._prompts: dict[tuple[tuple[str, str], ...], list[int]] = {}
+        self._prompts: dict[bytes, list[int]] = {}
         # Replaces the policy's message where only the text behind it is needed. Random, so that no message
         # can contain it by intent.
         self._stand_in = f"assistant-turn-{secrets.token_hex(16)}"
@@ -282,40 +296,41 @@ class ChatTokenizer:
         _add_missing(tokenizer, template.config)
         return cls(tokenizer, template)
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, turns: Sequence[Turn], tools: Tools = ()) -> list[int]:
         """Token ids of a conversation, ready for the assistant's next turn. Raises TokenizerError."""
-        key = tuple((message["role"], message["content"]) for message in messages)
+        key = msgspec.msgpack.encode((turns, tools))
         if key not in self._prompts:
             if len(self._prompts) == NUM_PROMPTS_KEPT:
                 self._prompts.clear()
-            self._prompts[key] = self._encode(self._template.render(messages))
+            self._prompts[key] = self.encode(self._render(self.form.chat(turns, tools), tools))
         return list(self._prompts[key])
 
-    def continuation(self, messages: Sequence[Message], num_seen: int) -> list[int]:
-        """Token ids that follow the assistant turn `messages[num_seen - 1]`, up to the assistant's next turn.
+    def continuation(self, turns: Sequence[Turn], num_seen: int, tools: Tools = ()) -> list[int]:
+        """Token ids that follow the assistant turn `turns[num_seen - 1]`, up to the assistant's next turn.
 
         They begin with the end-of-turn tokens of that turn, whether or not the policy sampled those itself.
         """
-        masked: list[Message] = [
-            {"role": "assistant", "content": self._stand_in} if i == num_seen - 1 else message
-            for i, message in enumerate(messages)
-        ]
-        _, found, rest = self._template.render(masked).partition(self._stand_in)
+        before = self.form.chat(turns[: num_seen - 1], tools)
+        after = self.form.chat(turns[num_seen:], (), begins=False)
+        masked = [*before, {"role": "assistant", "content": self._stand_in}, *after]
+        _, found, rest = self._render(masked, tools).partition(self._stand_in)
         if not found:
-            raise TokenizerError(
-                "the chat template drops earlier assistant turns: environments with several turns need them"
-            )
-        return self._encode(rest)
+            raise TokenizerError("the chat template drops earlier assistant turns")
+        return self.encode(rest)
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """Text of sampled tokens, without special tokens unless `special`."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not special)
         return text
 
-    def _encode(self, text: str) -> list[int]:
-        # The template writes every special token itself.
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, which has every special token in it."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def _render(self, chat: Sequence[Mapping[str, Any]], tools: Tools) -> str:
+        offered = {"tools": list(tools)} if tools and self.form.native else None
+        return self._template.render(chat, offered)
 
 
 def _add_missing(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:

@@ -1,25 +1,20 @@
-"""One rollout: an environment talks to the policy, every token is recorded, and out comes a training sample.
+"""The rollouts of one example: each is a session with the policy (`recorder`), lost ones are made again.
 
-`PolicySession` is the `Policy` that an environment sees: text in, text out. Behind it a conversation is one growing
-sequence of token ids: what the policy sampled is kept as sampled (with its logprobs and its version), the
-environment's messages in between are appended and masked out of the loss.
-
-Legend: T = tokens of the whole sequence, G = rollouts of one example.
+Legend: G = rollouts of one example.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from prime_rl.orchestrator.client import AccessDenied, AdapterRefused, Completion
-from prime_rl.orchestrator.envs.base import Environment, Example, Message, RolloutError
+from prime_rl.orchestrator.client import AccessDenied, AdapterRefused
+from prime_rl.orchestrator.envs.base import Environment
 from prime_rl.orchestrator.envs.checked import (
     EnvironmentBroken,
     EnvironmentFault,
@@ -27,7 +22,8 @@ from prime_rl.orchestrator.envs.checked import (
     Interrupted,
     TimedOut,
 )
-from prime_rl.orchestrator.policy import ChatTokenizer, FirstTurn, TokenizerError, TurnSampler
+from prime_rl.orchestrator.policy import ChatTokenizer, FirstTurn, TurnSampler
+from prime_rl.orchestrator.recorder import PolicySession, Rollout, derive_seed
 from prime_rl.orchestrator.sampler import ExampleSampler, Pick
 
 logger = logging.getLogger(__name__)
@@ -44,31 +40,6 @@ class GroupFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """One finished conversation. The lists over T have equal length; `turn_versions` has one policy version a turn.
-
-    `token_advantages_T` is what the environment gave in place of the advantage that follows from the rewards, or [].
-    """
-
-    token_ids_T: list[int]
-    loss_mask_T: list[bool]
-    logprobs_T: list[float]
-    reward: float
-    metrics: dict[str, float]
-    oldest_version: int
-    num_prompt_tokens: int
-    truncated: bool
-    turn_versions: list[int] = field(default_factory=list)
-    rewards: dict[str, float] = field(default_factory=dict)
-    token_advantages_T: list[float] = field(default_factory=list)
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """Tokens that the policy sampled, over all turns."""
-        return sum(self.loss_mask_T)
-
-
-@dataclass(frozen=True)
 class Group:
     """All G rollouts of the example at `index` of the run's example order."""
 
@@ -81,132 +52,6 @@ class Group:
     def oldest_version(self) -> int:
         """The oldest policy version that any of its rollouts was sampled from."""
         return min(rollout.oldest_version for rollout in self.rollouts_G)
-
-
-class PolicySession:
-    """One conversation with the policy.
-
-    Args:
-        seed: of this rollout; every turn derives its own.
-        version: the policy version for all turns; None takes the current one at each turn.
-        first_turn: shared with the other rollouts of the group, of which this is number `number`. Needs `version` None.
-        note_version: called with the version of each request before it goes out.
-    """
-
-    def __init__(
-        self,
-        turns: TurnSampler,
-        tokenizer: ChatTokenizer,
-        *,
-        seed: int,
-        version: int | None = None,
-        first_turn: FirstTurn | None = None,
-        number: int = 0,
-        note_version: Callable[[int], None] = lambda version: None,
-    ) -> None:
-        self.answer_lens: list[int] = []
-        self._turns = turns
-        self._tokenizer = tokenizer
-        self._seed = seed
-        self._version = version
-        self._first_turn = first_turn
-        self._number = number
-        self._note_version = note_version
-        self._seen: list[Message] = []
-        self._ended = False
-        self._token_ids_T: list[int] = []
-        self._loss_mask_T: list[bool] = []
-        self._logprobs_T: list[float] = []
-        self._turn_versions: list[int] = []
-        self._num_prompt_tokens = 0
-        self._truncated = False
-
-    async def complete(self, messages: Sequence[Message]) -> str:
-        """One assistant turn that follows `messages`, which must begin with the conversation so far."""
-        try:
-            new_ids = self._new_tokens(messages)
-        except TokenizerError as error:
-            raise RolloutError(str(error)) from error
-        version, completion = await self._sample(self._token_ids_T + new_ids)
-        self._append(new_ids)
-        text = self._tokenizer.decode(completion.token_ids)
-        if completion.stop is not None:
-            text = text.rpartition(completion.stop)[0]
-        self._record(completion, version)
-        self._seen = [*messages, {"role": "assistant", "content": text}]
-        return text
-
-    async def rollout(self, env: Environment, example: Example) -> Rollout:
-        """Return the rollout that `env` makes of `example` with this session, and its score.
-
-        Raises RolloutError when it cannot be trained on, and what the environment raises.
-        """
-        outcome = await env.rollout(example, self)
-        if not self._turn_versions:
-            raise RolloutError("the environment ended without asking the policy")
-        return Rollout(
-            token_ids_T=self._token_ids_T,
-            loss_mask_T=self._loss_mask_T,
-            logprobs_T=self._logprobs_T,
-            reward=outcome.reward,
-            metrics=outcome.metrics,
-            oldest_version=min(self._turn_versions),
-            num_prompt_tokens=self._num_prompt_tokens,
-            truncated=self._truncated,
-            turn_versions=self._turn_versions,
-            rewards=dict(outcome.rewards),
-            token_advantages_T=self._by_token(outcome.advantages) if outcome.advantages else [],
-        )
-
-    def _by_token(self, advantages: Sequence[float | Sequence[float]]) -> list[float]:
-        """The environment's value for each answer (checked), at the tokens of the answers; 0.0 at all others."""
-        by_answer = zip(advantages, self.answer_lens, strict=True)
-        values = itertools.chain.from_iterable(
-            [given] * length if isinstance(given, float) else given for given, length in by_answer
-        )
-        return [next(values) if is_answer else 0.0 for is_answer in self._loss_mask_T]
-
-    def _new_tokens(self, messages: Sequence[Message]) -> list[int]:
-        if not self._seen:
-            token_ids = self._tokenizer.prompt(messages)
-            self._num_prompt_tokens = len(token_ids)
-            return token_ids
-        num_seen = len(self._seen)
-        if list(messages[:num_seen]) != self._seen or len(messages) == num_seen:
-            raise RolloutError("the environment changed earlier messages, or added no new one")
-        token_ids = self._tokenizer.continuation(messages, num_seen)
-        # The end of the turn is already there when the policy sampled it.
-        sampled_end = self._ended and token_ids[:1] == self._token_ids_T[-1:]
-        return token_ids[1:] if sampled_end else token_ids
-
-    async def _sample(self, prompt_ids: list[int]) -> tuple[int, Completion]:
-        seed = derive_seed(self._seed, len(self._turn_versions))
-        if self._first_turn is not None and not self._turn_versions:
-            return await self._turns.sample_first(
-                self._first_turn, self._number, prompt_ids, seed=seed, note_version=self._note_version
-            )
-        version, (completion,) = await self._turns.sample(
-            prompt_ids,
-            seed=seed,
-            num_prefix=self._num_prompt_tokens,
-            version=self._version,
-            note_version=self._note_version,
-        )
-        return version, completion
-
-    def _append(self, token_ids: list[int]) -> None:
-        self._token_ids_T += token_ids
-        self._loss_mask_T += [False] * len(token_ids)
-        self._logprobs_T += [0.0] * len(token_ids)
-
-    def _record(self, completion: Completion, version: int) -> None:
-        self._token_ids_T += completion.token_ids
-        self._loss_mask_T += [True] * len(completion.token_ids)
-        self._logprobs_T += completion.logprobs
-        self._turn_versions.append(version)
-        self.answer_lens.append(len(completion.token_ids))
-        self._ended = completion.finish_reason == "stop"
-        self._truncated = self._truncated or not self._ended
 
 
 @dataclass(frozen=True)
@@ -296,9 +141,3 @@ async def together(parts: Iterable[Coroutine[Any, Any, ResultT]]) -> list[Result
         kinds = (AccessDenied, AdapterRefused, EnvironmentBroken, ExampleUnusable, Exception)
         raise next(error for kind in kinds for error in errors.exceptions if isinstance(error, kind)) from None
     return [task.result() for task in running]
-
-
-def derive_seed(*parts: object) -> int:
-    """A seed that is a pure function of `parts`. 31 bits: every sampler and random generator takes that."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
-    return int.from_bytes(digest) >> 1

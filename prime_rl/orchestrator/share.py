@@ -44,7 +44,8 @@ from prime_rl.orchestrator.metrics import eval_metrics, mean, reward_metrics, wr
 from prime_rl.orchestrator.orchestrator import FINAL, make_sampler
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler
 from prime_rl.orchestrator.publication import AdapterPublication, base_model, check_temperature, connect
-from prime_rl.orchestrator.rollout import Group, GroupFailed, Rollout, RolloutWorker, together
+from prime_rl.orchestrator.recorder import Rollout
+from prime_rl.orchestrator.rollout import Group, GroupFailed, RolloutWorker, together
 from prime_rl.orchestrator.sampler import ExampleSampler, Pick
 from prime_rl.utils.runtime import complain, setup_logger
 

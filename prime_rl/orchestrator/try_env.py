@@ -31,7 +31,7 @@ from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentBr
 from prime_rl.orchestrator.guard import RunFailed
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TokenizerError, TurnSampler
 from prime_rl.orchestrator.publication import AdapterPublication, connect
-from prime_rl.orchestrator.rollout import PolicySession, derive_seed
+from prime_rl.orchestrator.recorder import PolicySession, as_turns, derive_seed
 from prime_rl.utils.chat_template import model_file
 
 # Of one rollout: a server that goes away is waited for.
@@ -125,7 +125,7 @@ async def _rollout(
         result["error"] = str(error)
     time_s = time.monotonic() - start_s
     try:
-        prompt_ids = tokenizer.prompt(recorder.prompt) if tokenizer and recorder.prompt else None
+        prompt_ids = tokenizer.prompt(as_turns(recorder.prompt)) if tokenizer and recorder.prompt else None
     except TokenizerError as error:
         result["error"] = result["error"] or str(error)
     text = tokenizer.decode(prompt_ids, special=True) if tokenizer and prompt_ids else None

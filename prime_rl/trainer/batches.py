@@ -137,7 +137,7 @@ class Packer:
         if isinstance(found, str):
             raise BadBatchError(found)
         config, num_tokens = run.config, sum(len(sample.loss_mask) for sample in found.samples)
-        kept = run.keeping.places([sample.reward for sample in found.samples])
+        kept = run.keeping.samples(found.samples)
         loss, samples = config.loss, found.samples
         needs_advantage = loss.needs_advantage
         rows = rows_of(run.run_idx, samples, loss.mean, config.loss_length, kept, needs_advantage=needs_advantage)
@@ -210,7 +210,7 @@ class BatchLimits:
     def of(cls, config: OrchestratorConfig, run_id: str, step: int, vocab_size: int) -> BatchLimits:
         """The limits of batch `step` of a run with this (resolved) config."""
         assert config.seq_len is not None, "the config in a slot is resolved"
-        max_bytes = max_batch_bytes(config.batch_size, config.seq_len)
+        max_bytes = max_batch_bytes(config.batch_size * config.max_branches, config.seq_len)
         masks = config.advantage.mask_truncated
         return cls(run_id, step, config.seq_len, vocab_size, config.max_async_level, max_bytes, masks)
 

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from prime_rl.configs.losses import LossMean
-from prime_rl.contract.types import ADVANTAGE_DTYPE, TOKEN_BYTES, TOKEN_DTYPE, MicroBatch, SampleColumns
+from prime_rl.contract.types import ADVANTAGE_DTYPE, TOKEN_BYTES, TOKEN_DTYPE, MicroBatch, SampleColumns, rollouts_of
 
 # In the mask of a sample.
 LOSS_TOKEN = b"\x01"
@@ -53,7 +53,7 @@ class Row:
     """One sample of one run, cut after its last loss token. `order` is its place in the batch.
 
     Attributes:
-        kept: which of the rollouts it is that people get to read (`contract.samples`); -1: none of them.
+        kept: which of the samples it is that people get to read (`contract.samples`); -1: none of them.
         shared: of its first positions, how many are those of the row before it, where that is in the same pass.
     """
 
@@ -91,12 +91,12 @@ def rows_of(
 
     Args:
         mean: what the run's loss is divided by; `length` is the constant of "constant".
-        kept: places in the batch of the rollouts that people get to read.
+        kept: places in the batch of the samples that people get to read.
         needs_advantage: a sample whose advantage is zero trains nothing, unless people get to read it.
     """
     kept_at = {place: number for number, place in enumerate(kept)}
     num_loss_tokens = [sample.loss_mask.count(LOSS_TOKEN) for sample in samples]
-    scales = loss_scales(num_loss_tokens, mean, length)
+    scales = loss_scales(num_loss_tokens, mean, length, rollouts_of(samples))
     rows = []
     for order, (sample, scale) in enumerate(zip(samples, scales, strict=True)):
         if num_loss_tokens[order]:
@@ -196,18 +196,25 @@ def bundles_of(rows: Iterable[Row], max_positions: float, max_seen: float) -> li
     return sorted((Bundle(tuple(each)) for each in bundles), key=lambda each: (each.num_positions, each.rows[0].order))
 
 
-def loss_scales(num_loss_tokens: Sequence[int], mean: LossMean, length: int | None) -> list[float]:
+def loss_scales(
+    num_loss_tokens: Sequence[int], mean: LossMean, length: int | None, rollouts: Sequence[Sequence[int]]
+) -> list[float]:
     """For each sample of a batch, what its token losses are multiplied by, so that the sum over the batch is the mean.
 
-    Samples without a loss token count as samples.
+    Rollouts without a loss token count as rollouts; one of several samples counts once.
+
+    Args:
+        rollouts: the places of the samples of each.
     """
-    num_samples = len(num_loss_tokens)
     if mean == "token":
-        return [1.0 / max(1, sum(num_loss_tokens))] * num_samples
-    if mean == "sequence":
-        return [1.0 / (num_samples * max(1, count)) for count in num_loss_tokens]
-    assert length, "a constant mean needs its length"
-    return [1.0 / (num_samples * length)] * num_samples
+        return [1.0 / max(1, sum(num_loss_tokens))] * len(num_loss_tokens)
+    scales = [0.0] * len(num_loss_tokens)
+    for places in rollouts:
+        divisor = length if mean == "constant" else max(1, sum(num_loss_tokens[place] for place in places))
+        assert divisor, "a constant mean needs its length"
+        for place in places:
+            scales[place] = 1.0 / (len(rollouts) * divisor)
+    return scales
 
 
 def to_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatch:

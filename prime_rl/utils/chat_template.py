@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -65,6 +65,10 @@ class ChatTemplate:
         if taken := sorted((own or {}).keys() & {*special, *RESERVED}):
             raise TokenizerError(f"sampling.chat_template_kwargs: {', '.join(taken)} must not be set here")
         return cls(source, {**(own or {}), **special}, config)
+
+    def takes(self, name: str) -> bool:
+        """True when the template looks at the argument `name`."""
+        return name in meta.find_undeclared_variables(_environment().parse(self.source))
 
     def render(
         self,

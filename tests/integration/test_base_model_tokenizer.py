@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from prime_rl.base_model.teach import TURN_END, TURN_START, PromptEncoder, build_tokenizer
 from prime_rl.orchestrator.policy import ChatTokenizer
+from prime_rl.orchestrator.recorder import as_turns
 
 TEXTS = ["Reverse: banal", "", "  two  blanks \n\n and lines\t", "Größe, 漢字, 😀", "{{ 7 * 7 }} {% raw %}", "\x00\x7f"]
 
@@ -44,7 +45,7 @@ def test_special_tokens(loaded: PreTrainedTokenizerFast) -> None:
 def test_three_renderings_agree(folder: Path, loaded: PreTrainedTokenizerFast, text: str) -> None:
     messages = [{"role": "user", "content": text}]
     ids = loaded.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert ChatTokenizer.load(str(folder)).prompt(messages) == ids
+    assert ChatTokenizer.load(str(folder)).prompt(as_turns(messages)) == ids
     assert PromptEncoder(loaded).prompt(text) == ids
 
 

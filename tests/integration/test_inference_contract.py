@@ -28,6 +28,7 @@ from prime_rl.contract.served import LOGPROBS_HEADER
 from prime_rl.contract.status import InferenceStatus, is_alive, read_status
 from prime_rl.orchestrator.envs.base import Message
 from prime_rl.orchestrator.policy import ChatTokenizer
+from prime_rl.orchestrator.recorder import as_turns
 from tests.adapter_sets import TARGET_SETS, TrainedAdapter
 from tests.inference_support import (
     EOS,
@@ -402,7 +403,7 @@ def test_a_chat_is_rendered_by_the_code_of_orchestrators(server: RunningServer) 
     chat = {"model": server.model, "messages": messages, "max_tokens": 1, "return_token_ids": True}
     response = server.post("/v1/chat/completions", **chat)
     assert response.status_code == 200, response.text
-    assert response.json()["prompt_token_ids"] == ChatTokenizer.load(server.model).prompt(messages)
+    assert response.json()["prompt_token_ids"] == ChatTokenizer.load(server.model).prompt(as_turns(messages))
     refused = server.post("/v1/chat/completions", **chat, chat_template_kwargs={"messages": []})
     assert refused.status_code == 400 and "may not set ['messages']" in error_of(refused)
 

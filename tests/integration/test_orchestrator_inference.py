@@ -28,6 +28,7 @@ from prime_rl.contract.types import TrainingSample, read_batch
 from prime_rl.lora.adapter_state import peft_names, save_peft
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from prime_rl.orchestrator.policy import ChatTokenizer
+from prime_rl.orchestrator.recorder import as_turns
 from tests.orchestrator_support import FIRST_BYTE, IM_END, make_model, make_run, run_config, stand_in_trainer, until
 from tests.patience import PATIENCE_S
 
@@ -146,12 +147,12 @@ def test_prompts_are_what_transformers_makes_of_them(model: Path) -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Grüß Gott 🙂 <|im_end|> {{ 1 }}"},
     ]
-    prompt = ours.prompt(messages)  # type: ignore[arg-type]
+    prompt = ours.prompt(as_turns(messages))  # type: ignore[arg-type]
     assert prompt == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     turns = [*messages, {"role": "assistant", "content": "Servus."}, {"role": "user", "content": "More"}]
     answer = theirs.encode("Servus.", add_special_tokens=False)
     whole = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    assert prompt + answer + ours.continuation(turns, num_seen=3) == whole  # type: ignore[arg-type]
+    assert prompt + answer + ours.continuation(as_turns(turns), num_seen=3) == whole  # type: ignore[arg-type]
 
 
 async def test_samples_come_from_the_version_that_they_name(

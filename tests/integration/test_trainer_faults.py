@@ -138,7 +138,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[RunDir, TrainingBatch], None], str]] = {
     "another step's": (with_fields(step=7), "step is 7, expected 2"),
     "another format": (
         with_bytes(lambda data: data.replace(b"\xa7version\x02", b"\xa7version\x63")),
-        "format version 99, this program reads 1 and 2",
+        "format version 99, this program reads 1, 2 and 3",
     ),
     "half a token": (with_columns(token_ids=b"\0" * 47), "sample 8: token_ids has 47 bytes, expected 4 for each token"),
     "a mask of numbers": (with_columns(loss_mask=b"\x07" * 12), "sample 8: loss_mask[0] is 7, must be 0 or 1"),

@@ -16,6 +16,7 @@ from prime_rl.inference.guard import ApiError
 from prime_rl.inference.vllm.server import render_as_orchestrators
 from prime_rl.orchestrator.envs.base import Message
 from prime_rl.orchestrator.policy import ChatTokenizer, TokenizerError
+from prime_rl.orchestrator.recorder import as_turns
 from prime_rl.utils.chat_template import ChatTemplate
 from tests.orchestrator_support import CHATML, config_data, make_model
 
@@ -97,7 +98,7 @@ def check_same(model: Path, messages: list[Message] = MESSAGES, **arguments: Any
     render_as_orchestrators(tokenizer, str(model))  # what vLLM's chat route asks
     asked = {"chat_template": tokenizer.get_chat_template(), "add_generation_prompt": True, "return_dict": False}
     assert tokenizer.apply_chat_template(messages, **asked, **arguments) == theirs
-    assert ChatTokenizer.load(str(model), arguments).prompt(messages) == theirs
+    assert ChatTokenizer.load(str(model), arguments).prompt(as_turns(messages)) == theirs
     assert Text(str(model)).render_chat(messages, arguments) == theirs
 
 
@@ -195,7 +196,7 @@ def test_what_a_template_refuses_is_told_in_its_own_words(model: Path, template:
 
     write_config(model, template)
     with pytest.raises(TokenizerError, match=f"the chat template refuses the conversation: .*{words}"):
-        ChatTokenizer.load(str(model)).prompt(MESSAGES)
+        ChatTokenizer.load(str(model)).prompt(as_turns(MESSAGES))
     with pytest.raises(ApiError, match=words):
         Text(str(model)).render_chat(MESSAGES, {})
     render_as_orchestrators(tokenizer := AutoTokenizer.from_pretrained(model), str(model))

@@ -17,6 +17,7 @@ from daemons.cli import app, run
 from daemons.specs import save_devices, save_folder
 from prime_rl.contract.layout import OutputDir
 from prime_rl.orchestrator.policy import ChatTokenizer
+from prime_rl.orchestrator.recorder import as_turns
 from prime_rl.orchestrator.try_env import run as try_file
 from tests.daemons_support import ROOT
 from tests.orchestrator_support import FakeInference, config_data, make_model, serving
@@ -58,7 +59,7 @@ def test_the_echo_needs_no_model_and_tells_prompt_tokens_reward_and_time(file: P
     assert [each["example_id"] for each in (good, bad)] == ["3", "4"], "the first two are for evaluation"
     messages = [{"role": "user", "content": "capital 2?"}]
     tokenizer = ChatTokenizer.load(str(file.parent / "model"))
-    assert good["prompt"] == messages and good["prompt_tokens"] == tokenizer.prompt(messages)
+    assert good["prompt"] == messages and good["prompt_tokens"] == tokenizer.prompt(as_turns(messages))
     assert good["prompt_text"] == "<|im_start|>user\ncapital 2?<|im_end|>\n<|im_start|>assistant\n"
     assert (good["reward"], good["error"], good["answer_tokens"]) == (0.25, None, None) and good["time_s"] > 0
     assert (bad["reward"], bad["error"]) == (None, "RuntimeError: red (reward.py line 4)")

@@ -319,7 +319,7 @@ async def test_a_dropped_rollout_is_replaced_by_one_of_another_seed(
     env.rollout = rollout  # type: ignore[method-assign]
     group = await worker_of(workspace, client, env, share=1.0).group(0)
     assert len(group.rollouts_G) == 4 and calls == 4 + 3
-    answers = [tuple(rollout.token_ids_T) for rollout in group.rollouts_G]
+    answers = [tuple(rollout.branches[0].token_ids_T) for rollout in group.rollouts_G]
     assert len(set(answers)) > 1
 
 
@@ -554,7 +554,7 @@ async def test_content_in_text_parts_is_text(workspace: tuple[Path, Path], clien
     content = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     groups.append(await worker_of((workspace[0], workspace[1] / "b"), client, Does(does), share=1.0).group(0))
     first, second = (group.rollouts_G[0] for group in groups)
-    assert first.token_ids_T == second.token_ids_T
+    assert first.branches[0].token_ids_T == second.branches[0].token_ids_T
 
 
 async def fails(env: CheckedEnvironment, numbers: range) -> None:
@@ -672,6 +672,6 @@ async def test_advantages_of_turns_and_tokens_come_to_the_tokens_of_their_answer
         return Outcome(1.0, rewards={"form": 1.0}, advantages=[0.5, by_token])
 
     for rollout in (await worker_of(workspace, client, Does(does), share=1.0).group(0)).rollouts_G:
-        at_T = list(zip(rollout.token_advantages_T, rollout.loss_mask_T, strict=True))
+        at_T = list(zip(rollout.branches[0].token_advantages_T, rollout.branches[0].loss_mask_T, strict=True))
         assert [value for value, is_answer in at_T if is_answer] == [0.5, 0.5, 0.5, 0.0, 1.0, 2.0]
         assert {value for value, is_answer in at_T if not is_answer} == {0.0} and rollout.rewards == {"form": 1.0}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from prime_rl.contract.calls import Turn
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.orchestrator import run_to_the_end
@@ -121,7 +122,7 @@ async def test_a_run_goes_on_without_the_examples_that_are_too_long(
 ) -> None:
     """Only words of three and four letters leave room, of up to ten: far more than half of the groups are left out."""
     model, run, fake = make_model(tmp_path / "model"), make_run(tmp_path), FakeInference(tmp_path / "model")
-    prompt = ChatTokenizer.load(str(model)).prompt([{"role": "user", "content": UPPER.prompt("abcd")}])
+    prompt = ChatTokenizer.load(str(model)).prompt((Turn("user", UPPER.prompt("abcd")),))
     args = {"wording": "short", "num_examples": 40, "num_eval_examples": 2, "min_len": 3, "max_len": 10}
     async with serving(fake) as url:
         config = run_config(

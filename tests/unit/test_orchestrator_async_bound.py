@@ -212,7 +212,7 @@ def check_bound(case: Case, played: Played) -> None:
         assert len(batch) == case.groups_per_batch
         assert step <= published + case.k + 1, "never more than k + 1 batches ahead of the trainer"
         for rollout in (rollout for group in batch for rollout in group.rollouts_G):
-            versions = versions_in(rollout.token_ids_T, rollout.loss_mask_T)
+            versions = versions_in(rollout.branches[0].token_ids_T, rollout.branches[0].loss_mask_T)
             assert len(versions) == case.num_turns
             assert versions == rollout.turn_versions
             assert min(versions) == rollout.oldest_version >= max(0, step - 1 - case.k)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from prime_rl.configs.base import SamplingConfig
+from prime_rl.contract.calls import Turn
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.orchestrator.client import (
@@ -58,15 +59,15 @@ def model(tmp_path: Path) -> Path:
 
 def test_prompt_ends_where_the_assistant_begins(model: Path) -> None:
     tokenizer = ChatTokenizer.load(str(model))
-    ids = tokenizer.prompt([{"role": "user", "content": "hi"}])
+    ids = tokenizer.prompt((Turn("user", "hi"),))
     assert ids[0] == 1 and ids.count(IM_END) == 1  # special tokens are single ids
     assert tokenizer.decode(ids) == "user\nhi\nassistant\n"
 
 
 def test_a_continuation_is_what_was_said_since(model: Path) -> None:
     tokenizer = ChatTokenizer.load(str(model))
-    seen = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "  trimmed by the template "}]
-    ids = tokenizer.continuation([*seen, {"role": "user", "content": "more"}], num_seen=2)  # type: ignore[list-item]
+    seen = [Turn("user", "hi"), Turn("assistant", "  trimmed by the template ")]
+    ids = tokenizer.continuation([*seen, Turn("user", "more")], num_seen=2)
     assert ids[0] == IM_END
     assert tokenizer.decode(ids) == "\nuser\nmore\nassistant\n"
 
@@ -74,17 +75,17 @@ def test_a_continuation_is_what_was_said_since(model: Path) -> None:
 def test_templates_cannot_act(model: Path) -> None:
     (model / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
     with pytest.raises(TokenizerError, match="refuses"):
-        ChatTokenizer.load(str(model)).prompt([{"role": "user", "content": "hi"}])
+        ChatTokenizer.load(str(model)).prompt((Turn("user", "hi"),))
 
 
 def test_the_template_may_stand_in_the_tokenizer_config(model: Path) -> None:
     template = (model / "chat_template.jinja").read_text()
-    expected = ChatTokenizer.load(str(model)).prompt([{"role": "user", "content": "x"}])
+    expected = ChatTokenizer.load(str(model)).prompt((Turn("user", "x"),))
     (model / "chat_template.jinja").unlink()
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}]
     for form in (template, named):
         (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": form}))
-        assert ChatTokenizer.load(str(model)).prompt([{"role": "user", "content": "x"}]) == expected
+        assert ChatTokenizer.load(str(model)).prompt((Turn("user", "x"),)) == expected
     (model / "tokenizer_config.json").unlink()
     with pytest.raises(TokenizerError, match="chat template not found"):
         ChatTokenizer.load(str(model))
@@ -295,14 +296,14 @@ async def test_turns_continue_the_same_tokens_and_only_sampled_ones_count(model:
     first, second = fake.completions
     assert (first["model"], second["model"]) == (str(model), "run_a@v1")
     assert second["seed"] != first["seed"]
-    ids, mask = rollout.token_ids_T, rollout.loss_mask_T
+    ids, mask = rollout.branches[0].token_ids_T, rollout.branches[0].loss_mask_T
     n = len(first["prompt"])
     assert ids[:n] == first["prompt"] and ids[: len(second["prompt"])] == second["prompt"]
     assert ids[n : n + 3] == [FIRST_BYTE + 0, ids[n + 1], IM_END]  # version 0, and its end of turn only once
     assert ids[n + 3] != IM_END
     assert [i for i, loss in enumerate(mask) if loss] == [n, n + 1, n + 2, *range(len(ids) - 3, len(ids))]
-    assert [p for p, loss in zip(rollout.logprobs_T, mask, strict=True) if loss] == [-0.5] * 6
-    assert {p for p, loss in zip(rollout.logprobs_T, mask, strict=True) if not loss} == {0.0}
+    assert [p for p, loss in zip(rollout.branches[0].logprobs_T, mask, strict=True) if loss] == [-0.5] * 6
+    assert {p for p, loss in zip(rollout.branches[0].logprobs_T, mask, strict=True) if not loss} == {0.0}
     assert (rollout.turn_versions, rollout.num_prompt_tokens, rollout.truncated) == ([0, 1], n, False)
 
 
@@ -316,7 +317,7 @@ async def test_a_turn_that_was_cut_gets_its_end_appended_but_not_learned(model: 
         (rollout,) = (await worker.group(0)).rollouts_G
         await client.close()
     n = rollout.num_prompt_tokens
-    assert rollout.token_ids_T[n + 2] == IM_END and not rollout.loss_mask_T[n + 2]
+    assert rollout.branches[0].token_ids_T[n + 2] == IM_END and not rollout.branches[0].loss_mask_T[n + 2]
     assert rollout.truncated and rollout.num_completion_tokens == 4
 
 
@@ -330,7 +331,7 @@ async def test_rollouts_are_reproducible_and_differ_within_a_group(model: Path, 
         groups = [await worker.group(5) for worker in workers]
         await client.close()
     assert groups[0] == groups[1]
-    assert len({tuple(rollout.token_ids_T) for rollout in groups[0].rollouts_G}) == 3
+    assert len({tuple(rollout.branches[0].token_ids_T) for rollout in groups[0].rollouts_G}) == 3
     # The shared first turn is one request for all, later turns are one each.
     bodies = [(body["n"], body["seed"]) for body in fake.completions]
     assert [n for n, _ in bodies] == [3, 1, 1, 1] * 2
@@ -353,7 +354,7 @@ async def test_rollouts_whose_first_prompts_differ_do_not_share_a_request(model:
         group = await worker.group(0)
         await client.close()
     bodies = fake.completions
-    prompts = [rollout.token_ids_T[: rollout.num_prompt_tokens] for rollout in group.rollouts_G]
+    prompts = [rollout.branches[0].token_ids_T[: rollout.num_prompt_tokens] for rollout in group.rollouts_G]
     assert sorted(prompts) == sorted(body["prompt"] for body in bodies)
     assert len(bodies) == 3
 

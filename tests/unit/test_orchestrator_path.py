@@ -19,7 +19,7 @@ from prime_rl.orchestrator.envs import load_environment
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from prime_rl.orchestrator.policy import ChatTokenizer, FirstTurn, TurnSampler
-from prime_rl.orchestrator.rollout import PolicySession
+from prime_rl.orchestrator.recorder import PolicySession
 from tests.orchestrator_support import (
     FakeInference,
     make_client,

@@ -29,23 +29,22 @@ from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.evaluate import next_due
 from prime_rl.orchestrator.metrics import last_eval_step, write_metrics
 from prime_rl.orchestrator.orchestrator import FINAL
-from prime_rl.orchestrator.rollout import Group, Rollout, derive_seed
+from prime_rl.orchestrator.recorder import Branch, Rollout, derive_seed
+from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import MAX_FILTERED_BATCHES, GroupLedger
 from tests.orchestrator_support import TalkEnv, make_run
 
 
 def a_rollout(reward: float = 0.5, version: int = 0, num_completion: int = 2) -> Rollout:
-    return Rollout(
+    branch = Branch(
         token_ids_T=[7] * 3 + [8] * num_completion,
         loss_mask_T=[False] * 3 + [True] * num_completion,
         logprobs_T=[0.0] * 3 + [-1.0] * num_completion,
-        reward=reward,
-        metrics={"exact_match": float(reward == 1)},
-        oldest_version=version,
         num_prompt_tokens=3,
-        truncated=False,
+        turn_versions=[version],
     )
+    return Rollout([branch], reward, {"exact_match": float(reward == 1)}, truncated=False)
 
 
 def a_group(index: int, rewards: list[float] | None = None, version: int = 0, env: str = "talk") -> Group:
@@ -122,8 +121,9 @@ def test_a_truncated_rollout_may_be_scored_and_not_learned_from() -> None:
         advantages[masks] = [sample.advantage for sample in batch.samples]
         # Without a loss token no term of a loss can reach it: not its KL to the base either.
         assert [any(sample.loss_mask) for sample in batch.samples] == [not masks, True, True]
-        assert batch.samples[0].logprobs == ([0.0] * 5 if masks else cut.rollouts_G[0].logprobs_T)
-        assert batch.samples[0].token_ids == cut.rollouts_G[0].token_ids_T and batch.samples[0].reward == 0.0
+        (branch,) = cut.rollouts_G[0].branches
+        assert batch.samples[0].logprobs == ([0.0] * 5 if masks else branch.logprobs_T)
+        assert batch.samples[0].token_ids == branch.token_ids_T and batch.samples[0].reward == 0.0
     assert advantages == {False: [-0.5, 0.5, 0.0], True: [0.0, 0.5, 0.0]}
     hopeless = replace(whole, rollouts_G=[replace(rollout, truncated=True) for rollout in whole.rollouts_G])
     assert has_signal(hopeless, AdvantageConfig()) and not has_signal(hopeless, AdvantageConfig(mask_truncated=True))

@@ -20,7 +20,7 @@ from prime_rl.contract.metrics import Sign
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.orchestrator import run_to_the_end
-from prime_rl.orchestrator.rollout import derive_seed
+from prime_rl.orchestrator.recorder import derive_seed
 from tests.orchestrator_support import (
     FIRST_BYTE,
     FakeInference,

@@ -25,6 +25,7 @@ from prime_rl.orchestrator.guard import RunFailed
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from prime_rl.orchestrator.policy import ChatTokenizer, TokenizerError
 from prime_rl.orchestrator.publication import check_temperature, warn_of_narrow_sampling
+from prime_rl.orchestrator.recorder import as_turns
 from tests.orchestrator_support import (
     FIRST_BYTE,
     FakeInference,
@@ -173,10 +174,11 @@ async def test_every_setting_reaches_the_server_and_a_stop_text_is_learned_but_n
     asked = {"temperature": 0.5, "top_k": 3, "stop": ["Z"], "min_tokens": 6, "max_tokens": 8}
     assert {name: first[name] for name in asked} == asked and "top_p" not in first
     n = rollout.num_prompt_tokens
-    assert rollout.token_ids_T[n : n + 2] == [FIRST_BYTE, FIRST_BYTE + ord("Z")] and all(rollout.loss_mask_T[n : n + 2])
+    (branch,) = rollout.branches
+    assert branch.token_ids_T[n : n + 2] == [FIRST_BYTE, FIRST_BYTE + ord("Z")] and all(branch.loss_mask_T[n : n + 2])
     assert not rollout.truncated
     assert len(env.answers) == 2 and not any("Z" in answer for answer in env.answers), "nor read by the environment"
-    assert second["prompt"][: n + 2] == rollout.token_ids_T[: n + 2]
+    assert second["prompt"][: n + 2] == rollout.branches[0].token_ids_T[: n + 2]
 
 
 def test_arguments_of_the_chat_template(model: Path) -> None:
@@ -184,7 +186,7 @@ def test_arguments_of_the_chat_template(model: Path) -> None:
     message: list[Message] = [{"role": "user", "content": "hi"}]
     for arguments, text in (({}, "hi"), ({"enable_thinking": True}, "think hi"), ({"enable_thinking": False}, "hi")):
         tokenizer = ChatTokenizer.load(str(model), arguments)
-        assert tokenizer.decode(tokenizer.prompt(message)) == text
+        assert tokenizer.decode(tokenizer.prompt(as_turns(message))) == text
     with pytest.raises(TokenizerError, match=r"sampling\.chat_template_kwargs: messages must not be set here"):
         ChatTokenizer.load(str(model), {"messages": []})
 
@@ -220,6 +222,6 @@ async def test_an_environment_does_not_see_how_it_is_asked(model: Path, tmp_path
         (rollout,) = (await worker.group(0)).rollouts_G
         await client.close()
     tokenizer = ChatTokenizer.load(str(model))
-    text = tokenizer.decode(rollout.token_ids_T)
+    text = tokenizer.decode(rollout.branches[0].token_ids_T)
     assert text.startswith("system\nBe brief.\nuser\nQ: 1 + 1\nA:\nassistant\n2\nuser\nQ: ")
     assert text.count("Q: ") == 2 and text.endswith("more 0\nassistant\n" + env.answers[-1])

@@ -90,7 +90,7 @@ async def test_an_answer_of_other_weights_is_not_taken_and_the_version_is_given_
         await policy.close()
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
     assert {tuple(rollout.turn_versions) for rollout in rollouts} == {(2,)}
-    assert {rollout.token_ids_T[rollout.num_prompt_tokens] for rollout in rollouts} == {FIRST_BYTE + 2}
+    assert {rollout.branches[0].token_ids_T[rollout.num_prompt_tokens] for rollout in rollouts} == {FIRST_BYTE + 2}
     assert changes(fake) == ["base", "step_2", "step_2", "base"] and num_changes == 3, "one change brings it back"
 
 

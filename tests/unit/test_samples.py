@@ -32,7 +32,8 @@ from prime_rl.contract.samples import (
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.batch import assemble_batch
 from prime_rl.orchestrator.policy import ChatTokenizer
-from prime_rl.orchestrator.report import SampleKeeper, pieces, shorten
+from prime_rl.orchestrator.recorder import pieces
+from prime_rl.orchestrator.report import SampleKeeper, shorten
 from tests.orchestrator_support import make_run
 from tests.unit.test_orchestrator_pure import a_group
 from tests.unit.test_orchestrator_run import Workspace, workspace  # noqa: F401
@@ -79,7 +80,7 @@ def test_the_kept_rollouts_of_a_batch(tmp_path: Path) -> None:
     assert (best.reward, best.advantage, best.place) == (1.0, 0.5, 1)
     (kept,) = read_batches(run.samples, run.ratios, 9)
     assert (kept.step, kept.rewards, kept.ratios) == (3, (0.0, 1.0, 0.25, 0.5), {})
-    logprobs = groups[0].rollouts_G[0].logprobs_T[3:]
+    logprobs = groups[0].rollouts_G[0].branches[0].logprobs_T[3:]
     assert kept.samples[0].tokens == SampleTokens(["i", "i"], [round(each, 4) for each in logprobs])
     SampleKeeper(run, SamplesConfig(per_step=0), as_letters).keep(groups, batch)
     assert len(read_samples(run.samples, 9)) == 2
@@ -87,7 +88,9 @@ def test_the_kept_rollouts_of_a_batch(tmp_path: Path) -> None:
 
 def test_kept_tokens_have_the_advantages_that_the_environment_gave(tmp_path: Path) -> None:
     run, group = make_run(tmp_path), a_group(0, [0.0, 1.0])
-    own = dataclasses.replace(group.rollouts_G[0], token_advantages_T=[0.0, 0.0, 0.0, 2.0, -1.00004])
+    (branch,) = group.rollouts_G[0].branches
+    branch = dataclasses.replace(branch, token_advantages_T=[0.0, 0.0, 0.0, 2.0, -1.00004])
+    own = dataclasses.replace(group.rollouts_G[0], branches=[branch])
     groups = [dataclasses.replace(group, rollouts_G=[own, group.rollouts_G[1]])]
     batch = assemble_batch("run_a", 1, groups, advantage=AdvantageConfig(type="mean"), temperature=1.0)
     SampleKeeper(run, SamplesConfig(per_step=2), as_letters).keep(groups, batch)
@@ -157,11 +160,13 @@ def test_a_conversation_keeps_its_turns_apart(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     group = a_group(0, [1.0], version=1)
     (first,) = group.rollouts_G
+    (branch,) = first.branches
     mask = [False, False, True, True, False, False, False, True]
     ids = list(range(len(mask)))
-    talk = dataclasses.replace(
-        first, token_ids_T=ids, loss_mask_T=mask, logprobs_T=[0.0] * len(ids), num_prompt_tokens=2
+    branch = dataclasses.replace(
+        branch, token_ids_T=ids, loss_mask_T=mask, logprobs_T=[0.0] * len(ids), num_prompt_tokens=2
     )
+    talk = dataclasses.replace(first, branches=[branch])
     groups = [dataclasses.replace(group, rollouts_G=[talk])]
     batch = assemble_batch("run_a", 1, groups, advantage=AdvantageConfig(type="mean"), temperature=1.0)
     SampleKeeper(run, SamplesConfig(per_step=1), as_letters).keep(groups, batch)

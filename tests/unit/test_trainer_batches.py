@@ -237,14 +237,18 @@ def changed(batch: TrainingBatch | BatchColumns, **changes: Any) -> bytes:
         (columns(loss_mask="0" * 12), "sample 1: "),
         (columns(logprobs=None), "sample 1: Expected `bytes`, got `None` - at `$.logprobs`"),
         (columns(advantage=b"1"), "sample 1: Expected `float`, got `bytes` - at `$.advantage`"),
+        (columns(rollout_id=7), "sample 1: Expected `str`, got `int` - at `$.rollout_id`"),
         (columns(lengths=[12]), "sample 1: Object contains unknown field `lengths`"),
         (as_columns(GOOD)[:-9], "not a batch file: Input data was truncated"),
         (as_columns(GOOD) + b"\x00", "trailing"),
-        (as_columns(GOOD).replace(b"\xa7version\x02", b"\xa7version\x01"), "sample 0: Expected `array`, got `bytes`"),
-        (as_lists(GOOD).replace(b"\xa7version\x01", b"\xa7version\x02"), "sample 0: Expected `bytes`, got `array`"),
+        (as_columns(GOOD).replace(b"\xa7version\x03", b"\xa7version\x01"), "sample 0: Expected `array`, got `bytes`"),
+        *(
+            (as_lists(GOOD).replace(b"\xa7version\x01", each), "sample 0: Expected `bytes`, got `array`")
+            for each in (b"\xa7version\x02", b"\xa7version\x03")
+        ),
         (
             as_lists(GOOD).replace(b"\xa7version\x01", b"\xa7version\x63"),
-            "format version 99, this program reads 1 and 2",
+            "format version 99, this program reads 1, 2 and 3",
         ),
         (b"\x82\xa7version\x02\xa7samples\xdd\xff\xff\xff\xff", "truncated"),
         (b"\x82\xa7version\x02\xa6run_id\xc6\xff\xff\xff\xff", "truncated"),

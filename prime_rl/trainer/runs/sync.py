@@ -49,7 +49,7 @@ class ReadyRun(msgspec.Struct, frozen=True):
 
     Attributes:
         num_tokens, num_samples: of the batch.
-        kept: places in the batch of the rollouts that people get to read.
+        kept: places in the batch of the samples that people get to read.
         num_rows, num_trained: samples that have a gradient, and their tokens.
         num_computed: positions that passes computed for them.
     """
