@@ -1,10 +1,11 @@
 """Any taskset of `verifiers` as an `Environment`. Imported only in the process of such an environment (`child`).
 
 verifiers runs the whole episode: it starts tool servers, lets a harness talk to the model, and scores. The model that
-it talks to is `PolicyProxy`, which hands each turn to our `Policy`; so the tokens that are trained on are recorded
-where all tokens are, and verifiers sees text. A role without its own harness is played by `verifiers_chat`
-inside this process, as the chat program that verifiers would start for each rollout takes seconds to start. The reward
-is the weighted sum that verifiers makes of its rewards; each of them and each metric becomes one of the run's metrics.
+it talks to is the rollout's session at the gateway, so the tokens that are trained on are recorded where all tokens
+are, and verifiers sees text. A conversation that begins anew (compaction, sub-agents) becomes a branch. A role without
+its own harness is played by `verifiers_chat` inside this process, as the program that verifiers would start for each
+rollout takes seconds to start. The reward is the weighted sum that verifiers makes of its rewards; each of them and
+each metric becomes one of the run's metrics.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import itertools
 import math
 import os
 import re
-import secrets
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -27,14 +27,15 @@ from prime_rl.configs.base import BaseConfig, build
 from prime_rl.orchestrator.envs import verifiers_chat
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.checked import Transient
-from prime_rl.orchestrator.envs.verifiers_proxy import PolicyProxy
 
 # verifiers finds a harness by the name of one top-level module, so ours gets such a name.
 HARNESS_ID = "prime_rl_chat"
 # The defaults of verifiers: its own chat program, and a rented sandbox.
 DEFAULT_HARNESS_ID = "bash"
+# The name of the policy; a role of another model has another one.
+MODEL = "policy"
 # verifiers reads the key of an endpoint from a variable, and does not hand on those that have API_KEY in their names.
-KEY_VAR = "PRL_PROXY_API_KEY"
+KEY_VAR = "PRL_SESSION_{}_API_KEY"
 # verifiers keeps errors as text. Those of a connection, of a sandbox or of another model are no fault of the task.
 PASSES = re.compile(r"\b\w*(Connect|Connection\w*|Timeout|Pipe|Provider|Sandbox|Interception|Tunnel)Error\b|timed out")
 
@@ -62,6 +63,7 @@ class VerifiersEnvironment:
         config = build(VerifiersArgs, args, f"env 'verifiers:{name}', args")
         sys.modules.setdefault(HARNESS_ID, verifiers_chat)
         self.id = f"verifiers:{name}"
+        self._numbers = itertools.count()
         self._env = vf.load_environment(_env_config({**config.env, "taskset": {**config.taskset, "id": name}}))
         num_eval = config.num_eval_examples
         tasks = list(itertools.islice(iter(self._env.taskset), num_eval + config.num_examples))
@@ -79,20 +81,24 @@ class VerifiersEnvironment:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Serve what lasts as long as the process: the tool servers that rollouts share, the proxy."""
-        os.environ[KEY_VAR] = key = secrets.token_urlsafe(24)
-        async with PolicyProxy(key) as self._proxy, self._env.serving():
-            self._client = vf.EvalClientConfig(base_url=self._proxy.base_url, api_key_var=KEY_VAR)
+        """Serve what lasts as long as the process: the tool servers that rollouts share."""
+        async with self._env.serving():
             yield
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         """One episode of verifiers. Raises the first error in it."""
-        with self._proxy.conversation(policy) as (model, conversation):
-            context = vf.ModelContext(model=model, client=self._client)
-            episode = await self._env.run_episode(self._tasks[example.id], context)
-        if conversation.error is not None:
-            raise conversation.error
-        traces = [trace for trace in episode.traces if trace.agent and trace.agent.config.model == model]
+        endpoint = getattr(policy, "endpoint", None)
+        assert endpoint is not None, "the orchestrator opens a session for each rollout"
+        variable = KEY_VAR.format(next(self._numbers))
+        os.environ[variable] = endpoint[1]
+        try:
+            client = vf.EvalClientConfig(base_url=endpoint[0], api_key_var=variable)
+            episode = await self._env.run_episode(
+                self._tasks[example.id], vf.ModelContext(model=MODEL, client=client)
+            )
+        finally:
+            del os.environ[variable]
+        traces = [trace for trace in episode.traces if trace.agent and trace.agent.config.model == MODEL]
         errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
         if errors or len(traces) != 1:
             reason = f"{errors[0].type}: {errors[0].message}" if errors else f"{len(traces)} roles asked the policy"

@@ -1,0 +1,115 @@
+"""Rollouts that programs outside make: an application opens a session, works with it, and posts its reward.
+
+Each rollout of the run waits for somebody to take it, so the run makes as many at a time as it makes of any other
+environment: that is the back-pressure. A session that is given up, that nobody uses for `expire_s`, or that ends
+without a reward counts for nothing, and its place is free again. Sessions that are to be compared with each other have
+the same group, or else the same example, by the names that the application gives them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from prime_rl.configs.envs import SESSIONS, SessionsArgs
+from prime_rl.contract.calls import Open, Opened, Refusal
+from prime_rl.orchestrator.envs.base import AnswersCalls, Example, Outcome, Policy, Posted, Split
+from prime_rl.orchestrator.envs.checked import Interrupted
+from prime_rl.orchestrator.envs.process import Sessions
+
+# The run knows its examples by numbers; so many are more than are in work at one time.
+NUM_EXAMPLES = 4096
+# Of a client that finds no place.
+RETRY_S = 5.0
+
+
+@dataclass(eq=False)
+class _Place:
+    """A rollout that waits for somebody to take it."""
+
+    example_id: str
+    taken: asyncio.Future[Open] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    opened: asyncio.Future[Opened] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class SessionsEnvironment:
+    """`[[env]] id = "sessions"`. `is_compared`: a group has several rollouts, so each needs to be told which."""
+
+    def __init__(self, args: SessionsArgs, sessions: Sessions, *, is_compared: bool) -> None:
+        self.id = SESSIONS
+        self._args = args
+        self._sessions = sessions
+        self._is_compared = is_compared
+        self._examples = [Example(str(number), [], "") for number in range(NUM_EXAMPLES)]
+        self._waiting: list[_Place] = []
+        # By the name that its clients give a group: its example; and how many rollouts of each example there are.
+        self._groups: dict[str, str] = {}
+        self._num_rollouts: Counter[str] = Counter()
+        sessions.on_open = self.open
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Numbers; what a session is about is its client's affair. None to evaluate on."""
+        return self._examples if split == "train" else []
+
+    async def open(self, request: Open) -> Opened:
+        """A session for a client outside, which takes the place of a waiting rollout. Raises Refusal."""
+        name = request.group or request.example
+        if self._is_compared and not name:
+            raise Refusal(
+                400, "invalid_request", 'give "group" or "example": the run compares rollouts of one with each other'
+            )
+        place = self._place(name or secrets.token_hex(8))
+        if place is None:
+            raise Refusal(429, "busy", "all rollouts that the run makes at a time are taken: try again later", RETRY_S)
+        self._waiting.remove(place)
+        place.taken.set_result(request)
+        return await asyncio.shield(place.opened)
+
+    async def rollout(self, example: Example, policy: Policy) -> Outcome:
+        """Wait for a client, then for its reward. Raises Interrupted for a session that comes to nothing."""
+        place = _Place(example.id)
+        self._waiting.append(place)
+        self._num_rollouts[example.id] += 1
+        try:
+            request = await place.taken
+            return await self._session(place, request, policy)
+        finally:
+            if place in self._waiting:
+                self._waiting.remove(place)
+            place.opened.cancel()
+            self._num_rollouts[example.id] -= 1
+            if not self._num_rollouts[example.id]:
+                self._groups = {name: each for name, each in self._groups.items() if each != example.id}
+
+    def _place(self, name: str) -> _Place | None:
+        """A waiting rollout of the group, or of an example that no group has yet."""
+        taken = set(self._groups.values())
+        for place in self._waiting:
+            if self._groups.get(name) == place.example_id:
+                return place
+            if name not in self._groups and place.example_id not in taken:
+                self._groups[name] = place.example_id
+                return place
+        return None
+
+    async def _session(self, place: _Place, request: Open, policy: Policy) -> Outcome:
+        assert isinstance(policy, AnswersCalls)
+        posted = Posted()
+        async with self._sessions.open(policy, self._args.limits, posted.take) as session:
+            place.opened.set_result(Opened(session.id, {"example": request.example, "group": request.group}))
+            while not posted.closed.is_set():
+                before = session.num_requests
+                try:
+                    await asyncio.wait_for(posted.closed.wait(), self._args.expire_s)
+                except TimeoutError:
+                    if session.num_requests == before:
+                        raise Interrupted(f"its session was not used for expire_s = {self._args.expire_s:g}") from None
+        if posted.error:
+            raise Interrupted(f"its client gave it up: {posted.error}")
+        value = posted.value if posted.value is not None or not posted.by_answer else sum(posted.by_answer.values())
+        if value is None or not policy.answer_lens:
+            raise Interrupted(f"its session was closed without {'a call' if value is not None else 'a reward'}")
+        return Outcome(value, {"turns": float(len(policy.answer_lens))}, dict(posted.rewards))
