@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 from prime_rl.base_model.teach import CHAT_TEMPLATE, PAD, TURN_END, TURN_START
 from prime_rl.contract.files import staged_dir
-from prime_rl.orchestrator.envs.verifiers_proxy import TOOLS_PROMPT
+from prime_rl.orchestrator.tools import OFFER
 
 WORDS = ["apple", "berry", "cedar", "delta", "ember", "flint", "grove", "haven"]
 MARKERS = [f"<{end}{name}>" for name in ("tool_call", "tool_response", "think") for end in ("", "/")]
@@ -40,7 +40,7 @@ TOOL = {
         },
     },
 }
-SYSTEM = "Answer with one word.\n\n" + TOOLS_PROMPT.format(tools=json.dumps(TOOL))
+SYSTEM = "Answer with one word.\n\n" + OFFER.format(tools=json.dumps(TOOL))
 # First without the long system message, which teaches to copy at a quarter of the cost, then with it.
 NUM_SHORT_STEPS, SHORT_BATCH_SIZE, NUM_STEPS, BATCH_SIZE = 120, 32, 30, 16
 IGNORED = -100
