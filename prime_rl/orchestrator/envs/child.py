@@ -24,6 +24,7 @@ from prime_rl.configs.jsonl import JSONL
 from prime_rl.orchestrator.envs import Environment, Example, Message, Split, process
 from prime_rl.orchestrator.envs.base import as_messages, text_problem
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, Transient, check_outcome, fault_of
+from prime_rl.utils.frames import HEADER_BYTES, frame, payload_len
 from prime_rl.utils.process import kill_tree
 from prime_rl.utils.text import one_line
 
@@ -185,10 +186,10 @@ async def serve(requests: asyncio.Queue[process.Request | None], send: Callable[
 def read_requests(stream: BinaryIO, post: Callable[[process.Request | None], None]) -> None:
     """In its own thread, so that the end of the input is seen while environment code holds the event loop."""
     try:
-        while header := stream.read(process.HEADER_BYTES):
-            if len(header) < process.HEADER_BYTES:
+        while header := stream.read(HEADER_BYTES):
+            if len(header) < HEADER_BYTES:
                 break
-            length = process.payload_len(header)
+            length = payload_len(header)
             payload = stream.read(length)
             if len(payload) < length:
                 break
@@ -210,7 +211,7 @@ async def run(stream_in: BinaryIO, stream_out: BinaryIO) -> None:
             loop.call_soon_threadsafe(requests.put_nowait, request)
 
     def send(report: process.Report) -> None:
-        stream_out.write(process.frame(report))
+        stream_out.write(frame(report))
         stream_out.flush()
 
     threading.Thread(target=read_requests, args=(stream_in, post), daemon=True).start()

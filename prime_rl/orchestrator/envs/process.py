@@ -10,8 +10,11 @@ process are lost without fault of theirs (`Interrupted`), and made again.
 
 The built-in environments are ours and quick: they run inside the orchestrator.
 
-Messages between the orchestrator and the process are msgpack, each message after its length. To the process: a `Load`
-first, then `Start`, `Answer` and `Cancel`. From it: `Ready` or `Refused` first, then `Ask`, `Done`, `Lost` and `Ended`,
+Where the environment runs an agent, each rollout has a session (`Sessions`): calls of its endpoint are answered by the
+orchestrator, and what is posted as a reward is passed on to the process.
+
+Messages between the orchestrator and the process are frames (`utils.frames`). To the process: a `Load` first, then
+`Start`, `Answer`, `Told` and `Cancel`. From it: `Ready` or `Refused` first, then `Ask`, `Done`, `Lost` and `Ended`,
 and all the time `Beat`. `key` is a rollout. No pickle: what a message can be stands here.
 """
 
@@ -31,12 +34,9 @@ from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.envs import MODULES, EnvConfig
 from prime_rl.orchestrator.envs.base import Example, Message, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.checked import FAULTS, EnvironmentFault, Interrupted, TimedOut, Transient
+from prime_rl.utils.frames import frame, read_payload
 from prime_rl.utils.process import end_orphans, kill_tree, orphans
 from prime_rl.utils.runtime import Background, missing
-
-# Far above any conversation; a message that claims to be longer is a stream out of step.
-MAX_FRAME_BYTES = 256 * 2**20
-HEADER_BYTES = 4
 
 
 class Load(msgspec.Struct, tag=True):
@@ -123,26 +123,8 @@ class Beat(msgspec.Struct, tag=True):
 Request = Load | Start | Answer | Cancel
 Report = Ready | Refused | Ask | Done | Lost | Ended | Beat
 
-_encoder = msgspec.msgpack.Encoder()
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode
-
-
-def frame(message: Request | Report) -> bytes:
-    """The bytes of a message on the stream: its length in HEADER_BYTES, then its msgpack. Raises ValueError."""
-    payload = _encoder.encode(message)
-    if len(payload) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(payload)} bytes: at most {MAX_FRAME_BYTES} are allowed")
-    return len(payload).to_bytes(HEADER_BYTES) + payload
-
-
-def payload_len(header: bytes) -> int:
-    """The number of bytes after `header`. Raises ValueError for more than a message can have."""
-    length = int.from_bytes(header)
-    if length > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {length} bytes")
-    return length
-
 
 logger = logging.getLogger("orchestrator")
 
@@ -208,8 +190,7 @@ class _Child:
         assert stream is not None
         try:
             while True:
-                header = await stream.readexactly(HEADER_BYTES)
-                self._take(decode_report(await stream.readexactly(payload_len(header))))
+                self._take(decode_report(await read_payload(stream)))
         except asyncio.IncompleteReadError:
             pass
         except Exception as error:  # whatever it is, the rollouts in the process wait for its end
