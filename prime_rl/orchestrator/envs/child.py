@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Never
 
 from prime_rl.configs.envs import PLUGIN_GROUP
 from prime_rl.configs.jsonl import JSONL
+from prime_rl.contract.calls import Reward
 from prime_rl.orchestrator.envs import Environment, Example, Message, Split, process
 from prime_rl.orchestrator.envs.base import as_messages, text_problem
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, Transient, check_outcome, fault_of
@@ -33,11 +34,47 @@ EXIT_GRACE_S = 5.0
 SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
-class RemotePolicy:
-    """The orchestrator's policy, for one rollout."""
+class Posted:
+    """The rewards that were posted to the session of a rollout so far; `closed` once the session takes no more calls.
 
-    def __init__(self, key: int, send: Callable[[process.Report], None]) -> None:
+    Attributes:
+        value: of the whole rollout; None: none yet.
+        by_answer: that of single answers, by their numbers in the session.
+    """
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self.rewards: dict[str, float] = {}
+        self.by_answer: dict[int, float] = {}
+        self.error = ""
+        self.closed = asyncio.Event()
+
+    def take(self, reward: Reward) -> None:
+        """Note one more: of two for the same the later one counts."""
+        if reward.number is not None and reward.value is not None:
+            self.by_answer[reward.number] = reward.value
+        elif reward.value is not None:
+            self.value = reward.value
+        self.rewards |= reward.rewards
+        self.error = reward.error or self.error
+        if reward.closes:
+            self.closed.set()
+
+
+class RemotePolicy:
+    """The orchestrator's policy, for one rollout.
+
+    Attributes:
+        endpoint: base URL and key of the rollout's session at the gateway; None without one.
+        posted: the rewards that came through that session.
+    """
+
+    def __init__(
+        self, key: int, send: Callable[[process.Report], None], endpoint: tuple[str, str] | None = None
+    ) -> None:
         self.answer_lens: list[int] = []
+        self.endpoint = endpoint
+        self.posted = Posted()
         self._key = key
         self._send = send
         self._turn = asyncio.Lock()
@@ -75,11 +112,17 @@ class Host:
     def take(self, request: process.Request) -> None:
         """Start a rollout, give one its answer, or cancel one. An answer to a rollout that has ended is ignored."""
         if isinstance(request, process.Start):
-            self._policies[request.key] = RemotePolicy(request.key, self._send)
+            endpoint = (request.base_url, request.session_key) if request.base_url else None
+            self._policies[request.key] = RemotePolicy(request.key, self._send, endpoint)
             task = self._tasks[request.key] = asyncio.get_running_loop().create_task(self._run(request))
             task.add_done_callback(lambda _: self._forget(request.key))
         elif isinstance(request, process.Answer) and request.key in self._policies:
             self._policies[request.key].answer(request.text, request.num_tokens)
+        elif isinstance(request, process.Told) and (policy := self._policies.get(request.key)):
+            if isinstance(request.what, Reward):
+                policy.posted.take(request.what)
+            else:
+                policy.answer_lens.append(request.what)
         elif isinstance(request, process.Cancel):
             self._cancel(request.key)
 
