@@ -15,22 +15,24 @@ import math
 import secrets
 import string
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Never
 
 import msgspec
 
 from prime_rl.configs.envs import SessionLimits
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.calls import Answer, Call, Count, Delivered, Done, Open, Opened, Refusal, Reply, Request, Reward
-from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import GatewayStatus, read_status
-from prime_rl.gateway.keys import session_key
+from prime_rl.gateway.keys import new_secret, session_key, workspace_secret
 from prime_rl.gateway.link import HELLO_TIMEOUT_S, Lost, answer_link
 from prime_rl.orchestrator.envs.base import MAX_REWARDS, AnswersCalls, RolloutError
 from prime_rl.orchestrator.envs.checked import MAX_REWARD, METRIC_NAME
 from prime_rl.orchestrator.policy import ChatTokenizer, TokenizerError, TooLong
 from prime_rl.orchestrator.recorder import pieces
-from prime_rl.utils.runtime import cancel_all
+from prime_rl.utils.runtime import Background, cancel_all
 from prime_rl.utils.text import one_line
 
 # 22 letters and digits: as much as 128 bits.
@@ -295,6 +297,32 @@ def _content(call: Call) -> bytes:
     """A digest of what is asked, whichever way it is answered."""
     plain = msgspec.structs.replace(call, again=False, pieces=False)
     return hashlib.blake2b(_sorted.encode(plain), digest_size=16).digest()
+
+
+async def sessions_here(
+    config: OrchestratorConfig,
+    run_id: str,
+    tokenizer: ChatTokenizer | None,
+    max_model_len: int | None,
+    cleanup: AsyncExitStack,
+) -> Sessions | None:
+    """Sessions whose endpoint is served by this process, which has no gateway; None where no environment needs any."""
+    if not config.needs_gateway:
+        return None
+    from prime_rl.gateway.serve import serving_here  # an HTTP server, which an orchestrator has no use for
+
+    sessions = Sessions(run_id, new_secret(), tokenizer, max_model_len=max_model_len)
+    sessions.served_at(await cleanup.enter_async_context(serving_here(sessions, sessions.secret)))
+    return sessions
+
+
+def linked(run: RunDir, tokenizer: ChatTokenizer, max_model_len: int, cleanup: AsyncExitStack) -> Sessions:
+    """Sessions at the gateway of the run's workspace. Raises SecretError."""
+    output, tasks = OutputDir(run.path.parent), Background()
+    sessions = Sessions(run.run_id, workspace_secret(output), tokenizer, max_model_len=max_model_len)
+    cleanup.push_async_callback(tasks.cancel)
+    tasks.start(Link(output, sessions).keep(), "the link to the gateway")
+    return sessions
 
 
 logger = logging.getLogger("orchestrator")
