@@ -1,1 +1,1 @@
-"""The gateway: an endpoint for agents, in OpenAI's and Anthropic's forms, whose answers are those of a run's policy."""
+"""The endpoint of agents: OpenAI's and Anthropic's forms over HTTP, a session and a key for each rollout. Layer 1."""

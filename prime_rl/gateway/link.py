@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from prime_rl.contract.calls import Backend, Open, Refusal, Reply, Request
-from prime_rl.gateway.keys import link_proof, run_of
+from prime_rl.gateway.keys import run_of
 from prime_rl.utils.frames import frame, read_payload
 from prime_rl.utils.text import one_line
 
@@ -95,6 +95,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 decode_asked = msgspec.msgpack.Decoder(Challenge | Ask | Cancel | Beat).decode
 decode_replied = msgspec.msgpack.Decoder(Hello | Replied | Refused | Beat).decode
+
+
+def _proof(secret: bytes, run_id: str, nonce: str) -> str:
+    return hmac.digest(secret, f"link:{run_id}:{nonce}".encode(), "sha256").hex()
 
 
 class Lost(ConnectionError):
@@ -250,7 +254,7 @@ class LinkServer:
             del self._strangers[wire]
         if not isinstance(hello, Hello):
             raise Lost("its first message is no Hello")
-        proof = link_proof(self._secret, hello.run_id, nonce)
+        proof = _proof(self._secret, hello.run_id, nonce)
         if not hmac.compare_digest(hello.proof.encode(), proof.encode()):
             raise Lost(f"its proof for {one_line(hello.run_id, 80)} is wrong: it has another secret")
         return hello
@@ -306,7 +310,7 @@ async def answer_link(
         challenge = await wire.read(decode_asked, HELLO_TIMEOUT_S, MAX_HELLO_BYTES)
         if not isinstance(challenge, Challenge):
             raise Lost("its first message is no Challenge")
-        proof = link_proof(secret, run_id, challenge.nonce)
+        proof = _proof(secret, run_id, challenge.nonce)
         wire.send(Hello(run_id, proof, backend.max_model_len(run_id)))
         stack.callback(asyncio.create_task(beat(wire, lambda: Beat(num_sessions()))).cancel)
         message = await wire.read(decode_asked, LOST_AFTER_S)  # its first beat comes once it believes that

@@ -58,6 +58,8 @@ FATAL = (InferenceError, EnvironmentBroken, TokenizerError, RunFailed)
 TURN_S = 10.0
 # Names no run.
 CLIENT = "eval"
+# Of the sessions of its rollouts.
+RUN_ID = "run_eval"
 
 ResultT = TypeVar("ResultT")
 

@@ -26,8 +26,9 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.calls import Answer, Call, Count, Delivered, Done, Open, Opened, Refusal, Reply, Request, Reward
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import GatewayStatus, read_status
-from prime_rl.gateway.keys import new_secret, session_key, workspace_secret
+from prime_rl.gateway.keys import session_key
 from prime_rl.gateway.link import HELLO_TIMEOUT_S, Lost, answer_link
+from prime_rl.gateway.secret import new_secret, workspace_secret
 from prime_rl.orchestrator.envs.base import MAX_REWARDS, AnswersCalls, RolloutError
 from prime_rl.orchestrator.envs.checked import MAX_REWARD, METRIC_NAME
 from prime_rl.orchestrator.policy import ChatTokenizer, TokenizerError, TooLong
