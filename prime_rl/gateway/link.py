@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from prime_rl.contract.calls import Backend, Open, Refusal, Reply, Request
+from prime_rl.contract.files import UNDECODABLE
 from prime_rl.gateway.keys import run_of
 from prime_rl.utils.frames import frame, read_payload
 from prime_rl.utils.text import one_line
@@ -121,7 +122,7 @@ class Wire:
             raise Lost(f"nothing came for {timeout_s:g} s") from None
         except asyncio.IncompleteReadError:
             raise Lost("it was closed") from None
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, *UNDECODABLE) as error:
             raise Lost(one_line(str(error), 200)) from error
 
     def send(self, message: Any) -> None:
