@@ -221,12 +221,14 @@ class InferenceStatus(Status, kw_only=True):
 
 
 class GatewayStatus(Status, kw_only=True):
-    """`gateway/status.json`. `base_url` is that of all sessions, before /s/ID; `link` is HOST:PORT for orchestrators.
+    """`gateway/status.json`. `base_url` is what agents are told, before /s/ID.
 
-    `state`: starting, serving, stopping, stopped. `num_runs`: runs whose orchestrators are connected.
+    `state`: starting, running, stopping, stopped. `address` and `link` are the HOST:PORT at which it listens for agents
+    and for orchestrators. `num_runs`: runs whose orchestrators are connected.
     """
 
     base_url: str = ""
+    address: str = ""
     link: str = ""
     num_runs: int = 0
     num_sessions: int = 0

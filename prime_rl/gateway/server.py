@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         seal()
         output = OutputDir(config.output_dir)
         before = read_status(output.gateway_status, GatewayStatus)
-        sock = bind_again(config.host, config.port, before.base_url if before else "")
+        sock = bind_again(config.host, config.port, before.address if before else "")
         links = bind_again(config.host, 0, before.link if before else "")
         secret = workspace_secret(output)
     except (ConfigError, SecretError) as error:
@@ -60,11 +60,12 @@ def main(argv: Sequence[str]) -> int:
     except (StartError, OSError) as error:
         complain("gateway", error)
         return 1
-    url = config.public_url or origin(config.host, sock.getsockname()[1])
+    address, link = (origin(config.host, each.getsockname()[1]).removeprefix("http://") for each in (sock, links))
+    url = config.public_url or f"http://{address}"
     if not (is_loopback(config.host) or config.public_url):
         logger.warning("agents are told %s, and keys cross the network as they are: see gateway.public_url", url)
-    link = origin(config.host, links.getsockname()[1]).removeprefix("http://")
-    status = StatusWriter(output.gateway_status, GatewayStatus(base_url=url.rstrip("/"), link=link))
+    told = GatewayStatus(base_url=url.rstrip("/"), address=address, link=link)
+    status = StatusWriter(output.gateway_status, told)
     try:
         with sock, links:
             asyncio.run(serve(sock, links, secret, status, stop))
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def bind_again(host: str, port: int, before: str) -> socket.socket:
-    """A socket bound to `port`; for 0 to the port at the end of the URL `before`, if it is free. Raises StartError."""
+    """A socket bound to `port`; for 0 to that of the HOST:PORT `before`, if it is free. Raises StartError."""
     old = before.rpartition(":")[2]
     if port == 0 and old.isdecimal():
         with contextlib.suppress(OSError, OverflowError):

@@ -57,7 +57,8 @@ class Env:
             await client.post(f"{session}/reward", json={"answer": 1, "reward": 0.25})
             await client.post(f"{session}/reward", json={"reward": 0.5, "rewards": {"form": 1.0}})
             await policy.posted.closed.wait()
-            refused = await client.post(f"{base}/chat/completions", json={"model": "any", "messages": [{"role": "user", "content": "c"}]})
+            late = {"model": "any", "messages": [{"role": "user", "content": "c"}]}
+            refused = await client.post(f"{base}/chat/completions", json=late)
         own = [policy.posted.by_answer.get(number, 0.0) for number in range(len(policy.answer_lens))]
         metrics = {"refused": float(refused.status_code), "texts": float(len("".join(texts)))}
         return Outcome(policy.posted.value, metrics, policy.posted.rewards, own)
