@@ -50,6 +50,7 @@ from daemons.machine import DiskReader
 from daemons.pidfile import read_info
 from daemons.specs import (
     FIT_MODULE,
+    GATEWAY,
     INFERENCE,
     MAKE_BASE_MODULE,
     OPTIONAL,
@@ -295,7 +296,7 @@ def _line_filter(pattern: str | None) -> Callable[[str], bool]:
 
 
 def _log_path(output: OutputDir, name: str) -> Path:
-    services = (SUPERVISOR, INFERENCE, TRAINER, *OPTIONAL)
+    services = (SUPERVISOR, INFERENCE, TRAINER, *OPTIONAL, GATEWAY)
     daemon = _NODE.sub("", name)
     if name in (JOB_LOG, SRUN_LOG) or daemon in services or kind_of(daemon) == INFERENCE:
         return output.log(name)
