@@ -49,12 +49,14 @@ class Outcome:
         rewards: what `reward` is made of, by name, for runs with `advantage.reward_weights`; at most `MAX_REWARDS`.
         advantages: the environment's own, in place of those that follow from the rewards; () without them. One entry
             for each answer of the policy: a number for all its tokens, or a number for each of them.
+        output: the end of what its program printed, for people.
     """
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
     rewards: Mapping[str, float] = field(default_factory=dict)
     advantages: Sequence[float | Sequence[float]] = ()
+    output: str = ""
 
 
 class RolloutError(RuntimeError):

@@ -55,6 +55,8 @@ MAX_TIME_LIMITS = 3
 MAX_REWARD = 1e30
 # What to do about drops, which the run's log names one by one.
 _TRY = "see the run's log; prl env try FILE tries a change"
+# Of what a program has printed, in a reason.
+MAX_LAST_CHARS = 300
 METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 NO_PROMPT = PromptConfig()
 
@@ -85,7 +87,7 @@ class EnvironmentBroken(RuntimeError):
 
 # By the names that they have in the messages of a process.
 FAULTS: Mapping[str, type[EnvironmentFault]] = {
-    kind.__name__: kind for kind in (EnvironmentFault, Transient, ExampleUnusable)
+    kind.__name__: kind for kind in (EnvironmentFault, Transient, TimedOut, ExampleUnusable)
 }
 
 
@@ -221,6 +223,8 @@ class CheckedEnvironment:
                 outcome = await self._env.rollout(example, asked)
             outcome = check_outcome(outcome, self._config.reward_range, asked.answer_lens)
             check_names(outcome.rewards, self._reward_names)
+            if self._config.agent and not asked.answer_lens:
+                raise EnvironmentFault(f"the program ended without asking the policy{last_lines(outcome.output)}")
             return outcome
         except (Exception, asyncio.CancelledError, SystemExit) as error:
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
@@ -331,7 +335,13 @@ def check_outcome(outcome: object, reward_range: tuple[float, float], answer_len
         raise EnvironmentFault(f"there are advantages of {num_given} turns, but the policy took {len(answer_lens)}")
     given = zip(outcome.advantages, answer_lens, strict=False)
     advantages = tuple(_credit(turn, value, length) for turn, (value, length) in enumerate(given, 1))
-    return Outcome(reward, metrics, rewards, advantages)
+    return Outcome(reward, metrics, rewards, advantages, outcome.output)
+
+
+def last_lines(output: str) -> str:
+    """The end of what a program has printed, as the end of a reason; "" without output."""
+    words = one_line(" | ".join(output.strip().splitlines()[-3:])[-MAX_LAST_CHARS:], MAX_LAST_CHARS)
+    return f"; its last output: {words}" if words else ""
 
 
 def check_names(rewards: Mapping[str, float], wanted: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""An environment in its own process: `jsonl`, `verifiers:TASKSET`, `reasoning-gym:FAMILY` and `plugin:NAME`.
+"""An environment in its own process: `jsonl`, `agent`, `verifiers:TASKSET`, `reasoning-gym:FAMILY` and `plugin:NAME`.
 
 A process and not threads: code that hangs can be killed with all that it started, code that crashes takes nothing with
 it, a heavy library (verifiers: seconds and hundreds of megabytes) is not loaded into the orchestrator, and the API key
@@ -100,6 +100,7 @@ class Done(msgspec.Struct, tag=True):
     metrics: dict[str, float]
     rewards: Mapping[str, float]
     advantages: Sequence[float | Sequence[float]]
+    output: str = ""
 
 
 class Lost(msgspec.Struct, tag=True):
@@ -280,7 +281,7 @@ class _Child:
 
 
 class ProcessEnvironment:
-    """`[[env]]` with the id jsonl, or one of the form PROVIDER:NAME. `start` it first, `close` it at the end.
+    """`[[env]]` with the id jsonl or agent, or one of the form PROVIDER:NAME. `start` it first, `close` it at the end.
 
     Args:
         hidden: names of environment variables that the process must not see, whatever `env_vars` names.
@@ -293,7 +294,7 @@ class ProcessEnvironment:
         beat_s = min(MAX_BEAT_S, self._hang_s / MAX_MISSED_LOOKS / 2)
         self._load = Load(self.provider, name, config.args, seed, beat_s)
         self._hidden = set(hidden)
-        self._named = set(config.env_vars)
+        self._named = set(config.variables)
         self._examples: dict[Split, list[Example]] = {}
         self._child: _Child | None = None
         self._starting = asyncio.Lock()
@@ -332,7 +333,7 @@ class ProcessEnvironment:
             while True:
                 report = await inbox.get()
                 if isinstance(report, Done):
-                    return Outcome(report.reward, report.metrics, report.rewards, report.advantages)
+                    return Outcome(report.reward, report.metrics, report.rewards, report.advantages, report.output)
                 if isinstance(report, Lost):
                     raise FAULTS.get(report.kind, EnvironmentFault)(report.reason)
                 if isinstance(report, Exception):
