@@ -13,9 +13,10 @@ from pathlib import Path
 
 import msgspec
 
+from prime_rl.configs.agents import AgentArgs, read_tasks
 from prime_rl.configs.base import ConfigProblem
 from prime_rl.configs.envs import MODULES, PLUGIN, PLUGIN_GROUP, EnvConfig
-from prime_rl.configs.jsonl import MAX_CODE_BYTES, MAX_DATA_BYTES, JsonlArgs, Place, read_rows
+from prime_rl.configs.jsonl import MAX_CODE_BYTES, Place, RowsArgs, read_rows
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import read_file, write_atomic
 from prime_rl.contract.layout import RunDir
@@ -29,9 +30,9 @@ def data_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProble
     for key, env in _envs(config):
         if sentence := missing("environments", *MODULES.get(env.id.partition(":")[0], [])):
             problems.append(ConfigProblem(f"{key}.id", f"found {env.id!r}: {sentence}"))
-        if env.jsonl is None:
+        if env.rows is None:
             continue
-        if found := _first_problem(env.jsonl, place):
+        if found := _first_problem(env.rows, place):
             problems.append(ConfigProblem(f"{key}.args.{found[0]}", found[1]))
         for named in _named(env):
             other = taken.setdefault(RunDir(Path()).data_file(named), named)
@@ -41,11 +42,18 @@ def data_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProble
     return problems
 
 
-def _first_problem(args: JsonlArgs, place: Place) -> tuple[str, str] | None:
+def _first_problem(args: RowsArgs, place: Place) -> tuple[str, str] | None:
     """The first problem of the files: the argument that names it, and what is wrong. Runs no code of them."""
     name, path = "path", Path(args.path)
     try:
-        read_rows(path := place(args.path), args)
+        if args.path:
+            read_rows(path := place(args.path), args)
+        if isinstance(args, AgentArgs):
+            for name, named in (("cwd", args.cwd), ("tasks", args.tasks)):  # noqa: B007 - the last one is named
+                if named and not (path := place(named)).is_file():
+                    raise FileNotFoundError
+            if args.tasks:
+                read_tasks(path, tested=args.is_tested)
         if args.code:
             name, path = "reward", place(args.code)
             _check_code(path, args.function)
@@ -53,8 +61,8 @@ def _first_problem(args: JsonlArgs, place: Place) -> tuple[str, str] | None:
         return name, f"{path} not found: a path is relative to the config file, and prl runs add copies it into the run"
     except (ValueError, OSError) as error:
         return name, str(error)
-    sentence = missing("math", "math_verify") if args.scorer == "math" and not args.reward else None
-    return ("scorer", f"found 'math': {sentence}") if sentence else None
+    sentence = missing("math", "math_verify") if args.scoring == "math" else None
+    return ("reward" if isinstance(args, AgentArgs) else "scorer", f"found 'math': {sentence}") if sentence else None
 
 
 def _check_code(path: Path, function: str) -> None:
@@ -143,10 +151,7 @@ def _envs(config: OrchestratorConfig) -> Iterator[tuple[str, EnvConfig]]:
 
 def _named(env: EnvConfig) -> dict[str, int]:
     """The files that a table names, with the most bytes of each."""
-    args = env.jsonl
-    if args is None:
-        return {}
-    return {args.path: MAX_DATA_BYTES} | ({args.code: MAX_CODE_BYTES} if args.code else {})
+    return env.rows.files if env.rows else {}
 
 
 def _all_named(config: OrchestratorConfig) -> dict[str, int]:

@@ -16,8 +16,9 @@ from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from prime_rl.configs.agents import AGENT, AgentArgs
 from prime_rl.configs.base import BaseConfig, build
-from prime_rl.configs.jsonl import JSONL, JsonlArgs
+from prime_rl.configs.jsonl import JSONL, JsonlArgs, RowsArgs
 from prime_rl.contract.types import MAX_BRANCHES
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -29,7 +30,7 @@ PLUGIN, PLUGIN_GROUP = "plugin", "prime_rl.environments"
 # What must be installed for a provider; the extra "environments" has both.
 MODULES = {"verifiers": ["verifiers"], "reasoning-gym": ["reasoning_gym"]}
 # Providers whose rollouts ask the policy through the gateway.
-GATEWAY_PROVIDERS = ("agent", "sessions", "verifiers")
+GATEWAY_PROVIDERS = (AGENT, "sessions", "verifiers")
 # In a template: where the environment's own question goes.
 QUESTION = "{prompt}"
 
@@ -78,6 +79,10 @@ class PromptConfig(BaseConfig):
         return {"role": "user", "content": self.template.replace(QUESTION, question)}
 
 
+# Rollouts that programs outside make.
+SESSIONS = "sessions"
+
+
 class SessionLimits(NamedTuple):
     """The most that one rollout may ask of the policy through the gateway; None: no limit."""
 
@@ -85,12 +90,25 @@ class SessionLimits(NamedTuple):
     max_tokens_total: int | None = None
 
 
+class SessionsArgs(BaseConfig):
+    """`[env.args]` of `sessions`."""
+
+    expire_s: float = Field(3600.0, gt=0, allow_inf_nan=False)
+    """A session in which nothing is asked and nothing posted for so many seconds ends, and counts for nothing."""
+
+    max_turns: int | None = Field(None, ge=1)
+    """Answers of the policy in one session, at most; null: no limit."""
+
+    max_tokens_total: int | None = Field(None, ge=1)
+    """Tokens that the policy may write in one session; null: no limit."""
+
+
 class EnvConfig(BaseConfig):
     """One environment of the run; several are sampled by their weights."""
 
     id: str
-    """The environment: a built-in one, "jsonl" (docs/data.md), "verifiers:TASKSET", "reasoning-gym:FAMILY", or
-    "plugin:NAME" (docs/environments.md)."""
+    """The environment: a built-in one, "jsonl" (docs/data.md), "agent" or "sessions" (docs/agents.md),
+    "verifiers:TASKSET", "reasoning-gym:FAMILY", or "plugin:NAME" (docs/environments.md)."""
 
     name: Name | None = None
     """Name in metrics; null takes the last part of the id."""
@@ -111,7 +129,8 @@ class EnvConfig(BaseConfig):
 
     timeout_s: float = Field(60.0, gt=0, allow_inf_nan=False)
     """Deadline, in seconds, of each step of the environment between two answers of the policy. Waiting for the policy
-    does not count. A rollout that misses it is dropped."""
+    does not count. A rollout that misses it is dropped. For "agent" the default is that of its arguments, and some
+    minutes."""
 
     reward_range: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest reward of the environment. A rollout with a reward outside of it is dropped."""
@@ -123,13 +142,28 @@ class EnvConfig(BaseConfig):
         return read_args(family, self.args).curriculum if provider == PROVIDER else None
 
     @property
-    def jsonl(self) -> JsonlArgs | None:
-        """The arguments of an environment whose examples are rows of a file."""
-        return build(JsonlArgs, self.args, "args") if self.id == JSONL else None
+    def agent(self) -> AgentArgs | None:
+        """The arguments of a program that is started for each rollout."""
+        return build(AgentArgs, self.args, "args") if self.id == AGENT else None
+
+    @property
+    def sessions(self) -> SessionsArgs | None:
+        """The arguments of rollouts that programs outside make."""
+        return build(SessionsArgs, self.args, "args") if self.id == SESSIONS else None
+
+    @property
+    def rows(self) -> RowsArgs | None:
+        """The arguments of an environment whose examples are rows of a file, or that has other files of its own."""
+        return build(JsonlArgs, self.args, "args") if self.id == JSONL else self.agent
+
+    @property
+    def variables(self) -> list[str]:
+        """The environment variables that its process gets, by name, in addition to what every process needs."""
+        return [*self.env_vars, *(self.agent.variables if self.agent else [])]
 
     def placed(self, place: Callable[[str], Path]) -> EnvConfig:
         """The same, with its files at `place` of what it names."""
-        return self.model_copy(update={"args": self.jsonl.placed(place)}) if self.jsonl else self
+        return self.model_copy(update={"args": self.rows.placed(place)}) if self.rows else self
 
     @property
     def needs_gateway(self) -> bool:
@@ -145,7 +179,7 @@ class EnvConfig(BaseConfig):
     @property
     def max_branches(self) -> int:
         """Samples that a rollout may become: several where others' code may begin a conversation anew."""
-        return MAX_BRANCHES if self.id.partition(":")[0] in ("verifiers", PLUGIN) else 1
+        return MAX_BRANCHES if self.id.partition(":")[0] in ("verifiers", PLUGIN, AGENT, SESSIONS) else 1
 
     @property
     def label(self) -> str:
@@ -155,20 +189,27 @@ class EnvConfig(BaseConfig):
     @field_validator("id")
     @classmethod
     def _is_known(cls, env_id: str) -> str:
-        if env_id in (*BUILT_IN_ENVS, JSONL) or PLUGGED_ENV.fullmatch(env_id):
+        if env_id in (*BUILT_IN_ENVS, JSONL, AGENT, SESSIONS) or PLUGGED_ENV.fullmatch(env_id):
             if env_id.startswith(f"{PROVIDER}:"):
                 check_family(env_id.partition(":")[2])
             return env_id
-        near = difflib.get_close_matches(env_id, (*BUILT_IN_ENVS, JSONL), n=1)
+        near = difflib.get_close_matches(env_id, (*BUILT_IN_ENVS, JSONL, AGENT, SESSIONS), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"found {env_id!r}; {hint}expected one of {', '.join(BUILT_IN_ENVS)}, jsonl, verifiers:TASKSET, "
-            "reasoning-gym:FAMILY, plugin:NAME"
+            f"found {env_id!r}; {hint}expected one of {', '.join(BUILT_IN_ENVS)}, jsonl, agent, sessions, "
+            "verifiers:TASKSET, reasoning-gym:FAMILY, plugin:NAME"
         )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        _ = self.curriculum, self.jsonl  # checks the args
+        _ = self.curriculum, self.rows, self.sessions  # checks the args
+        if self.sessions and self.prompt != PromptConfig():
+            raise ValueError("prompt: a client of a session asks the policy itself: remove it")
+        if agent := self.agent:
+            if self.prompt != PromptConfig():
+                raise ValueError("prompt: an agent asks the policy itself: remove it")
+            if "timeout_s" not in self.model_fields_set:
+                self.__dict__["timeout_s"] = agent.whole_timeout_s
         low, high = self.reward_range
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise ValueError(f"reward_range: found [{low}, {high}]: must be two numbers, the lower one first")

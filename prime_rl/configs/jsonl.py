@@ -1,4 +1,4 @@
-"""`[[env]] id = "jsonl"`: its settings, the files that it names, and the rows of its data.
+"""`[[env]] id = "jsonl"`: its settings, the files that it names, and the rows of its data; folders as one file.
 
 Rows are read here and not in the environment, so that `prl runs validate` and `prl runs add` report a bad line too.
 Parquet files and data sets of the hub are JSON lines before anything else reads them; those of a run are already.
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
+import io
 import json
+import math
 import os
 import re
 import shutil
+import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
@@ -28,17 +32,22 @@ from prime_rl.utils.runtime import missing
 JSONL = "jsonl"
 MAX_DATA_BYTES = 256 << 20
 MAX_CODE_BYTES = 1 << 20
+MAX_FOLDER_BYTES = 64 << 20
+MAX_FOLDER_FILES = 20_000
 # Without `num_eval_examples`: a tenth of the rows, at most so many.
 MAX_EVAL_EXAMPLES = 100
 ROLES = ("system", "user", "assistant")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?|-?\.\d+")
+FUNCTION = re.compile(r".+\.py:[A-Za-z_]\w*")
 # The file that a config names.
 Place = Callable[[str], Path]
 _MARK = b"\xef\xbb\xbf"
+Scorer = Literal["exact", "contains", "regex", "number", "json", "math"]
+_T = TypeVar("_T")
 
 
-class JsonlArgs(BaseConfig):
-    """`[env.args]` of `jsonl`: a file with one JSON object a line, and how answers are scored."""
+class RowsArgs(BaseConfig):
+    """Where examples come from: a file with one JSON object a line, and the keys in it."""
 
     path: str = Field(min_length=1)
     """The data: a file of at most 256 MiB in UTF-8, relative to the config file, which `prl runs add` copies into the
@@ -53,42 +62,78 @@ class JsonlArgs(BaseConfig):
     id: str | None = None
     """Key of the example's id, text or a whole number, different in each row; null takes the number of the line."""
 
-    scorer: Literal["exact", "contains", "regex", "number", "json", "math"] = "exact"
-    """How an answer of the policy is compared with the right one, for a reward of 1 or 0 (docs/data.md)."""
-
-    reward: str | None = None
-    """A function of your own in place of `scorer`: "file.py:function", relative to the config file. `prl runs add`
-    copies the file into the run. It gets the policy's answer (text) and the row (a dict), and returns the reward."""
-
     num_examples: int | None = Field(None, ge=1)
     """Rows to train on, at most; null takes all after those of the evaluation."""
 
     num_eval_examples: int | None = Field(None, ge=0)
     """Rows to evaluate on, the first of the file; null takes a tenth of them, at most 100."""
 
+    @property
+    def scoring(self) -> Scorer | None:
+        """The scorer, which needs the right answer in each row; None without one."""
+        return None
+
+    @property
+    def function_name(self) -> str | None:
+        """The function that gives the reward, "file.py:function"; None without one."""
+        return None
+
+    @property
+    def code(self) -> str | None:
+        """The file of the function that gives the reward."""
+        return self.function_name and self.function_name.rpartition(":")[0]
+
+    @property
+    def function(self) -> str:
+        """The name of the function that gives the reward; "" without one."""
+        return (self.function_name or "").rpartition(":")[2]
+
+    @property
+    def files(self) -> dict[str, int]:
+        """The files that these arguments name, with the most bytes of each."""
+        return ({self.path: MAX_DATA_BYTES} if self.path else {}) | ({self.code: MAX_CODE_BYTES} if self.code else {})
+
+    def placed(self, place: Place) -> dict[str, Any]:
+        """These arguments, with files at `place` of what the config names."""
+        files = {"path": str(place(self.path))} if self.path else {}
+        if self.code:
+            files["reward"] = f"{place(self.code)}:{self.function}"
+        return {**self.model_dump(exclude_unset=True), **files}
+
+    def split(self, examples: Sequence[_T]) -> tuple[Sequence[_T], Sequence[_T]]:
+        """(to train on, to evaluate on)."""
+        tenth = min(MAX_EVAL_EXAMPLES, math.ceil(len(examples) / 10)) if len(examples) > 1 else 0
+        num_eval = tenth if self.num_eval_examples is None else self.num_eval_examples
+        last = None if self.num_examples is None else num_eval + self.num_examples
+        return examples[num_eval:last], examples[:num_eval]
+
+
+class JsonlArgs(RowsArgs):
+    """`[env.args]` of `jsonl`: a file with one JSON object a line, and how answers are scored."""
+
+    scorer: Scorer = "exact"
+    """How an answer of the policy is compared with the right one, for a reward of 1 or 0 (docs/data.md)."""
+
+    reward: str | None = None
+    """A function of your own in place of `scorer`: "file.py:function", relative to the config file. `prl runs add`
+    copies the file into the run. It gets the policy's answer (text) and the row (a dict), and returns the reward."""
+
     @field_validator("reward")
     @classmethod
     def _names_a_function(cls, reward: str | None) -> str | None:
-        if reward is not None and not re.fullmatch(r".+\.py:[A-Za-z_]\w*", reward):
+        if reward is not None and not FUNCTION.fullmatch(reward):
             raise ValueError(f"found {reward!r}: must be a file and a function in it, such as reward.py:score")
         return reward
 
     @property
-    def code(self) -> str | None:
-        """The file of `reward`."""
-        return self.reward and self.reward.rpartition(":")[0]
+    def scoring(self) -> Scorer | None:
+        """`scorer`, unless a function stands in its place."""
+        return None if self.reward else self.scorer
 
     @property
-    def function(self) -> str:
-        """The name of the function of `reward`; "" without one."""
-        return (self.reward or "").rpartition(":")[2]
-
-    def placed(self, place: Place) -> dict[str, Any]:
-        """These arguments, with files at `place` of what the config names."""
-        files = {"path": str(place(self.path))}
-        if self.code:
-            files["reward"] = f"{place(self.code)}:{self.function}"
-        return {**self.model_dump(exclude_unset=True), **files}
+    def function_name(self) -> str | None:
+        """`reward`."""
+        return self.reward
 
 
 @dataclass(frozen=True)
@@ -102,7 +147,7 @@ class Row:
     fields: dict[str, Any]
 
 
-def read_rows(path: Path, args: JsonlArgs) -> list[Row]:
+def read_rows(path: Path, args: RowsArgs) -> list[Row]:
     """The rows of a file; lines of blanks count for nothing. A byte order mark of UTF-8 is left out.
 
     Raises ValueError that names the file, the line and what is wrong there; FileRefused or another OSError.
@@ -141,8 +186,8 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
     return fields
 
 
-def _row(number: int, fields: Mapping[str, Any], args: JsonlArgs) -> Row:
-    needs = {"prompt": args.prompt, "id": args.id, "answer": None if args.reward else args.answer}
+def _row(number: int, fields: Mapping[str, Any], args: RowsArgs) -> Row:
+    needs = {"prompt": args.prompt, "id": args.id, "answer": args.answer if args.scoring else None}
     for setting, key in needs.items():
         if key is not None and fields.get(key) is None:
             found = ", ".join(map(str, fields)) or "none"
@@ -152,7 +197,7 @@ def _row(number: int, fields: Mapping[str, Any], args: JsonlArgs) -> Row:
         raise ValueError(f"{args.id!r} is {type(row_id).__name__}: must be text or a whole number")
     answer = fields.get(args.answer)
     text = answer if isinstance(answer, str) else "" if answer is None else json.dumps(answer, ensure_ascii=False)
-    target = None if args.reward else _target(args.scorer, answer, text)
+    target = _target(args.scoring, answer, text) if args.scoring else None
     return Row(str(row_id), _messages(args.prompt, fields[args.prompt]), text, target, dict(fields))
 
 
@@ -194,7 +239,7 @@ def last_number(text: str) -> float | None:
 
 
 def place_of(source: Path) -> Place:
-    """Beside the config file `source`; for the config of a run, the run's own copies."""
+    """Beside the config file `source`; for the config of a run, the run's own copies. A folder is `packed`."""
     run = RunDir(source.absolute().parent.parent)
     if source.absolute() == run.orch_toml and is_of_a_run(run.orch_toml):
         return run.data_file
@@ -203,6 +248,8 @@ def place_of(source: Path) -> Place:
         path = source.parent / Path(named).expanduser()
         if named.startswith(HUB):
             return json_lines(named)
+        if path.is_dir():
+            return packed(path)
         return json_lines(str(path), path.stat().st_mtime_ns) if path.suffix == PARQUET and path.is_file() else path
 
     return beside
@@ -247,3 +294,43 @@ def _rows_of(named: str) -> Iterator[dict[str, Any]]:
         with os.fdopen(open_file(Path(named)), "rb") as file:
             for batch in ParquetFile(file).iter_batches():
                 yield from batch.to_pylist()
+
+
+def packed(folder: Path) -> Path:
+    """A file with all that is in a folder, the same for the same content; it lives as long as this process.
+
+    Caches of Python are left out. Raises ConfigError for what is too large, no plain file, or a link that leads out.
+    """
+    written, left = io.BytesIO(), MAX_FOLDER_BYTES
+    try:
+        paths = [path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts]
+        if len(paths) > MAX_FOLDER_FILES:
+            raise ValueError(f"has {len(paths)} files: at most {MAX_FOLDER_FILES}")
+        with tarfile.open(fileobj=written, mode="w") as tar:
+            for path in paths:
+                info, data = tarfile.TarInfo(str(path.relative_to(folder))), b""
+                if path.is_symlink():
+                    info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
+                    is_inside = (path.parent / info.linkname).resolve().is_relative_to(folder.resolve())
+                    if os.path.isabs(info.linkname) or not is_inside:
+                        raise ValueError(f"{info.name} is a link to {info.linkname}, out of the folder: copy the file")
+                elif path.is_dir():
+                    info.type, info.mode = tarfile.DIRTYPE, 0o755
+                else:
+                    data = read_file(path, limit=left)
+                    info.size, info.mode = len(data), path.stat().st_mode & 0o777
+                    left -= len(data)
+                tar.addfile(info, io.BytesIO(data))
+    except (ValueError, OSError) as error:
+        reason = f"{error}; a folder has at most {MAX_FOLDER_BYTES} bytes" if isinstance(error, OSError) else str(error)
+        raise ConfigError(str(folder), [ConfigProblem("", reason)]) from error
+    found = _scratch() / hashlib.sha256(written.getvalue()).hexdigest()
+    found.write_bytes(written.getvalue())
+    return found
+
+
+@functools.cache
+def _scratch() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="prl-data-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

@@ -426,6 +426,12 @@ class OrchestratorConfig(RunLifetime):
             raise ValueError(
                 "advantage.type: found 'maxrl', which requires a non-negative reward_range in every [[env]]"
             )
+        if sum(env.sessions is not None for env in self.env) > 1:
+            raise ValueError('env: found several with id = "sessions": a client could not tell them apart, keep one')
+        if any(env.sessions for env in self.eval_envs):
+            raise ValueError(
+                'eval.env: nobody opens sessions for an evaluation: name environments that are not "sessions"'
+            )
         for table, envs in (("env", self.env), ("eval.env", (self.eval and self.eval.env) or [])):
             names = [env.label for env in envs]
             if len(set(names)) != len(names):

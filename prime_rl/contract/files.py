@@ -150,6 +150,12 @@ def _regular(fd: int, path: Path, flags: int) -> int:
     return fd
 
 
+def is_own(fd: int) -> bool:
+    """True when an open file belongs to this account, and nobody else may write it: so it may be run."""
+    facts = os.fstat(fd)
+    return facts.st_uid == os.geteuid() and not stat.S_IMODE(facts.st_mode) & 0o022
+
+
 def is_of_a_run(path: Path) -> bool:
     """True when `path` is below a folder that a run has."""
     return len(_way(path)) > 1

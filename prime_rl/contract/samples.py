@@ -104,6 +104,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         group: which example of its batch; -1 likewise.
         branch, num_branches: which of the branches of its rollout it is, and how many there are.
         num_shared: tokens with which an earlier branch of the rollout begins as well.
+        output: the end of what an agent's program printed; it may be cut in its middle.
     """
 
     step: int
@@ -122,6 +123,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     branch: int = 0
     num_branches: int = 1
     num_shared: int = 0
+    output: str = ""
 
 
 class SampleTokens(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -241,7 +241,7 @@ def make_reporter(
         }
 
     def waiting_on(now: float) -> str | None:
-        return scheduler.waiting_on(now) or (sessions.waiting_on if sessions else None)
+        return scheduler.waiting_on(now) or (sessions.waits_for if sessions else None)
 
     return RunReporter(writer, waiting_on, figures)
 

@@ -51,13 +51,14 @@ class Branch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished conversation, or several that are one: at least one branch, one reward."""
+    """One finished conversation, or several that are one: at least one branch, one reward; `output`: of an agent."""
 
     branches: list[Branch]
     reward: float
     metrics: dict[str, float]
     truncated: bool
     rewards: dict[str, float] = field(default_factory=dict)
+    output: str = ""
 
     @property
     def turn_versions(self) -> list[int]:
@@ -186,7 +187,8 @@ class PolicySession:
         if len(branches) > MAX_BRANCHES:
             raise RolloutError(f"it has {len(branches)} branches: at most {MAX_BRANCHES} can be trained on")
         truncated = any(not each.ended for each in self._answered)
-        return Rollout(branches, outcome.reward, outcome.metrics, truncated, dict(outcome.rewards))
+        rewards = dict(outcome.rewards)
+        return Rollout(branches, outcome.reward, outcome.metrics, truncated, rewards, outcome.output)
 
     def _branches(self, advantages: Sequence[float | Sequence[float]]) -> Iterator[Branch]:
         """One for each answer that no call went on from, the oldest first; `advantages`: of each answer, or ()."""

@@ -67,7 +67,8 @@ class SampleKeeper:
             group, rollout = rollouts[number]
             sample = self._sample(batch, place, keeping, group, rollout.branches[at])
             which = {"group": number // keeping.group_size, "branch": at, "num_branches": len(rollout.branches)}
-            records.append(msgspec.structs.replace(sample, **which))
+            output = shorten(rollout.output, self._config.max_chars)
+            records.append(msgspec.structs.replace(sample, **which, output=output))
         if self._file is None:
             self._file = SampleFile(self._path, keep=len(records) * self._config.keep_steps)
         try:

@@ -72,6 +72,7 @@ class OpenSession:
 
     Attributes:
         base_url, key: for the client.
+        num_requests: of any kind, so far.
     """
 
     id: str
@@ -84,6 +85,7 @@ class OpenSession:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     num_answers: int = 0
     num_tokens: int = 0
+    num_requests: int = 0
     asked: dict[bytes, _Asked] = field(default_factory=dict)
 
     @property
@@ -98,11 +100,12 @@ class Sessions:
     Args:
         tokenizer: None where nothing is sampled.
         max_model_len: the longest sequence of the run, where it is known.
-        on_open: makes sessions for somebody outside; None where the run takes none.
         linger_s: for so long a call goes on for which nobody waits.
 
     Attributes:
         waiting_on: why `served` waits, in words; None when it does not.
+        on_open: makes sessions for somebody outside; None where the run takes none.
+        num_places: rollouts that wait for somebody outside.
     """
 
     def __init__(
@@ -112,19 +115,25 @@ class Sessions:
         tokenizer: ChatTokenizer | None,
         *,
         max_model_len: int | None = None,
-        on_open: Callable[[Open], Awaitable[Opened]] | None = None,
         linger_s: float = LINGER_S,
     ) -> None:
         self.run_id = run_id
         self.secret = secret
         self.run_max_model_len = max_model_len
+        self.on_open: Callable[[Open], Awaitable[Opened]] | None = None
+        self.num_places = 0
         self.waiting_on: str | None = "the gateway"
         self._tokenizer = tokenizer
-        self._on_open = on_open
         self._linger_s = linger_s
         self._open: dict[str, OpenSession] = {}
         self._base_url = ""
         self._is_served = asyncio.Event()
+
+    @property
+    def waits_for(self) -> str | None:
+        """What its rollouts wait for, in words; None when they do not."""
+        nobody = self.num_places > 0 and not self._open
+        return self.waiting_on or (f"somebody to open a session ({self.num_places} places)" if nobody else None)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -166,14 +175,16 @@ class Sessions:
     async def ask(self, session: str, request: Request) -> Reply:
         """The reply to a request in `session`. Raises Refusal."""
         if isinstance(request, Open):
-            if self._on_open is None:
-                raise Refusal(400, "invalid_request", f"{self.run_id} takes no sessions from outside")
-            return await self._on_open(request)
+            if self.on_open is None:
+                words = f'{self.run_id} takes no sessions from outside: it has no [[env]] with id = "sessions"'
+                raise Refusal(404, "invalid_request", words)
+            return await self.on_open(request)
         found = self._open.get(session)
         if found is not None and isinstance(request, Reward) and request in found.rewards:
             return Done()  # the answer to the first was lost
         if found is None or found.closed.is_set():
             raise Refusal(410, "closed", f"session {one_line(session, 100)} is closed: its rollout has ended")
+        found.num_requests += 1
         if isinstance(request, Call):
             return await self._answer(found, request)
         if isinstance(request, Count):
@@ -259,8 +270,8 @@ class Sessions:
     def _rewarded(session: OpenSession, reward: Reward) -> Done:
         if problem := reward_problem(reward, session.num_answers):
             raise Refusal(400, "invalid_request", problem)
-        session.rewards.append(reward)
         session.on_reward(reward)
+        session.rewards.append(reward)
         if reward.closes:
             session.closed.set()
             for task in session.tasks:

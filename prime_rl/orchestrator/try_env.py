@@ -119,7 +119,8 @@ async def try_all(
     found = []
     for env_config in config.env:
         env = envs[env_config.label]
-        known = {row.id: row.answer for row in read_rows(place(args.path), args)} if (args := env_config.jsonl) else {}
+        args = env_config.rows
+        known = {row.id: row.answer for row in read_rows(place(args.path), args)} if args and args.path else {}
         examples = {split: env.examples(split) for split in ("train", "eval")}
         tried = []
         for example in (examples["train"] or examples["eval"])[:num]:

@@ -8,11 +8,11 @@ Signals set flags, nothing else: the loop of an entry file looks at the flag and
 middle of whatever the main thread does, also of a wait on the flag itself. So the flag is woken through a queue that
 may be entered again, not through a lock that its own waiter may hold.
 
-    python -m prime_rl.utils.process COMMAND...
+    python -m prime_rl.utils.process [--cpu SECONDS] [--memory BYTES] [--file BYTES] COMMAND...
 
-keeps one child: it ends all of it on request, and when its own parent dies, even by SIGKILL (Linux); what the child
-leaves behind becomes its own. So a killed node of a group leaves no server, no torchrun and no rank. Its exit code is
-the child's.
+keeps one child, with limits: it ends all of it on request, and when its own parent dies, even by SIGKILL (Linux); what
+the child leaves behind becomes its own. So a killed node of a group leaves no server, no torchrun and no rank. Its exit
+code is the child's, its standard input too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import ctypes
 import functools
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -205,6 +206,7 @@ POLL_S = 0.1
 # How long processes are killed that start others as fast as they can.
 ORPHANS_END_S = 5.0
 ORPHANS_POLL_S = 0.001
+LIMITS = {"--cpu": resource.RLIMIT_CPU, "--memory": resource.RLIMIT_AS, "--file": resource.RLIMIT_FSIZE}
 
 
 def main(argv: list[str]) -> int:
@@ -221,12 +223,27 @@ def main(argv: list[str]) -> int:
         signal.signal(signum, note)
     inherit_orphans()
     die_with_parent(signal.SIGTERM)
-    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+    limits, argv = _limits(argv)
+
+    def limit() -> None:
+        for kind, value in limits.items():
+            resource.setrlimit(kind, (value, value))
+
+    child = subprocess.Popen(argv, preexec_fn=limit if limits else None)  # noqa: PLW1509 - this process has one thread
     while child.poll() is None and not told:
         time.sleep(POLL_S)
     end_all(child)
     code = child.poll()
     return code if code is not None and code >= 0 else 128 - (code or -signal.SIGKILL)
+
+
+def _limits(argv: list[str]) -> tuple[dict[int, int], list[str]]:
+    """The limits that a command begins with, by kind, and the command."""
+    limits: dict[int, int] = {}
+    while argv[0] in LIMITS:
+        kind, value, *argv = argv
+        limits[LIMITS[kind]] = int(value)
+    return limits, argv
 
 
 def end_all(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:

@@ -14,6 +14,7 @@ from prime_rl.orchestrator.envs import built_in
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, RolloutMeter
 from prime_rl.orchestrator.envs.process import ProcessEnvironment, Sessions
+from prime_rl.orchestrator.envs.sessions_env import SessionsEnvironment
 from prime_rl.utils.secrets import names_of
 
 __all__ = [
@@ -105,6 +106,9 @@ async def _load(
     say: Callable[[str | None], None],
     sessions: Sessions | None,
 ) -> Environment:
+    if env.sessions:
+        assert sessions is not None, "a run that needs the gateway has sessions"
+        return SessionsEnvironment(env, sessions, is_compared=config.rollouts_per_example > 1)
     # The key of inference is not for code that is not ours.
     made = load_environment(env, config.seed, hidden=names_of(config.client.api_key_var), sessions=sessions)
     if isinstance(made, ProcessEnvironment):

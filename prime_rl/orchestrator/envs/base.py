@@ -7,11 +7,12 @@ training and evaluation alike.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 
-from prime_rl.contract.calls import Answer, Call
+from prime_rl.contract.calls import Answer, Call, Reward
 from prime_rl.utils.chat_template import content_text
 
 Split = Literal["train", "eval"]
@@ -50,12 +51,14 @@ class Outcome:
         rewards: what `reward` is made of, by name, for runs with `advantage.reward_weights`; at most `MAX_REWARDS`.
         advantages: the environment's own, in place of those that follow from the rewards; () without them. One entry
             for each answer of the policy: a number for all its tokens, or a number for each of them.
+        output: the end of what its program printed, for people.
     """
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
     rewards: Mapping[str, float] = field(default_factory=dict)
     advantages: Sequence[float | Sequence[float]] = ()
+    output: str = ""
 
 
 class RolloutError(RuntimeError):
@@ -106,6 +109,40 @@ class Policy(Protocol):
 
     async def complete(self, messages: Sequence[Message]) -> str:
         """One assistant turn that follows `messages`. Raises RolloutError, and what inference raises."""
+
+
+class Posted:
+    """The rewards that were posted to the session of a rollout so far.
+
+    Attributes:
+        value: of the whole rollout; None: none yet.
+        by_answer: that of single answers, by their numbers in the session.
+        error: what the client says went wrong.
+        closed: set once the session takes no more calls.
+    """
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self.rewards: dict[str, float] = {}
+        self.by_answer: dict[int, float] = {}
+        self.error = ""
+        self.closed = asyncio.Event()
+
+    def take(self, reward: Reward) -> None:
+        """Note one more: of two for the same the later one counts."""
+        if reward.number is not None and reward.value is not None:
+            self.by_answer[reward.number] = reward.value
+        elif reward.value is not None:
+            self.value = reward.value
+        self.rewards |= reward.rewards
+        self.error = reward.error or self.error
+        if reward.closes:
+            self.closed.set()
+
+    @property
+    def total(self) -> float | None:
+        """The reward of the whole rollout, or without one the sum of those of its answers; None: there is neither."""
+        return sum(self.by_answer.values()) if self.value is None and self.by_answer else self.value
 
 
 @runtime_checkable

@@ -58,6 +58,8 @@ MAX_TIME_LIMITS = 3
 MAX_REWARD = 1e30
 # What to do about drops, which the run's log names one by one.
 _TRY = "see the run's log; prl env try FILE tries a change"
+# Of what a program has printed, in a reason.
+MAX_LAST_CHARS = 300
 METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 NO_PROMPT = PromptConfig()
 
@@ -88,7 +90,7 @@ class EnvironmentBroken(RuntimeError):
 
 # By the names that they have in the messages of a process.
 FAULTS: Mapping[str, type[EnvironmentFault]] = {
-    kind.__name__: kind for kind in (EnvironmentFault, Transient, ExampleUnusable)
+    kind.__name__: kind for kind in (EnvironmentFault, Transient, TimedOut, ExampleUnusable)
 }
 
 
@@ -234,6 +236,8 @@ class CheckedEnvironment:
                 outcome = await self._env.rollout(example, asked)
             outcome = check_outcome(outcome, self._config.reward_range, asked.answer_lens)
             check_names(outcome.rewards, self._reward_names)
+            if self._config.agent and not asked.answer_lens:
+                raise EnvironmentFault(f"the program ended without asking the policy{last_lines(outcome.output)}")
             return outcome
         except (Exception, asyncio.CancelledError, SystemExit) as error:
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
@@ -290,7 +294,9 @@ class _AskedPolicy:
     """
 
     def __init__(self, policy: Policy, config: EnvConfig, meter: RolloutMeter) -> None:
-        self.deadline = asyncio.timeout(config.timeout_s)
+        # Whoever makes the rollouts of sessions takes the time that they take.
+        self._limit_s = None if config.sessions else config.timeout_s
+        self.deadline = asyncio.timeout(self._limit_s)
         self.began_s = asyncio.get_running_loop().time()
         self.error: Exception | None = None
         self._num_turns = 0
@@ -339,7 +345,8 @@ class _AskedPolicy:
             self._num_turns -= 1
             if not self._num_turns:
                 self._meter.move(in_environment=1, in_turn=-1)
-                self.deadline.reschedule(asyncio.get_running_loop().time() + self._config.timeout_s)
+                limit_s = self._limit_s
+                self.deadline.reschedule(None if limit_s is None else asyncio.get_running_loop().time() + limit_s)
 
 
 def check_outcome(outcome: object, reward_range: tuple[float, float], answer_lens: Sequence[int]) -> Outcome:
@@ -364,7 +371,13 @@ def check_outcome(outcome: object, reward_range: tuple[float, float], answer_len
         raise EnvironmentFault(f"there are advantages of {num_given} turns, but the policy took {len(answer_lens)}")
     given = zip(outcome.advantages, answer_lens, strict=False)
     advantages = tuple(_credit(turn, value, length) for turn, (value, length) in enumerate(given, 1))
-    return Outcome(reward, metrics, rewards, advantages)
+    return Outcome(reward, metrics, rewards, advantages, outcome.output)
+
+
+def last_lines(output: str) -> str:
+    """The end of what a program has printed, as the end of a reason; "" without output."""
+    words = one_line(" | ".join(output.strip().splitlines()[-3:])[-MAX_LAST_CHARS:], MAX_LAST_CHARS)
+    return f"; its last output: {words}" if words else ""
 
 
 def check_names(rewards: Mapping[str, float], wanted: Collection[str]) -> None:

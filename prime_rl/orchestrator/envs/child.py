@@ -19,46 +19,20 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, Never
 
+from prime_rl.configs.agents import AGENT
 from prime_rl.configs.envs import PLUGIN_GROUP
 from prime_rl.configs.jsonl import JSONL
 from prime_rl.contract.calls import Reward
 from prime_rl.orchestrator.envs import Environment, Example, Message, Split, process
-from prime_rl.orchestrator.envs.base import as_messages, text_problem
+from prime_rl.orchestrator.envs.base import Posted, as_messages, text_problem
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, Transient, check_outcome, fault_of
 from prime_rl.utils.frames import HEADER_BYTES, frame, payload_len
-from prime_rl.utils.process import kill_tree
+from prime_rl.utils.process import inherit_orphans, kill_tree
 from prime_rl.utils.text import one_line
 
 # How long an environment may take to put its things away.
 EXIT_GRACE_S = 5.0
 SPLITS: tuple[Split, ...] = ("train", "eval")
-
-
-class Posted:
-    """The rewards that were posted to the session of a rollout so far; `closed` once the session takes no more calls.
-
-    Attributes:
-        value: of the whole rollout; None: none yet.
-        by_answer: that of single answers, by their numbers in the session.
-    """
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-        self.rewards: dict[str, float] = {}
-        self.by_answer: dict[int, float] = {}
-        self.error = ""
-        self.closed = asyncio.Event()
-
-    def take(self, reward: Reward) -> None:
-        """Note one more: of two for the same the later one counts."""
-        if reward.number is not None and reward.value is not None:
-            self.by_answer[reward.number] = reward.value
-        elif reward.value is not None:
-            self.value = reward.value
-        self.rewards |= reward.rewards
-        self.error = reward.error or self.error
-        if reward.closes:
-            self.closed.set()
 
 
 class RemotePolicy:
@@ -147,7 +121,8 @@ class Host:
         try:
             found = await self._env.rollout(self._examples[start.split][start.example_id], policy)
             outcome = check_outcome(found, (-float("inf"), float("inf")), policy.answer_lens)
-            self._send(process.Done(key, outcome.reward, outcome.metrics, outcome.rewards, outcome.advantages))
+            figures = (outcome.reward, outcome.metrics, outcome.rewards, outcome.advantages)
+            self._send(process.Done(key, *figures, outcome.output))
         except (Exception, SystemExit) as error:  # an error of the environment: reported to the caller
             self._lose(key, fault_of(error, at_first_turn=not policy.answer_lens))
         except asyncio.CancelledError:
@@ -188,6 +163,13 @@ async def load(request: process.Load, stack: contextlib.AsyncExitStack) -> Envir
         from prime_rl.orchestrator.envs.jsonl_env import JsonlEnvironment
 
         return JsonlEnvironment(request.args, request.seed)
+    if request.provider == AGENT:
+        from prime_rl.orchestrator.envs.agent_env import AgentEnvironment
+
+        inherit_orphans()  # what a program leaves behind, so that it is found and ended
+        agent = AgentEnvironment(request.args, request.seed)
+        stack.push_async_callback(agent.close)
+        return agent
     found = list(importlib.metadata.entry_points(group=PLUGIN_GROUP, name=request.name))
     if not found:
         known = sorted(point.name for point in importlib.metadata.entry_points(group=PLUGIN_GROUP))

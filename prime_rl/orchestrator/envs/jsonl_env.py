@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import stat
 import sys
 import traceback
 import types
@@ -20,8 +19,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from prime_rl.configs.base import build
-from prime_rl.configs.jsonl import JSONL, MAX_CODE_BYTES, MAX_EVAL_EXAMPLES, JsonlArgs, Row, last_number, read_rows
-from prime_rl.contract.files import is_of_a_run, open_file
+from prime_rl.configs.jsonl import JSONL, MAX_CODE_BYTES, JsonlArgs, Row, RowsArgs, last_number, read_rows
+from prime_rl.contract.files import is_of_a_run, is_own, open_file
 from prime_rl.orchestrator.envs.base import Example, Message, Outcome, Policy, Split
 from prime_rl.utils.runtime import missing
 
@@ -37,19 +36,10 @@ class JsonlEnvironment:
         self.id = JSONL
         config = build(JsonlArgs, args, "args")
         rows = read_rows(Path(config.path), config)
-        if config.scorer == "math" and not config.reward and (sentence := missing("math", "math_verify")):
-            raise ValueError(f"scorer = 'math': {sentence}")
-        self._code = config.code or ""
-        self._function = load_function(Path(self._code), config.function) if self._code else None
-        self._scorer = SCORERS[config.scorer]
+        self._scored = Scored(config)
         self._rows = {row.id: row for row in rows}
-        tenth = min(MAX_EVAL_EXAMPLES, math.ceil(len(rows) / 10)) if len(rows) > 1 else 0
-        num_eval = tenth if config.num_eval_examples is None else config.num_eval_examples
-        last = None if config.num_examples is None else num_eval + config.num_examples
-        self._splits: dict[Split, list[Example]] = {
-            "eval": [_example(row) for row in rows[:num_eval]],
-            "train": [_example(row) for row in rows[num_eval:last]],
-        }
+        train, held = config.split([example_of(row) for row in rows])
+        self._splits: dict[Split, Sequence[Example]] = {"train": train, "eval": held}
 
     def examples(self, split: Split) -> Sequence[Example]:
         """The examples of a split, in the order of the file."""
@@ -59,10 +49,29 @@ class JsonlEnvironment:
         """One turn, and its score."""
         text = await policy.complete(example.messages)
         row = self._rows[example.id]
-        if self._function is None:
-            return Outcome(float(self._scorer(text, row.target)))
+        if self._scored.scorer:
+            return Outcome(float(self._scored.scorer(text, row.target)))
+        return await self._scored.call(text, dict(row.fields))
+
+
+class Scored:
+    """How answers are scored: by `scorer`, or where that is None by a function of the run's own.
+
+    Raises ValueError, OSError and the errors of the function's file.
+    """
+
+    def __init__(self, config: RowsArgs) -> None:
+        if config.scoring == "math" and (sentence := missing("math", "math_verify")):
+            raise ValueError(f"scorer = 'math': {sentence}")
+        self.scorer = SCORERS[config.scoring] if config.scoring else None
+        self._code = config.code or ""
+        self._function = load_function(Path(self._code), config.function) if self._code else None
+
+    async def call(self, *args: Any) -> Outcome:
+        """What the function makes of `args`. Raises what it raises, with its line."""
+        assert self._function is not None
         try:
-            found = self._function(text, dict(row.fields))
+            found = self._function(*args)
             if inspect.isawaitable(found):
                 found = await found
         except Exception as error:
@@ -75,34 +84,34 @@ class JsonlEnvironment:
         return found if isinstance(found, Outcome) else Outcome(found)
 
 
-def _example(row: Row) -> Example:
+def example_of(row: Row) -> Example:
+    """A row as an example."""
     return Example(row.id, cast(list[Message], row.messages), row.answer)
 
 
-def load_function(path: Path, name: str) -> Callable[[str, dict[str, Any]], Any]:
+def load_function(path: Path, name: str) -> Callable[..., Any]:
     """The function `name` of the Python file at `path`, which is run. Raises ValueError, OSError, and its errors."""
     module = types.ModuleType(f"prl_reward_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look their module up
-    exec(compile(_own_code(path), path, "exec"), vars(module))
+    exec(compile(own_code(path), path, "exec"), vars(module))
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{path} has no function {name!r}")
-    return cast(Callable[[str, dict[str, Any]], Any], function)
+    return cast(Callable[..., Any], function)
 
 
-def _own_code(path: Path) -> bytes:
+def own_code(path: Path, limit: int = MAX_CODE_BYTES) -> bytes:
     """The content of a file. One of a run must belong to this account, and nobody else may write it: ValueError."""
     with os.fdopen(open_file(path), "rb") as file:
-        facts = os.fstat(file.fileno())
-        if is_of_a_run(path) and (facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o022):
+        if is_of_a_run(path) and not is_own(file.fileno()):
             raise ValueError(
                 f"{path} belongs to another account, or others may write it: its code is not run; "
                 "add the run as the workspace's account"
             )
-        data = file.read(MAX_CODE_BYTES + 1)
-    if len(data) > MAX_CODE_BYTES:
-        raise ValueError(f"{path} has more than {MAX_CODE_BYTES} bytes")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"{path} has more than {limit} bytes")
     return data
 
 

@@ -1,4 +1,4 @@
-"""An environment in its own process: `jsonl`, `verifiers:TASKSET`, `reasoning-gym:FAMILY` and `plugin:NAME`.
+"""An environment in its own process: `jsonl`, `agent`, `verifiers:TASKSET`, `reasoning-gym:FAMILY` and `plugin:NAME`.
 
 A process and not threads: code that hangs can be killed with all that it started, code that crashes takes nothing with
 it, a heavy library (verifiers: seconds and hundreds of megabytes) is not loaded into the orchestrator, and the API key
@@ -25,7 +25,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol
 
@@ -115,6 +115,7 @@ class Done(msgspec.Struct, tag=True):
     metrics: dict[str, float]
     rewards: Mapping[str, float]
     advantages: Sequence[float | Sequence[float]]
+    output: str = ""
 
 
 class Lost(msgspec.Struct, tag=True):
@@ -276,14 +277,24 @@ class _Child:
 
 
 class Session(Protocol):
-    """What the client of a rollout needs to ask the policy."""
+    """What the client of a rollout needs to ask the policy. `num_requests`: it has made so many."""
 
+    id: str
     base_url: str
     key: str
+    num_requests: int
 
 
 class Sessions(Protocol):
-    """Whoever opens sessions at the gateway."""
+    """Whoever opens sessions at the gateway.
+
+    Attributes:
+        on_open: makes one for a client outside; None: the run takes none.
+        num_places: rollouts that wait for such a client.
+    """
+
+    on_open: Callable[[calls.Open], Awaitable[calls.Opened]] | None
+    num_places: int
 
     async def served(self) -> None:
         """Wait until the gateway is there."""
@@ -308,7 +319,7 @@ class _TellingPolicy:
 
 
 class ProcessEnvironment:
-    """`[[env]]` with the id jsonl, or one of the form PROVIDER:NAME. `start` it first, `close` it at the end.
+    """`[[env]]` with the id jsonl or agent, or one of the form PROVIDER:NAME. `start` it first, `close` it at the end.
 
     Args:
         hidden: names of environment variables that the process must not see, whatever `env_vars` names.
@@ -326,7 +337,7 @@ class ProcessEnvironment:
         self._hidden = set(hidden)
         self._sessions = sessions if config.needs_gateway else None
         self._limits = config.session_limits
-        self._named = set(config.env_vars)
+        self._named = set(config.variables)
         self._examples: dict[Split, list[Example]] = {}
         self._child: _Child | None = None
         self._starting = asyncio.Lock()
@@ -383,7 +394,7 @@ class ProcessEnvironment:
             while True:
                 report = await inbox.get()
                 if isinstance(report, Done):
-                    return Outcome(report.reward, report.metrics, report.rewards, report.advantages)
+                    return Outcome(report.reward, report.metrics, report.rewards, report.advantages, report.output)
                 if isinstance(report, Lost):
                     raise FAULTS.get(report.kind, EnvironmentFault)(report.reason)
                 if isinstance(report, Exception):

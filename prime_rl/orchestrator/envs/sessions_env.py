@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prime_rl.configs.envs import SESSIONS, SessionsArgs
-from prime_rl.contract.calls import Open, Opened, Refusal
+from prime_rl.configs.envs import EnvConfig
+from prime_rl.contract.calls import Open, Opened, Refusal, Reward
 from prime_rl.orchestrator.envs.base import AnswersCalls, Example, Outcome, Policy, Posted, Split
 from prime_rl.orchestrator.envs.checked import Interrupted
 from prime_rl.orchestrator.envs.process import Sessions
@@ -38,9 +38,12 @@ class _Place:
 class SessionsEnvironment:
     """`[[env]] id = "sessions"`. `is_compared`: a group has several rollouts, so each needs to be told which."""
 
-    def __init__(self, args: SessionsArgs, sessions: Sessions, *, is_compared: bool) -> None:
-        self.id = SESSIONS
-        self._args = args
+    def __init__(self, config: EnvConfig, sessions: Sessions, *, is_compared: bool) -> None:
+        assert config.sessions is not None
+        self.id = config.id
+        self._expire_s = config.sessions.expire_s
+        self._limits = config.session_limits
+        self._range = config.reward_range
         self._sessions = sessions
         self._is_compared = is_compared
         self._examples = [Example(str(number), [], "") for number in range(NUM_EXAMPLES)]
@@ -65,6 +68,7 @@ class SessionsEnvironment:
         if place is None:
             raise Refusal(429, "busy", "all rollouts that the run makes at a time are taken: try again later", RETRY_S)
         self._waiting.remove(place)
+        self._note()
         place.taken.set_result(request)
         return await asyncio.shield(place.opened)
 
@@ -72,6 +76,7 @@ class SessionsEnvironment:
         """Wait for a client, then for its reward. Raises Interrupted for a session that comes to nothing."""
         place = _Place(example.id)
         self._waiting.append(place)
+        self._note()
         self._num_rollouts[example.id] += 1
         try:
             request = await place.taken
@@ -79,10 +84,14 @@ class SessionsEnvironment:
         finally:
             if place in self._waiting:
                 self._waiting.remove(place)
+            self._note()
             place.opened.cancel()
             self._num_rollouts[example.id] -= 1
             if not self._num_rollouts[example.id]:
                 self._groups = {name: each for name, each in self._groups.items() if each != example.id}
+
+    def _note(self) -> None:
+        self._sessions.num_places = len(self._waiting)
 
     def _place(self, name: str) -> _Place | None:
         """A waiting rollout of the group, or of an example that no group has yet."""
@@ -98,18 +107,26 @@ class SessionsEnvironment:
     async def _session(self, place: _Place, request: Open, policy: Policy) -> Outcome:
         assert isinstance(policy, AnswersCalls)
         posted = Posted()
-        async with self._sessions.open(policy, self._args.limits, posted.take) as session:
+
+        def take(reward: Reward) -> None:
+            low, high = self._range
+            if reward.value is not None and reward.number is None and not low <= reward.value <= high:
+                words = f"the reward is {reward.value:g}: reward_range of the run is [{low:g}, {high:g}]"
+                raise Refusal(400, "invalid_request", words)
+            posted.take(reward)
+
+        async with self._sessions.open(policy, self._limits, take) as session:
             place.opened.set_result(Opened(session.id, {"example": request.example, "group": request.group}))
             while not posted.closed.is_set():
                 before = session.num_requests
                 try:
-                    await asyncio.wait_for(posted.closed.wait(), self._args.expire_s)
+                    await asyncio.wait_for(posted.closed.wait(), self._expire_s)
                 except TimeoutError:
                     if session.num_requests == before:
-                        raise Interrupted(f"its session was not used for expire_s = {self._args.expire_s:g}") from None
+                        raise Interrupted(f"its session was not used for expire_s = {self._expire_s:g}") from None
         if posted.error:
             raise Interrupted(f"its client gave it up: {posted.error}")
-        value = posted.value if posted.value is not None or not posted.by_answer else sum(posted.by_answer.values())
+        value = posted.total
         if value is None or not policy.answer_lens:
             raise Interrupted(f"its session was closed without {'a call' if value is not None else 'a reward'}")
         return Outcome(value, {"turns": float(len(policy.answer_lens))}, dict(posted.rewards))

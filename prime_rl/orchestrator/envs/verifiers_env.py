@@ -93,9 +93,7 @@ class VerifiersEnvironment:
         os.environ[variable] = endpoint[1]
         try:
             client = vf.EvalClientConfig(base_url=endpoint[0], api_key_var=variable)
-            episode = await self._env.run_episode(
-                self._tasks[example.id], vf.ModelContext(model=MODEL, client=client)
-            )
+            episode = await self._env.run_episode(self._tasks[example.id], vf.ModelContext(model=MODEL, client=client))
         finally:
             del os.environ[variable]
         traces = [trace for trace in episode.traces if trace.agent and trace.agent.config.model == MODEL]

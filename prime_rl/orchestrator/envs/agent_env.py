@@ -1,0 +1,374 @@
+"""A program for each rollout, `[[env]] id = "agent"`: started in a folder of its own, scored, and ended whole.
+
+Imported only in the process of such an environment (`child`). The program asks the policy through the endpoint of its
+rollout, `policy.endpoint`; nothing here sees what it asks. Each runs below a keeper (`utils.process`), which ends all
+that the program started, whatever sessions that is in, also when this process is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import io
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import tarfile
+import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from prime_rl.configs.agents import AGENT, AgentArgs, read_tasks
+from prime_rl.configs.base import build
+from prime_rl.configs.jsonl import MAX_FOLDER_BYTES, Row, last_number, packed, read_rows
+from prime_rl.contract.files import closing, open_lock, read_file
+from prime_rl.orchestrator.envs.agent_judge import Judge
+from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Posted, Split
+from prime_rl.orchestrator.envs.checked import EnvironmentFault, TimedOut, Transient, last_lines
+from prime_rl.orchestrator.envs.jsonl_env import Scored, example_of, own_code
+from prime_rl.orchestrator.envs.process import environment_of_its_own
+from prime_rl.utils import process as keeper
+
+MAX_REWARD_BYTES = 64 << 10
+# Of what a program prints, the newest is kept.
+MAX_OUTPUT_LINES, MAX_OUTPUT_BYTES = 200, 64 << 10
+# After a reward that closes the session, and for a keeper to end its program.
+CLOSE_GRACE_S, END_GRACE_S = 10.0, 10.0
+FOLDER_PREFIX, LOCK = "prl-agent-", "lock"
+# Exit codes whose cause is a limit.
+LIMITED = {128 + signal.SIGXCPU: "cpu_seconds reached", 128 + signal.SIGXFSZ: "max_file_mb reached"}
+
+
+class RewardFile(msgspec.Struct):
+    """`reward.json`, unless it is a bare number."""
+
+    reward: float
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a program left: its exit code, 128 + N after signal N, None when it was ended; and its newest output."""
+
+    code: int | None
+    output: str
+
+    @property
+    def last_line(self) -> str:
+        """The last line that is not blank; "" without one."""
+        return next((line for line in reversed(self.output.splitlines()) if line.strip()), "")
+
+
+class AgentEnvironment:
+    """Programs that ask the policy. Raises ValueError, and OSError, for what the arguments name and cannot be used."""
+
+    def __init__(self, args: dict[str, Any], seed: int) -> None:
+        self.id = AGENT
+        self._args = config = build(AgentArgs, args, "args")
+        self._template = bundle(config.cwd)
+        self._tasks = bundle(config.tasks)
+        self._rows: dict[str, Row] = {}
+        if config.tasks:
+            path = packed(Path(config.tasks)) if Path(config.tasks).is_dir() else Path(config.tasks)
+            tasks = read_tasks(path, tested=config.is_tested)
+            found = [Example(name, [{"role": "user", "content": text}], "") for name, text in tasks.items()]
+        else:
+            self._rows = {row.id: row for row in read_rows(Path(config.path), config)}
+            found = [example_of(row) for row in self._rows.values()]
+        train, held = config.split(found)
+        self._splits: dict[Split, Sequence[Example]] = {"train": train, "eval": held}
+        self._scored = Scored(config)
+        self._judge = Judge(config.judge) if config.judge else None
+        program = config.command[0] if config.runtime == "process" else config.runtime
+        if not shutil.which(program) and ("/" not in program or config.runtime != "process"):
+            raise ValueError(f"{program!r} was not found on PATH: install it, or name it with its path")
+        self._root, self._lock = folder_of_its_own()
+        self._numbers = itertools.count()
+        self._keepers: set[int] = set()
+        self._starting = asyncio.Lock()
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """The examples of a split: rows in the order of their file, tasks in that of their names."""
+        return self._splits[split]
+
+    async def rollout(self, example: Example, policy: Policy) -> Outcome:
+        """One run of the program, and its score. Raises EnvironmentFault."""
+        endpoint = cast("tuple[str, str] | None", getattr(policy, "endpoint", None))
+        if endpoint is None:
+            raise EnvironmentFault("there is no endpoint for the program to ask the policy")
+        place = self._root / str(next(self._numbers))
+        try:
+            await asyncio.to_thread(self._prepare, example, place)
+            ended = await self._run(self._args.command, place, self._variables(place, endpoint), _posted(policy))
+            if ended.code and not self._args.allow_failure:
+                hint = f" ({LIMITED[ended.code]})" if ended.code in LIMITED else ""
+                raise EnvironmentFault(f"the program ended with exit code {ended.code}{hint}{last_lines(ended.output)}")
+            try:
+                outcome = await self._score(example, place, ended, _posted(policy))
+            except EnvironmentFault as fault:
+                raise type(fault)(f"{fault}{last_lines(ended.output)}") from fault
+            return replace(outcome, output=ended.output)
+        except OSError as error:
+            raise Transient(f"the program cannot be run: {error}") from error
+        finally:
+            await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+
+    async def close(self) -> None:
+        """Remove what belongs to no rollout."""
+        if self._judge:
+            await self._judge.close()
+        shutil.rmtree(self._root, ignore_errors=True)
+        os.close(self._lock)
+
+    def _prepare(self, example: Example, place: Path) -> None:
+        """The folder of a rollout: `work` is the program's, `example.json` beside it is for what scores."""
+        folder = place / "work"
+        folder.mkdir(parents=True)
+        (place / "logs" / "verifier").mkdir(parents=True)
+        unpack(self._template, folder)
+        for part in ("environment", "files"):
+            unpack(self._tasks, folder, f"{example.id}/{part}/")
+        whole = self._told(example, answer=True)
+        # The right answer is not for a program that does not score itself: the policy may read its files.
+        told = whole if self._args.way in ("file", "posted") else self._told(example, answer=False)
+        for path, each in ((place, whole), (folder, told)):
+            (path / "example.json").unlink(missing_ok=True)
+            (path / "example.json").write_text(json.dumps(each), encoding="utf-8")
+
+    def _told(self, example: Example, *, answer: bool) -> dict[str, Any]:
+        fields = dict(self._rows[example.id].fields) if self._rows else {}
+        if not answer:
+            fields.pop(self._args.answer, None)
+        prompt = example.messages[-1]["content"]
+        return {"id": example.id, "prompt": prompt, "messages": example.messages, "fields": fields}
+
+    def _variables(self, place: Path, endpoint: tuple[str, str]) -> dict[str, str]:
+        """What the program gets beside what every process needs, by name."""
+        base_url, key = endpoint
+        url = base_url.removesuffix("/v1")
+        named = {name: os.environ[name] for name in self._args.env if name in os.environ}
+        own = {
+            **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), base_url),
+            **dict.fromkeys(("ANTHROPIC_BASE_URL", "PRL_SESSION_URL"), url),
+            **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), key),
+            "PRL_MODEL": url.rpartition("/")[2].rpartition(".")[0],
+        }
+        return {"OPENAI_AGENTS_DISABLE_TRACING": "1"} | named | self._args.set | own
+
+    async def _run(
+        self, command: Sequence[str], place: Path, variables: dict[str, str], posted: Posted | None = None
+    ) -> Ended:
+        """Run a command in the folder of a rollout until all of it has ended. Raises TimedOut, OSError."""
+        config, folder = self._args, place / "work"
+        name = f"{self._root.name}-{place.name}"
+        if config.runtime == "process":
+            memory, file = _bytes(config.memory_mb), _bytes(config.max_file_mb)
+            limits = {"--cpu": config.cpu_seconds, "--memory": memory, "--file": file}
+            argv = [word for kind, value in limits.items() if value for word in (kind, str(value))] + [*command]
+        else:
+            argv = container_argv(config, command, place, name, variables)
+        # Python's own settings, and modules in the folder, are the program's and not its keeper's.
+        argv = [sys.executable, "-P", "-E", keeper.__file__, *argv]
+        with (place / "work" / "example.json").open("rb") as example:
+            async with self._starting:
+                process = await asyncio.create_subprocess_exec(
+                    *argv,
+                    stdin=example,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    cwd=folder,
+                    env=environment_of_its_own(os.environ, ()) | variables,
+                    start_new_session=True,
+                )
+                self._keepers.add(process.pid)
+        output = bytearray()
+        working = asyncio.ensure_future(_output(process, output))
+        closing = asyncio.ensure_future(_closed(posted))
+        try:
+            async with asyncio.timeout(config.timeout_s):
+                await asyncio.wait({working, closing}, return_when=asyncio.FIRST_COMPLETED)
+                if not working.done():
+                    await asyncio.wait({working}, timeout=CLOSE_GRACE_S)
+            code = process.returncode if working.done() else None
+            return Ended(code, _text(output))
+        except TimeoutError:
+            words = f"the program {command[0]} ran longer than timeout_s = {config.timeout_s:g}"
+            raise TimedOut(f"{words}{last_lines(_text(output))}") from None
+        finally:
+            closing.cancel()
+            await asyncio.shield(self._end(process, working, name))
+
+    async def _end(self, process: asyncio.subprocess.Process, working: asyncio.Future[None], name: str) -> None:
+        """End all of a program that has not ended, and what is left where its keeper was killed."""
+        if not working.done():
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            await asyncio.wait({working}, timeout=END_GRACE_S)
+            keeper.kill_tree(process.pid)
+            if self._args.runtime != "process":
+                remover = await asyncio.create_subprocess_exec(
+                    *(self._args.runtime, "rm", "--force", name),
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.DEVNULL,
+                )
+                await remover.wait()
+        await process.wait()
+        async with self._starting:
+            self._keepers.discard(process.pid)
+            keeper.end_orphans(self._keepers)
+        working.cancel()  # what the keeper did not end might hold the pipe open
+
+    async def _score(self, example: Example, place: Path, ended: Ended, posted: Posted | None) -> Outcome:
+        """The score of what a program left. Raises EnvironmentFault, and what a function of the run's own raises."""
+        way, folder = self._args.way, place / "work"
+        if way == "file":
+            return reward_file(folder / "reward.json")
+        if way == "posted":
+            if posted is None or posted.total is None:
+                raise EnvironmentFault("it posted no reward to PRL_SESSION_URL/reward")
+            return Outcome(posted.total, rewards=dict(posted.rewards))
+        if way == "command":
+            return await self._verified(example, place)
+        if way == "judge":
+            assert self._judge is not None
+            score, num_tokens = await self._judge.score(example.messages[-1]["content"], ended.output)
+            return Outcome(score, {"judge_tokens": float(num_tokens)})
+        if self._scored.scorer:
+            return Outcome(float(self._scored.scorer(ended.last_line, self._rows[example.id].target)))
+        return await self._scored.call(self._told(example, answer=True), ended.output, folder)
+
+    async def _verified(self, example: Example, place: Path) -> Outcome:
+        """What the command of the reward, or a task's tests, make of the folder."""
+        folder, logs = place / "work", place / "logs" / "verifier"
+        if self._tasks:
+            _remove(folder / "tests")
+            unpack(self._tasks, folder / "tests", f"{example.id}/tests/")
+        _remove(folder / "example.json")
+        shutil.copyfile(place / "example.json", folder / "example.json")
+        is_process = self._args.runtime == "process"
+        variables = {
+            **{name: os.environ[name] for name in self._args.env if name in os.environ},
+            **self._args.set,
+            "PRL_EXAMPLE": str(folder / "example.json") if is_process else "/work/example.json",
+            "PRL_VERIFIER_DIR": str(logs) if is_process else "/logs/verifier",
+        }
+        ended = await self._run(self._args.verifier, place, variables)
+        for name in ("reward.txt", "reward.json"):
+            if (logs / name).exists():
+                return reward_file(logs / name)
+        number = last_number(ended.last_line) if _is_number(ended.last_line) else None
+        return Outcome(float(ended.code == 0) if number is None else number)
+
+
+def container_argv(
+    args: AgentArgs, command: Sequence[str], place: Path, name: str, variables: Collection[str]
+) -> list[str]:
+    """The command that runs `command` in a container; the values of `variables` are not in it."""
+    limits = {
+        "--memory": args.memory_mb and f"{args.memory_mb}m",
+        "--ulimit=cpu": args.cpu_seconds,
+        "--ulimit=fsize": _bytes(args.max_file_mb),
+    }
+    words = [args.runtime, "run", "--rm", "-i", "--init", "--name", name, "--network", "host"]
+    words += ["-v", f"{place / 'work'}:/work", "-v", f"{place / 'logs'}:/logs", "-w", "/work"]
+    if (place / "work" / "tests").is_dir():
+        words += ["-v", f"{place / 'work' / 'tests'}:/tests"]
+    if args.runtime == "docker":  # else what it writes would be root's
+        words += ["--user", f"{os.geteuid()}:{os.getegid()}"]
+    words += [f"{option}={value}" for option, value in limits.items() if value]
+    words += [word for variable in sorted(variables) for word in ("--env", variable)]
+    return [*words, cast(str, args.image), *command]
+
+
+def reward_file(path: Path) -> Outcome:
+    """The reward that a program wrote. Raises EnvironmentFault with what is wrong with it."""
+    try:
+        found = msgspec.json.decode(read_file(path, limit=MAX_REWARD_BYTES).strip(), type=RewardFile | float)
+    except FileNotFoundError:
+        raise EnvironmentFault(f"it wrote no {path.name} in its folder") from None
+    except OSError as error:
+        raise EnvironmentFault(f"its {path.name} cannot be read: {error}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        words = 'must be a number, or {"reward": number, "rewards": {...}, "metrics": {...}}'
+        raise EnvironmentFault(f"its {path.name} is not valid ({error}): {words}") from None
+    return Outcome(found.reward, found.metrics, found.rewards) if isinstance(found, RewardFile) else Outcome(found)
+
+
+def bundle(named: str | None) -> bytes:
+    """What is in a folder that the arguments name, or in the packed one of a run; b"" without one."""
+    if named is None:
+        return b""
+    path = Path(named)
+    return packed(path).read_bytes() if path.is_dir() else own_code(path, 2 * MAX_FOLDER_BYTES)
+
+
+def unpack(data: bytes, folder: Path, prefix: str = "") -> None:
+    """Write what is below `prefix` in a packed folder to `folder`; nothing is written outside of it."""
+    if not data:
+        return
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+        below = [member for member in tar if member.name.startswith(prefix) and member.name != prefix]
+        renamed = [member.replace(name=member.name.removeprefix(prefix), deep=False) for member in below]
+        tar.extractall(folder, renamed, filter="data")
+
+
+def folder_of_its_own() -> tuple[Path, int]:
+    """A new folder for the rollouts of this process, and what holds it. Those that nothing holds are removed."""
+    for old in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError), closing(os.open(old / LOCK, os.O_RDWR | os.O_NOFOLLOW)) as fd:
+            if os.fstat(fd).st_uid == os.geteuid():
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(old, ignore_errors=True)
+    root = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+    lock = open_lock(root / LOCK)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return root, lock
+
+
+def _posted(policy: Policy) -> Posted | None:
+    return cast("Posted | None", getattr(policy, "posted", None))
+
+
+async def _closed(posted: Posted | None) -> None:
+    """Until a posted reward closes the session; for ever without one."""
+    await (posted.closed if posted else asyncio.Event()).wait()
+
+
+async def _output(process: asyncio.subprocess.Process, output: bytearray) -> None:
+    """Keep the newest output of a program until it has ended."""
+    assert process.stdout is not None
+    while chunk := await process.stdout.read(1 << 16):
+        output += chunk
+        del output[:-MAX_OUTPUT_BYTES]
+    await process.wait()
+
+
+def _text(output: bytearray) -> str:
+    return "\n".join(output.decode(errors="replace").splitlines()[-MAX_OUTPUT_LINES:])
+
+
+def _bytes(mebibytes: int | None) -> int | None:
+    return mebibytes and mebibytes << 20
+
+
+def _is_number(line: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return float(line) is not None
+    return False
+
+
+def _remove(path: Path) -> None:
+    """Remove what a program may have left in a place, whatever it is."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
