@@ -126,7 +126,8 @@ class Sessions:
         self._base_url = ""
         self._is_served = asyncio.Event()
 
-    def __len__(self) -> int:
+    def num_open(self) -> int:
+        """How many are open."""
         return len(self._open)
 
     def served_at(self, base_url: str | None, waiting_on: str | None = None) -> None:
@@ -368,4 +369,4 @@ class Link:
             sessions.served_at(status.base_url)
 
         run_id, secret = sessions.run_id, sessions.secret
-        await answer_link(*streams, run_id, secret, sessions, num_sessions=sessions.__len__, greeted=greeted)
+        await answer_link(*streams, run_id, secret, sessions, num_sessions=sessions.num_open, greeted=greeted)

@@ -127,7 +127,7 @@ async def test_what_an_agent_asks_is_recorded_and_what_it_posts_is_the_outcome(t
         rollout = policy.finished(outcome)
         assert [branch.num_completion_tokens for branch in rollout.branches] == [3, 3]
         assert [branch.token_advantages_T[-3:] for branch in rollout.branches] == [[0.0] * 3, [0.25] * 3]
-        assert len(sessions) == 0
+        assert sessions.num_open() == 0
 
 
 async def test_a_rollout_that_fails_takes_its_session_with_it(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ async def test_a_rollout_that_fails_takes_its_session_with_it(tmp_path: Path) ->
         async with httpx.AsyncClient(headers={"x-api-key": key}) as client:
             body = {"model": "any", "messages": [{"role": "user", "content": "late"}]}
             answer = await client.post(f"{base}/chat/completions", json=body)
-        assert (answer.status_code, answer.headers["x-should-retry"]) == (410, "false") and len(sessions) == 0
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (410, "false") and sessions.num_open() == 0
 
 
 async def test_time_is_the_policys_while_any_call_is_in_work_and_cancelled_with_the_rollout(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ async def test_time_is_the_policys_while_any_call_is_in_work_and_cancelled_with_
         await until(lambda: len(inference.completions) == 3, "the third call")
         rollout.cancel()
         await asyncio.wait([rollout])
-        assert rollout.cancelled() and len(sessions) == 0
+        assert rollout.cancelled() and sessions.num_open() == 0
         await until(lambda: inference.num_cancelled == 1, "the place to be free")
         assert (meter.num_in_environment, meter.num_in_turn) == (0, 0)
 
