@@ -19,7 +19,8 @@ from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFa
 from prime_rl.orchestrator.policy import ChatTokenizer, TurnSampler
 from prime_rl.orchestrator.recorder import PolicySession
 from prime_rl.orchestrator.sessions import Sessions
-from tests.orchestrator_support import FakeInference, connected, make_model, make_run, serving, until
+from prime_rl.orchestrator.try_env import try_all
+from tests.orchestrator_support import FakeInference, connected, make_model, make_run, run_config, serving, until
 
 SECRET = b"s" * 43
 # Asks over HTTP as an agent does; the word of its example selects what it does then.
@@ -169,3 +170,13 @@ async def test_rollouts_wait_for_the_gateway(tmp_path: Path) -> None:
         assert not env._at_work and not inference.completions
         sessions.served_at(url)
         assert (await rollout).reward == 0.5
+
+
+async def test_env_try_serves_its_own_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.configs.envs.GATEWAY_PROVIDERS", ("plugin",))
+    config = run_config(make_model(tmp_path / "model"), env=[{"id": "plugin:words"}])
+    async with contextlib.AsyncExitStack() as cleanup:
+        (found,) = await try_all(config, 2, Path, None, None, cleanup)
+    posts, raises = found["rollouts"]
+    assert (posts["reward"], posts["error"], posts["rewards"]) == (0.5, None, {"form": 1.0})
+    assert posts["prompt"] == [{"role": "user", "content": "a"}] and raises["error"] == "RuntimeError: no good"
