@@ -308,8 +308,9 @@ def wants_monitors(run: RunNow) -> bool:
 
 
 def wants_gateway(run: RunNow) -> bool:
-    """True when a run's orchestrator is to be asked by the gateway."""
-    return run.needs_gateway and wants_orchestrator(run)
+    """True when a run's orchestrator is to be asked by the gateway: also one that outlives its slot for a while."""
+    works = not run.evicted and run.status is not None and run.status.state in ("starting", "running")
+    return run.needs_gateway and not run.gone and (works or wants_orchestrator(run))
 
 
 def wanted_daemons(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, DaemonSpec]:

@@ -241,8 +241,8 @@ def logs(
         str,
         typer.Argument(
             metavar="NAME",
-            help="supervisor, trainer, inference, alerts, monitors, or a run's id. trainer-node1 is the trainer on its "
-            "second node; with Slurm job is the job's own log, srun what Slurm complains about.",
+            help="supervisor, trainer, inference, alerts, monitors, gateway, or a run's id. trainer-node1 is the "
+            "trainer on its second node; with Slurm job is the job's own log, srun what Slurm complains about.",
             autocompletion=complete.log_names,
         ),
     ],
@@ -344,7 +344,7 @@ def restart(
         str,
         typer.Argument(
             metavar="NAME",
-            help="trainer, inference, alerts, monitors, or a run's id (restarts its orchestrator).",
+            help="trainer, inference, alerts, monitors, gateway, or a run's id (restarts its orchestrator).",
             autocompletion=complete.daemon_names,
         ),
     ],

@@ -101,12 +101,12 @@ class DaemonPaths:
 
     @property
     def gateway_status(self) -> Path:
-        """Written by the gateway alone."""
+        """Where agents and orchestrators find the gateway, and how many; written by it alone."""
         return self.path / "gateway" / "status.json"
 
     @property
     def gateway_secret(self) -> Path:
-        """What all keys of sessions and runs are made of (`gateway.keys`); for its owner only."""
+        """What all keys of sessions and runs are made of; for its owner only."""
         return self.path / "gateway" / "secret"
 
     @property

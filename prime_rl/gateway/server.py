@@ -64,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
     url = config.public_url or f"http://{address}"
     if not (is_loopback(config.host) or config.public_url):
         logger.warning("agents are told %s, and keys cross the network as they are: see gateway.public_url", url)
+    logger.info("serving agents at %s, which are told %s, and orchestrators at %s", address, url, link)
     told = GatewayStatus(base_url=url.rstrip("/"), address=address, link=link)
     status = StatusWriter(output.gateway_status, told)
     try:

@@ -135,7 +135,8 @@ class Sessions:
         nobody = self.num_places > 0 and not self._open
         return self.waiting_on or (f"somebody to open a session ({self.num_places} places)" if nobody else None)
 
-    def __len__(self) -> int:
+    def num_open(self) -> int:
+        """How many are open."""
         return len(self._open)
 
     def served_at(self, base_url: str | None, waiting_on: str | None = None) -> None:
@@ -379,4 +380,4 @@ class Link:
             sessions.served_at(status.base_url)
 
         run_id, secret = sessions.run_id, sessions.secret
-        await answer_link(*streams, run_id, secret, sessions, num_sessions=sessions.__len__, greeted=greeted)
+        await answer_link(*streams, run_id, secret, sessions, num_sessions=sessions.num_open, greeted=greeted)

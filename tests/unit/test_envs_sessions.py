@@ -19,7 +19,8 @@ from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFa
 from prime_rl.orchestrator.policy import ChatTokenizer, TurnSampler
 from prime_rl.orchestrator.recorder import PolicySession
 from prime_rl.orchestrator.sessions import Sessions
-from tests.orchestrator_support import FakeInference, connected, make_model, make_run, serving, until
+from prime_rl.orchestrator.try_env import try_all
+from tests.orchestrator_support import FakeInference, connected, make_model, make_run, run_config, serving, until
 
 SECRET = b"s" * 43
 # Asks over HTTP as an agent does; the word of its example selects what it does then.
@@ -127,7 +128,7 @@ async def test_what_an_agent_asks_is_recorded_and_what_it_posts_is_the_outcome(t
         rollout = policy.finished(outcome)
         assert [branch.num_completion_tokens for branch in rollout.branches] == [3, 3]
         assert [branch.token_advantages_T[-3:] for branch in rollout.branches] == [[0.0] * 3, [0.25] * 3]
-        assert len(sessions) == 0
+        assert sessions.num_open() == 0
 
 
 async def test_a_rollout_that_fails_takes_its_session_with_it(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ async def test_a_rollout_that_fails_takes_its_session_with_it(tmp_path: Path) ->
         async with httpx.AsyncClient(headers={"x-api-key": key}) as client:
             body = {"model": "any", "messages": [{"role": "user", "content": "late"}]}
             answer = await client.post(f"{base}/chat/completions", json=body)
-        assert (answer.status_code, answer.headers["x-should-retry"]) == (410, "false") and len(sessions) == 0
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (410, "false") and sessions.num_open() == 0
 
 
 async def test_time_is_the_policys_while_any_call_is_in_work_and_cancelled_with_the_rollout(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ async def test_time_is_the_policys_while_any_call_is_in_work_and_cancelled_with_
         await until(lambda: len(inference.completions) == 3, "the third call")
         rollout.cancel()
         await asyncio.wait([rollout])
-        assert rollout.cancelled() and len(sessions) == 0
+        assert rollout.cancelled() and sessions.num_open() == 0
         await until(lambda: inference.num_cancelled == 1, "the place to be free")
         assert (meter.num_in_environment, meter.num_in_turn) == (0, 0)
 
@@ -169,3 +170,13 @@ async def test_rollouts_wait_for_the_gateway(tmp_path: Path) -> None:
         assert not env._at_work and not inference.completions
         sessions.served_at(url)
         assert (await rollout).reward == 0.5
+
+
+async def test_env_try_serves_its_own_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.configs.envs.GATEWAY_PROVIDERS", ("plugin",))
+    config = run_config(make_model(tmp_path / "model"), env=[{"id": "plugin:words"}])
+    async with contextlib.AsyncExitStack() as cleanup:
+        (found,) = await try_all(config, 2, Path, None, None, cleanup)
+    posts, raises = found["rollouts"]
+    assert (posts["reward"], posts["error"], posts["rewards"]) == (0.5, None, {"form": 1.0})
+    assert posts["prompt"] == [{"role": "user", "content": "a"}] and raises["error"] == "RuntimeError: no good"
