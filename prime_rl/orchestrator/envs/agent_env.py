@@ -29,31 +29,33 @@ import msgspec
 from prime_rl.configs.agents import AGENT, AgentArgs, read_tasks
 from prime_rl.configs.base import build
 from prime_rl.configs.jsonl import MAX_FOLDER_BYTES, Row, last_number, packed, read_rows
-from prime_rl.contract.files import closing, open_lock, read_file
+from prime_rl.contract.files import UNDECODABLE, closing, open_lock, read_file
 from prime_rl.orchestrator.envs.agent_judge import Judge
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, TimedOut, Transient, last_lines
 from prime_rl.orchestrator.envs.jsonl_env import Scored, example_of, own_code
 from prime_rl.orchestrator.envs.process import environment_of_its_own
 from prime_rl.utils import process as keeper
+from prime_rl.utils.text import one_line
 
 MAX_REWARD_BYTES = 64 << 10
 # Of what a program prints, the newest is kept.
 MAX_OUTPUT_LINES, MAX_OUTPUT_BYTES = 200, 64 << 10
 # After a reward that closes the session, and for a keeper to end its program.
 CLOSE_GRACE_S, END_GRACE_S = 10.0, 10.0
+LOOK_S = 1.0
 FOLDER_PREFIX, LOCK = "prl-agent-", "lock"
 # Exit codes whose cause is a limit.
 LIMITED = {128 + signal.SIGXCPU: "cpu_seconds reached", 128 + signal.SIGXFSZ: "max_file_mb reached"}
 
 
 class Posted(Protocol):
-    """The reward that the program posts to its session while it works. `event` is set by the first one."""
+    """What the program posts to its session while it works. `closed`: the session takes no more calls."""
 
-    event: asyncio.Event
     value: float | None
     rewards: dict[str, float]
-    closes: bool
+    error: str
+    closed: asyncio.Event
 
 
 class RewardFile(msgspec.Struct):
@@ -201,19 +203,20 @@ class AgentEnvironment:
                 self._keepers.add(process.pid)
         output = bytearray()
         working = asyncio.ensure_future(_output(process, output))
-        closing = asyncio.ensure_future(_closed(posted))
+        closed = asyncio.ensure_future((posted.closed if posted else asyncio.Event()).wait())
         try:
             async with asyncio.timeout(config.timeout_s):
-                await asyncio.wait({working, closing}, return_when=asyncio.FIRST_COMPLETED)
+                # Its output ends with it, unless its keeper was killed.
+                while not (working.done() or closed.done()) and process.returncode is None:
+                    await asyncio.wait({working, closed}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if not working.done():
-                    await asyncio.wait({working}, timeout=CLOSE_GRACE_S)
-            code = process.returncode if working.done() else None
-            return Ended(code, _text(output))
+                    await asyncio.wait({working}, timeout=CLOSE_GRACE_S if closed.done() else LOOK_S)
+            return Ended(process.returncode, _text(output))
         except TimeoutError:
             words = f"the program {command[0]} ran longer than timeout_s = {config.timeout_s:g}"
             raise TimedOut(f"{words}{last_lines(_text(output))}") from None
         finally:
-            closing.cancel()
+            closed.cancel()
             await asyncio.shield(self._end(process, working, name))
 
     async def _end(self, process: asyncio.subprocess.Process, working: asyncio.Future[None], name: str) -> None:
@@ -230,11 +233,11 @@ class AgentEnvironment:
                     stderr=asyncio.subprocess.DEVNULL,
                 )
                 await remover.wait()
-        await process.wait()
         async with self._starting:
-            self._keepers.discard(process.pid)
             keeper.end_orphans(self._keepers)
-        working.cancel()  # what the keeper did not end might hold the pipe open
+        await process.wait()
+        self._keepers.discard(process.pid)
+        working.cancel()
 
     async def _score(self, example: Example, place: Path, ended: Ended, posted: Posted | None) -> Outcome:
         """The score of what a program left. Raises EnvironmentFault, and what a function of the run's own raises."""
@@ -242,8 +245,9 @@ class AgentEnvironment:
         if way == "file":
             return reward_file(folder / "reward.json")
         if way == "posted":
-            if posted is None or posted.value is None:
-                raise EnvironmentFault("it posted no reward to PRL_SESSION_URL/reward")
+            if posted is None or posted.value is None or posted.error:
+                reason = posted and posted.error
+                raise EnvironmentFault(f"it posted {'no reward' if not reason else one_line(reason, 300)}")
             return Outcome(posted.value, rewards=dict(posted.rewards))
         if way == "command":
             return await self._verified(example, place)
@@ -306,7 +310,7 @@ def reward_file(path: Path) -> Outcome:
         raise EnvironmentFault(f"it wrote no {path.name} in its folder") from None
     except OSError as error:
         raise EnvironmentFault(f"its {path.name} cannot be read: {error}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         words = 'must be a number, or {"reward": number, "rewards": {...}, "metrics": {...}}'
         raise EnvironmentFault(f"its {path.name} is not valid ({error}): {words}") from None
     return Outcome(found.reward, found.metrics, found.rewards) if isinstance(found, RewardFile) else Outcome(found)
@@ -345,16 +349,6 @@ def folder_of_its_own() -> tuple[Path, int]:
 
 def _posted(policy: Policy) -> Posted | None:
     return cast("Posted | None", getattr(policy, "posted", None))
-
-
-async def _closed(posted: Posted | None) -> None:
-    """Until a posted reward closes the session; for ever without one."""
-    if posted is None:
-        await asyncio.Event().wait()
-        return
-    await posted.event.wait()
-    while not posted.closes:
-        await asyncio.sleep(1.0)
 
 
 async def _output(process: asyncio.subprocess.Process, output: bytearray) -> None:
