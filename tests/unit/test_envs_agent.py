@@ -332,7 +332,7 @@ async def test_a_folder_of_tasks_is_tested(rows: Path, tmp_path: Path) -> None:
     """The tests come when the program has ended; what it put into their place counts for nothing."""
     tasks = tmp_path / "tasks"
     write_task(tasks, "one", 'test "$(cat answer)" = "do one given" && echo 0.9 > "$PRL_VERIFIER_DIR/reward.txt"')
-    write_task(tasks, "two", "exit 1")
+    write_task(tasks, "two", "echo 3; exit 1")
     program = (
         "import json, os\nassert not os.path.exists('tests') and not os.path.exists('instruction.md')\n"
         "prompt = json.load(open('example.json'))['prompt']\n"
@@ -738,6 +738,12 @@ def test_a_run_of_another_account_starts_no_program(rows: Path, tmp_path: Path) 
     (env,) = load_run_config(run.orch_toml).env
     placed = env.placed(run.data_file)
     assert placed.args["cwd"] == str(run.data_file("agent"))
+    run.admitted.write_text(RUN)
+    env.placed(run.data_file)
+    run.admitted.chmod(0o666)
+    with pytest.raises(ConfigError, match="admitted.toml.*others may write it"):
+        env.placed(run.data_file)
+    run.admitted.unlink()
     run.orch_toml.chmod(0o666)
     with pytest.raises(ConfigError, match="or others may write it: its command is not run"):
         env.placed(run.data_file)

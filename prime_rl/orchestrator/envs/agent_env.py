@@ -28,7 +28,7 @@ import msgspec
 
 from prime_rl.configs.agents import AGENT, AgentArgs, read_tasks
 from prime_rl.configs.base import build
-from prime_rl.configs.jsonl import MAX_FOLDER_BYTES, Row, last_number, packed, read_rows
+from prime_rl.configs.jsonl import MAX_FOLDER_BYTES, Row, packed, read_rows
 from prime_rl.contract.files import UNDECODABLE, closing, open_lock, read_file
 from prime_rl.orchestrator.envs.agent_judge import Judge
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
@@ -89,9 +89,8 @@ class AgentEnvironment:
         self._tasks = bundle(config.tasks)
         self._rows: dict[str, Row] = {}
         if config.tasks:
-            path = packed(Path(config.tasks)) if Path(config.tasks).is_dir() else Path(config.tasks)
-            tasks = read_tasks(path, tested=config.is_tested)
-            found = [Example(name, [{"role": "user", "content": text}], "") for name, text in tasks.items()]
+            tasks = read_tasks(self._tasks, tested=config.is_tested).items()
+            found = [Example(name, [{"role": "user", "content": text}], "") for name, text in tasks]
         else:
             self._rows = {row.id: row for row in read_rows(Path(config.path), config)}
             found = [example_of(row) for row in self._rows.values()]
@@ -119,12 +118,13 @@ class AgentEnvironment:
         place = self._root / str(next(self._numbers))
         try:
             await asyncio.to_thread(self._prepare, example, place)
-            ended = await self._run(self._args.command, place, self._variables(place, endpoint), _posted(policy))
+            posted = cast("Posted | None", getattr(policy, "posted", None))
+            ended = await self._run(self._args.command, place, self._variables(endpoint), posted)
             if ended.code and not self._args.allow_failure:
                 hint = f" ({LIMITED[ended.code]})" if ended.code in LIMITED else ""
                 raise EnvironmentFault(f"the program ended with exit code {ended.code}{hint}{last_lines(ended.output)}")
             try:
-                outcome = await self._score(example, place, ended, _posted(policy))
+                outcome = await self._score(example, place, ended, posted)
             except EnvironmentFault as fault:
                 raise type(fault)(f"{fault}{last_lines(ended.output)}") from fault
             return replace(outcome, output=ended.output)
@@ -152,7 +152,7 @@ class AgentEnvironment:
         # The right answer is not for a program that does not score itself: the policy may read its files.
         told = whole if self._args.way in ("file", "posted") else self._told(example, answer=False)
         for path, each in ((place, whole), (folder, told)):
-            (path / "example.json").unlink(missing_ok=True)
+            _remove(path / "example.json")
             (path / "example.json").write_text(json.dumps(each), encoding="utf-8")
 
     def _told(self, example: Example, *, answer: bool) -> dict[str, Any]:
@@ -162,25 +162,29 @@ class AgentEnvironment:
         prompt = example.messages[-1]["content"]
         return {"id": example.id, "prompt": prompt, "messages": example.messages, "fields": fields}
 
-    def _variables(self, place: Path, endpoint: tuple[str, str]) -> dict[str, str]:
+    @property
+    def _given(self) -> dict[str, str]:
+        """The variables that the arguments name, with their values."""
+        return {name: os.environ[name] for name in self._args.env if name in os.environ} | self._args.set
+
+    def _variables(self, endpoint: tuple[str, str]) -> dict[str, str]:
         """What the program gets beside what every process needs, by name."""
         base_url, key = endpoint
         url = base_url.removesuffix("/v1")
-        named = {name: os.environ[name] for name in self._args.env if name in os.environ}
         own = {
             **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), base_url),
             **dict.fromkeys(("ANTHROPIC_BASE_URL", "PRL_SESSION_URL"), url),
             **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), key),
             "PRL_MODEL": url.rpartition("/")[2].rpartition(".")[0],
         }
-        return {"OPENAI_AGENTS_DISABLE_TRACING": "1"} | named | self._args.set | own
+        return {"OPENAI_AGENTS_DISABLE_TRACING": "1", "PYTHONUNBUFFERED": "1"} | self._given | own
 
     async def _run(
         self, command: Sequence[str], place: Path, variables: dict[str, str], posted: Posted | None = None
     ) -> Ended:
         """Run a command in the folder of a rollout until all of it has ended. Raises TimedOut, OSError."""
         config, folder = self._args, place / "work"
-        name = f"{self._root.name}-{place.name}"
+        name = f"{self._root.name}-{next(self._numbers)}"
         if config.runtime == "process":
             memory, file = _bytes(config.memory_mb), _bytes(config.max_file_mb)
             limits = {"--cpu": config.cpu_seconds, "--memory": memory, "--file": file}
@@ -225,7 +229,8 @@ class AgentEnvironment:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             await asyncio.wait({working}, timeout=END_GRACE_S)
-            keeper.kill_tree(process.pid)
+            if process.returncode is None:
+                keeper.kill_tree(process.pid)
             if self._args.runtime != "process":
                 remover = await asyncio.create_subprocess_exec(
                     *(self._args.runtime, "rm", "--force", name),
@@ -269,8 +274,7 @@ class AgentEnvironment:
         shutil.copyfile(place / "example.json", folder / "example.json")
         is_process = self._args.runtime == "process"
         variables = {
-            **{name: os.environ[name] for name in self._args.env if name in os.environ},
-            **self._args.set,
+            **self._given,
             "PRL_EXAMPLE": str(folder / "example.json") if is_process else "/work/example.json",
             "PRL_VERIFIER_DIR": str(logs) if is_process else "/logs/verifier",
         }
@@ -278,8 +282,10 @@ class AgentEnvironment:
         for name in ("reward.txt", "reward.json"):
             if (logs / name).exists():
                 return reward_file(logs / name)
-        number = last_number(ended.last_line) if _is_number(ended.last_line) else None
-        return Outcome(float(ended.code == 0) if number is None else number)
+        with contextlib.suppress(ValueError):
+            if not self._args.is_tested:
+                return Outcome(float(ended.last_line))
+        return Outcome(float(ended.code == 0))
 
 
 def container_argv(
@@ -347,10 +353,6 @@ def folder_of_its_own() -> tuple[Path, int]:
     return root, lock
 
 
-def _posted(policy: Policy) -> Posted | None:
-    return cast("Posted | None", getattr(policy, "posted", None))
-
-
 async def _output(process: asyncio.subprocess.Process, output: bytearray) -> None:
     """Keep the newest output of a program until it has ended."""
     assert process.stdout is not None
@@ -366,12 +368,6 @@ def _text(output: bytearray) -> str:
 
 def _bytes(mebibytes: int | None) -> int | None:
     return mebibytes and mebibytes << 20
-
-
-def _is_number(line: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return float(line) is not None
-    return False
 
 
 def _remove(path: Path) -> None:
