@@ -741,7 +741,7 @@ def test_a_run_of_another_account_starts_no_program(rows: Path, tmp_path: Path) 
     run.admitted.write_text(RUN)
     env.placed(run.data_file)
     run.admitted.chmod(0o666)
-    with pytest.raises(ConfigError, match="admitted.toml.*others may write it"):
+    with pytest.raises(ConfigError, match=r"admitted.toml.*others may write it"):
         env.placed(run.data_file)
     run.admitted.unlink()
     run.orch_toml.chmod(0o666)
