@@ -14,13 +14,22 @@ from pathlib import Path
 
 from daemons.decide import Daemon, Seen
 from daemons.launchers.base import Alive, Ended
-from daemons.specs import INFERENCE, OPTIONAL, TRAINER, DaemonSpec, RunNow, has_all_steps
+from daemons.specs import GATEWAY, INFERENCE, MONITORS, OPTIONAL, TRAINER, DaemonSpec, RunNow, has_all_steps
 from daemons.workspace_reader import Stamp, StatusFiles, stamp_of
 from prime_rl.configs.admitted import config_in_effect, read_effect
 from prime_rl.configs.base import ConfigError
+from prime_rl.configs.envs import GATEWAY_PROVIDERS
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.notes import Work, read_work
-from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerStatus, is_there, stalled_since
+from prime_rl.contract.status import (
+    GatewayStatus,
+    InferenceStatus,
+    RunStatus,
+    Status,
+    TrainerStatus,
+    is_there,
+    stalled_since,
+)
 from prime_rl.utils.process import ProcessId, is_below
 
 _READY = {TRAINER: ("waiting", "training"), INFERENCE: ("serving",)}
@@ -58,7 +67,7 @@ class Observer:
         self._complain = complain
         self._statuses = StatusFiles()
         self._runs: dict[str, _Folder] = {}
-        self._monitored: dict[str, tuple[tuple[Stamp, Stamp], bool]] = {}
+        self._needs: dict[str, tuple[tuple[Stamp, Stamp], frozenset[str]]] = {}
         self._unchanged: dict[tuple[str, str], tuple[object, float]] = {}
         self._refused: dict[str, str] = {}
         self._held: frozenset[str] = frozenset()
@@ -123,7 +132,7 @@ class Observer:
         """Drop what is kept about a daemon and its run."""
         self._runs.pop(name, None)
         self._refused.pop(name, None)
-        self._monitored.pop(name, None)
+        self._needs.pop(name, None)
         for what in ("beat", "progress"):
             self._unchanged.pop((name, what), None)
         self._statuses.forget(RunDir(self.output.path / name).status)
@@ -150,6 +159,8 @@ class Observer:
             number = daemon.spec.replica
             path = self.output.replica_status(number) if number else self.output.inference_status
             status = self._statuses.read(path, InferenceStatus)
+        elif daemon.spec.name == GATEWAY:
+            status = self._statuses.read(self.output.gateway_status, GatewayStatus)
         elif daemon.spec.name in OPTIONAL:
             status = self._statuses.read(self.output.own_status(daemon.spec.name), Status)
         else:
@@ -194,13 +205,16 @@ class Observer:
         max_steps = _max_steps(folder.run) if in_slot and status is not None and status.state == "finished" else None
         evicted, ended = os.path.lexists(folder.evicted), os.path.lexists(folder.finished)
         paused = any(map(os.path.lexists, folder.pauses))
-        has_monitors = self._has_monitors(folder.run)
-        return RunNow(run_id, in_slot, evicted, False, status, max_steps, has_monitors, ended, paused)
+        needs = self._needed(folder.run)
+        return RunNow(
+            run_id, in_slot, evicted, False, status, max_steps, MONITORS in needs, ended, paused, GATEWAY in needs
+        )
 
-    def _has_monitors(self, run: RunDir) -> bool:
-        now, known = (stamp_of(run.orch_toml), stamp_of(run.admitted)), self._monitored.get(run.run_id)
+    def _needed(self, run: RunDir) -> frozenset[str]:
+        """Which of WHERE_NEEDED its config asks for."""
+        now, known = (stamp_of(run.orch_toml), stamp_of(run.admitted)), self._needs.get(run.run_id)
         if known is None or known[0] != now:
-            known = self._monitored[run.run_id] = now, _asks_for_monitors(run)
+            known = self._needs[run.run_id] = now, _asks_for(run)
         return known[1]
 
     def _checked(self, run_id: str) -> _Folder | None:
@@ -258,13 +272,21 @@ def _wrote(process: ProcessId, status: Status) -> bool:
         return False
 
 
-def _asks_for_monitors(run: RunDir) -> bool:
-    """True when a run's config has a table below [monitor]. One that is invalid otherwise is not used by any daemon."""
+def _asks_for(run: RunDir) -> frozenset[str]:
+    """Monitors when a run's config has a table below [monitor], the gateway when it has an environment of agents.
+
+    A config that is invalid otherwise is not used by any daemon.
+    """
     try:
-        table = read_effect(run).data.get("monitor")
+        data = read_effect(run).data
     except ConfigError:
-        return False
-    return isinstance(table, dict) and any(isinstance(each, dict) for each in table.values())
+        return frozenset()
+    table, own = data.get("monitor"), data.get("eval")
+    has_monitors = isinstance(table, dict) and any(isinstance(each, dict) for each in table.values())
+    tables = [data.get("env"), own.get("env") if isinstance(own, dict) else None]
+    envs = [env for each in tables if isinstance(each, list) for env in each if isinstance(env, dict)]
+    has_agents = any(str(env.get("id")).partition(":")[0] in GATEWAY_PROVIDERS for env in envs)
+    return frozenset([MONITORS] * has_monitors + [GATEWAY] * has_agents)
 
 
 def _max_steps(run: RunDir) -> int | None:

@@ -21,12 +21,15 @@ import msgspec
 from daemons.decide import LIVE, Daemon, State
 from daemons.launchers.base import Handle, Launcher
 from daemons.specs import (
+    GATEWAY,
     INFERENCE,
     MONITORS,
     OPTIONAL,
     TRAINER,
+    WHERE_NEEDED,
     DaemonSpec,
     component_texts,
+    gateway_spec,
     kind_of,
     monitors_spec,
     orchestrator_spec,
@@ -181,9 +184,9 @@ def end_leftovers(
     """End all daemons but those to `keep`, in order; returns the pids that could not be ended."""
     left: set[ProcessId] = set()
     alive = {name: handle for name, handle in living(output, launcher).items() if name not in keep}
-    services = (TRAINER, MONITORS, INFERENCE)
+    services = (TRAINER, MONITORS, GATEWAY, INFERENCE)
     kinds = {name: kind_of(name) for name in alive}
-    for group in (set(kinds.values()) - set(services), {TRAINER}, {MONITORS}, {INFERENCE}):
+    for group in (set(kinds.values()) - set(services), *({name} for name in services)):
         handles = [alive[name] for name in sorted(alive) if kinds[name] in group]
         if handles:
             say("ending " + ", ".join(f"{each.name} ({each.ref})" for each in handles))
@@ -231,8 +234,8 @@ def forget_endings(output: OutputDir, keep: Collection[str]) -> None:
 
 def _spec(output: OutputDir, name: str, system: SystemConfig | None = None) -> DaemonSpec | None:
     """The spec of the daemon, or None if it is not a daemon (any more). Default: by the system of the last start."""
-    if name == MONITORS:
-        return monitors_spec(output, system)
+    if name in WHERE_NEEDED:
+        return (monitors_spec if name == MONITORS else gateway_spec)(output, system)
     for spec in service_specs(output, system):
         if spec.name == name:
             return spec

@@ -1,9 +1,9 @@
 """The daemons that should run in a workspace now, and how each is started: from the system config and the disk.
 
 Trainer and inference should always run; an orchestrator for each run that the trainer holds in a slot, unless its final
-state shows that it is done; alerts where the system file asks for them; monitors where it does or a run that trains. It
-starts nothing (`supervisor` does). Which daemon is handed which API key is here too, by the variables that the configs
-name; no key itself is read.
+state shows that it is done; alerts where the system file asks for them; monitors where it does or a run that trains;
+the gateway where it does or a run whose rollouts are agents'. It starts nothing (`supervisor` does). Which daemon is
+handed which API key is here too, by the variables that the configs name; no key itself is read.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ TRAINER = "trainer"
 INFERENCE = "inference"
 ALERTS = "alerts"
 MONITORS = "monitors"
+GATEWAY = "gateway"
 ORCHESTRATOR = "orchestrator"
 SYSTEM = "system"
 # The settings that the last `prl up` was given.
@@ -45,9 +46,12 @@ _MODULES = {
     ORCHESTRATOR: "prime_rl.orchestrator.orchestrator",
     ALERTS: "daemons.alerts",
     MONITORS: "daemons.monitors",
+    GATEWAY: "prime_rl.gateway.server",
 }
 # Daemons that have a config only where the system file asks for them.
 OPTIONAL = (ALERTS, MONITORS)
+# Daemons that also run where a run needs them.
+WHERE_NEEDED = (MONITORS, GATEWAY)
 MAKE_BASE_MODULE = "prime_rl.base_model"
 FIT_MODULE = "prime_rl.trainer.fit"
 MERGE_MODULE = "prime_rl.trainer.merge"
@@ -83,7 +87,7 @@ class DaemonSpec:
 
     @property
     def kind(self) -> str:
-        """Trainer, inference, orchestrator, alerts or monitors: the same for all replicas and for all runs."""
+        """Trainer, inference, orchestrator, alerts, monitors or gateway: the same for all replicas and for all runs."""
         return ORCHESTRATOR if self.run_id else kind_of(self.name)
 
 
@@ -91,8 +95,8 @@ class DaemonSpec:
 class RunNow:
     """The facts about a run that decide about its orchestrator. `max_steps` is None when its config cannot be read.
 
-    `ended`: `finished.txt` is there. `has_monitors`: its config asks for monitors. `paused`: by a person, or by the
-    trainer for a more urgent run.
+    `ended`: `finished.txt` is there. `has_monitors`: its config asks for monitors, `needs_gateway`: it has an
+    environment of agents. `paused`: by a person, or by the trainer for a more urgent run.
     """
 
     run_id: str
@@ -104,6 +108,7 @@ class RunNow:
     has_monitors: bool = False
     ended: bool = False
     paused: bool = False
+    needs_gateway: bool = False
 
 
 def kind_of(service: str) -> str:
@@ -197,6 +202,8 @@ def service_specs(
         specs.append(DaemonSpec(ALERTS, tuple(argv), output.log(ALERTS)))
     if output.component_config(MONITORS).exists():
         specs.append(monitors_spec(output, system))
+    if system.gateway.enabled:
+        specs.append(gateway_spec(output, system))
     return specs
 
 
@@ -247,6 +254,13 @@ def monitors_spec(output: OutputDir, system: SystemConfig | None = None) -> Daem
     return DaemonSpec(MONITORS, tuple(python_module(module, str(output.path))), output.log(MONITORS))
 
 
+def gateway_spec(output: OutputDir, system: SystemConfig | None = None) -> DaemonSpec:
+    """It has a config also where only runs need it."""
+    module = module_of(GATEWAY, (system or saved_system(output)).deployment.modules)
+    argv = python_module(module, "@", str(output.component_config(GATEWAY)))
+    return DaemonSpec(GATEWAY, tuple(argv), output.log(GATEWAY))
+
+
 def daemon_of(argv: Sequence[str]) -> tuple[str | None, str | None]:
     """(workspace, name) of the daemon that was started with `argv`; None for both when it is none of ours."""
     options = dict(itertools.pairwise(argv))
@@ -293,12 +307,20 @@ def wants_monitors(run: RunNow) -> bool:
     return run.has_monitors and (run.in_slot or evaluates) and not run.gone
 
 
+def wants_gateway(run: RunNow) -> bool:
+    """True when a run's orchestrator is to be asked by the gateway: also one that outlives its slot for a while."""
+    works = not run.evicted and run.status is not None and run.status.state in ("starting", "running")
+    return run.needs_gateway and not run.gone and (works or wants_orchestrator(run))
+
+
 def wanted_daemons(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, DaemonSpec]:
-    """The daemons that should run now, by name; `runs` decide about orchestrators and monitors."""
+    """The daemons that should run now, by name; `runs` decide about orchestrators, monitors and the gateway."""
     runs, system = list(runs), saved_system(output)
     specs = service_specs(output, system)
     if any(wants_monitors(run) for run in runs):
         specs.append(monitors_spec(output, system))
+    if any(wants_gateway(run) for run in runs):
+        specs.append(gateway_spec(output, system))
     paths = [RunDir(output.path / run.run_id) for run in runs if wants_orchestrator(run)]
     specs += [orchestrator_spec(path, system) for path in paths]
     return {spec.name: spec for spec in specs}
@@ -311,6 +333,7 @@ def component_texts(system: SystemConfig, output: OutputDir) -> dict[str, str]:
         TRAINER: system.trainer.model_dump(mode="json") | {"output_dir": path},
         INFERENCE: system.inference.model_dump(mode="json") | {"output_dir": path},
         SYSTEM: system.model_dump(mode="json") | {"output_dir": path},
+        GATEWAY: system.gateway.model_dump(mode="json") | {"output_dir": path},
     }
     if system.alerts is not None:
         configs[ALERTS] = system.alerts.model_dump(mode="json") | {"output_dir": path}

@@ -33,6 +33,7 @@ from daemons.process import DEVICES_VARIABLE, log_tail
 from daemons.records import Records, adopt
 from daemons.specs import (
     ALERTS,
+    GATEWAY,
     INFERENCE,
     MONITORS,
     SYSTEM,
@@ -343,6 +344,7 @@ def shutdown_order(daemons: Iterable[Daemon]) -> list[list[Daemon]]:
         [daemon for daemon in daemons if daemon.spec.run_id],
         [daemon for daemon in daemons if daemon.spec.name == TRAINER],
         [daemon for daemon in daemons if daemon.spec.name == MONITORS],  # they pass its last lines on
+        [daemon for daemon in daemons if daemon.spec.name == GATEWAY],
         [daemon for daemon in daemons if daemon.spec.kind == INFERENCE],
     ]
     return [group for group in groups if group]

@@ -24,6 +24,7 @@ from daemons.pidfile import SupervisorLock, find_rival, read_info
 from daemons.process import log_tail, python_module, run_child, spawn
 from daemons.records import adoptable, end_leftovers, forget_endings, is_anything_left
 from daemons.specs import (
+    GATEWAY,
     INFERENCE,
     MAKE_BASE_MODULE,
     MONITORS,
@@ -323,6 +324,8 @@ def check_ports(system: SystemConfig, keep: Collection[str] = ()) -> None:
         name, port = replica_name(number), system.inference.port
         if name not in keep:
             _check_port(name, "--inference.port", system.inference.host, port + number if port else 0)
+    if GATEWAY not in keep and system.gateway.enabled:
+        _check_port(GATEWAY, "--gateway.port", system.gateway.host, system.gateway.port)
     if MONITORS not in keep and system.monitors.prometheus is not None:
         _check_port(MONITORS, "--monitors.prometheus.port", "127.0.0.1", system.monitors.prometheus.port)
 

@@ -28,6 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "prime_rl/contract": (*LAYER_0, "msgspec", "watchdog", "psutil"),
     "prime_rl/utils": (*LAYER_0, "msgspec", "watchdog", "psutil"),
     "prime_rl/configs": (*LAYER_1, "pydantic", "tomli"),
+    "prime_rl/gateway": (*LAYER_1, "prime_rl.gateway", "starlette"),
     "prime_rl/lora": (*LAYER_0, "prime_rl.lora", "torch", "safetensors"),
     "prime_rl/transfer.py": ("prime_rl.transfer", "torch"),
     "prime_rl/trainer": (
@@ -50,7 +51,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "starlette",
         "psutil",
     ),
-    "prime_rl/orchestrator": (*LAYER_1, "prime_rl.orchestrator", "tokenizers", "httpx", "reasoning_gym"),
+    "prime_rl/orchestrator": (
+        *LAYER_1,
+        "prime_rl.gateway",
+        "prime_rl.orchestrator",
+        "tokenizers",
+        "httpx",
+        "reasoning_gym",
+    ),
     "prime_rl/orchestrator/envs": (*LAYER_1, "prime_rl.orchestrator.envs", "httpx", "reasoning_gym"),
     "prime_rl/multinode": (*LAYER_1, "prime_rl.multinode"),
     "daemons": (*LAYER_1, "daemons", "prime_rl.results", "psutil", "typer"),

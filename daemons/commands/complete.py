@@ -13,7 +13,7 @@ from daemons.actions import list_trash
 from daemons.commands.common import choose_output_dir
 from daemons.details import versions_of
 from daemons.logs import JOB_LOG, SRUN_LOG
-from daemons.specs import MONITORS, OPTIONAL, TRAINER, saved_system
+from daemons.specs import OPTIONAL, TRAINER, WHERE_NEEDED, saved_system
 from daemons.workspace import replica_name
 from prime_rl.configs.explain import KINDS, keys_of
 from prime_rl.configs.orchestrator import LIVE_KEYS, BudgetConfig
@@ -73,13 +73,10 @@ def _servers(context: typer.Context) -> list[str]:
 
 
 def _optional(context: typer.Context) -> list[str]:
-    """Those that the system file asks for, and monitors that only runs ask for."""
+    """Those that the system file asks for, and what only runs ask for."""
     output = _workspace(context)
-    return [
-        name
-        for name in OPTIONAL
-        if output.component_config(name).exists() or (name == MONITORS and output.daemon_status(name).exists())
-    ]
+    asked = [name for name in OPTIONAL if output.component_config(name).exists()]
+    return [*asked, *(name for name in WHERE_NEEDED if name not in asked and output.daemon_status(name).exists())]
 
 
 def states(incomplete: str) -> list[str]:

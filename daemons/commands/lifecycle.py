@@ -50,6 +50,7 @@ from daemons.machine import DiskReader
 from daemons.pidfile import read_info
 from daemons.specs import (
     FIT_MODULE,
+    GATEWAY,
     INFERENCE,
     MAKE_BASE_MODULE,
     OPTIONAL,
@@ -240,8 +241,8 @@ def logs(
         str,
         typer.Argument(
             metavar="NAME",
-            help="supervisor, trainer, inference, alerts, monitors, or a run's id. trainer-node1 is the trainer on its "
-            "second node; with Slurm job is the job's own log, srun what Slurm complains about.",
+            help="supervisor, trainer, inference, alerts, monitors, gateway, or a run's id. trainer-node1 is the "
+            "trainer on its second node; with Slurm job is the job's own log, srun what Slurm complains about.",
             autocompletion=complete.log_names,
         ),
     ],
@@ -295,7 +296,7 @@ def _line_filter(pattern: str | None) -> Callable[[str], bool]:
 
 
 def _log_path(output: OutputDir, name: str) -> Path:
-    services = (SUPERVISOR, INFERENCE, TRAINER, *OPTIONAL)
+    services = (SUPERVISOR, INFERENCE, TRAINER, *OPTIONAL, GATEWAY)
     daemon = _NODE.sub("", name)
     if name in (JOB_LOG, SRUN_LOG) or daemon in services or kind_of(daemon) == INFERENCE:
         return output.log(name)
@@ -343,7 +344,7 @@ def restart(
         str,
         typer.Argument(
             metavar="NAME",
-            help="trainer, inference, alerts, monitors, or a run's id (restarts its orchestrator).",
+            help="trainer, inference, alerts, monitors, gateway, or a run's id (restarts its orchestrator).",
             autocompletion=complete.daemon_names,
         ),
     ],

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -29,6 +29,8 @@ PLUGGED_ENV = re.compile(r"(?:verifiers|reasoning-gym|plugin):[A-Za-z0-9][A-Za-z
 PLUGIN, PLUGIN_GROUP = "plugin", "prime_rl.environments"
 # What must be installed for a provider; the extra "environments" has both.
 MODULES = {"verifiers": ["verifiers"], "reasoning-gym": ["reasoning_gym"]}
+# Providers whose rollouts ask the policy through the gateway.
+GATEWAY_PROVIDERS = ("agent", "sessions", "verifiers")
 # In a template: where the environment's own question goes.
 QUESTION = "{prompt}"
 
@@ -75,6 +77,13 @@ class PromptConfig(BaseConfig):
 
     def _asked(self, question: str) -> dict[str, str]:
         return {"role": "user", "content": self.template.replace(QUESTION, question)}
+
+
+class SessionLimits(NamedTuple):
+    """The most that one rollout may ask of the policy through the gateway; None: no limit."""
+
+    max_turns: int | None = None
+    max_tokens_total: int | None = None
 
 
 class EnvConfig(BaseConfig):
@@ -133,6 +142,19 @@ class EnvConfig(BaseConfig):
     def placed(self, place: Callable[[str], Path]) -> EnvConfig:
         """The same, with its files at `place` of what it names."""
         return self.model_copy(update={"args": self.rows.placed(place)}) if self.rows else self
+
+    @property
+    def needs_gateway(self) -> bool:
+        """True when its rollouts ask the policy through the gateway."""
+        return self.id.partition(":")[0] in GATEWAY_PROVIDERS
+
+    @property
+    def session_limits(self) -> SessionLimits:
+        """Those of each rollout's session, from its arguments."""
+        if agent := self.agent:
+            return SessionLimits(agent.max_turns, agent.max_tokens_total)
+        given = (self.args.get(name) for name in SessionLimits._fields)
+        return SessionLimits(*(value if isinstance(value, int) else None for value in given))
 
     @property
     def max_branches(self) -> int:

@@ -376,6 +376,11 @@ class OrchestratorConfig(RunLifetime):
         return max(env.max_branches for env in self.env)
 
     @property
+    def needs_gateway(self) -> bool:
+        """True when rollouts of an environment ask the policy through the gateway."""
+        return any(env.needs_gateway for env in [*self.env, *self.eval_envs])
+
+    @property
     def eval_envs(self) -> list[EnvConfig]:
         """The environments of evaluations; [] without evaluation."""
         return (self.eval.env or self.env) if self.eval else []

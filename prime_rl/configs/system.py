@@ -25,6 +25,7 @@ from prime_rl.configs.base import (
     nested,
     read_argv,
 )
+from prime_rl.configs.gateway import GatewayConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.reports import AlertsConfig, MonitorsConfig
 from prime_rl.configs.trainer import MOST_SLOTS, SlotsSetting, TrainerConfig, TrainerModelConfig
@@ -34,7 +35,7 @@ Engine = Literal["local", "slurm", "ray"]
 Gpu = Annotated[int, Field(ge=0)]
 MOST_NODES = 4096
 # Programs that may stand in for a daemon's own.
-DaemonKind = Literal["trainer", "inference", "orchestrator", "alerts", "monitors"]
+DaemonKind = Literal["trainer", "inference", "orchestrator", "alerts", "monitors", "gateway"]
 
 
 def _check_numbers(gpus: list[int]) -> None:
@@ -322,6 +323,9 @@ class SystemConfig(BaseConfig):
 
     monitors: MonitorsConfig = MonitorsConfig()
     """Where the metrics of all runs go in addition to their JSONL files."""
+
+    gateway: GatewayConfig = GatewayConfig()
+    """The endpoint of agents. It runs where a run has an environment of agents, or with `enabled`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -20,6 +20,7 @@ below `output_dir`. It only computes and validates paths; reading and writing is
         logs/        orchestrator.log
       trainer/status.json   inference/status.json   daemons/<name>.json   logs/<name>.log
       inference/<n>/        status.json (one an inference server; 0 writes inference/status.json too)
+      gateway/status.json   gateway/secret (its owner's alone; only where a run has agents)
       trainer/work.json     inference/<n>/work.json (what is in work, and so what ended a daemon)
       daemons/starts/       <name>.<start>.<node>.json (one an agent)  <name>.<start>.stop
       usage/       <run_id>.jsonl, trainer.jsonl (what each run has used)
@@ -97,6 +98,16 @@ class DaemonPaths:
         """
         others = sorted(int(path.name) for path in self.inference.glob("*") if _REPLICA.fullmatch(path.name))
         return {0: self.inference_status} | {number: self.replica_status(number) for number in others}
+
+    @property
+    def gateway_status(self) -> Path:
+        """Where agents and orchestrators find the gateway, and how many; written by it alone."""
+        return self.path / "gateway" / "status.json"
+
+    @property
+    def gateway_secret(self) -> Path:
+        """What all keys of sessions and runs are made of; for its owner only."""
+        return self.path / "gateway" / "secret"
 
     @property
     def weights_lock(self) -> Path:

@@ -220,6 +220,21 @@ class InferenceStatus(Status, kw_only=True):
     kv_use: float | None = None
 
 
+class GatewayStatus(Status, kw_only=True):
+    """`gateway/status.json`. `base_url` is what agents are told, before /s/ID.
+
+    `state`: starting, running, stopping, stopped. `address` and `link` are the HOST:PORT at which it listens for agents
+    and for orchestrators. `num_runs`: runs whose orchestrators are connected.
+    """
+
+    base_url: str = ""
+    address: str = ""
+    link: str = ""
+    num_runs: int = 0
+    num_sessions: int = 0
+    calls_per_min: float = 0.0
+
+
 class Crash(msgspec.Struct, frozen=True, kw_only=True):
     """One unrequested end of a daemon.
 

@@ -7,10 +7,8 @@ engine is imported. Exit codes: 0 stopped, 1 failed, 2 wrong config.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.utils.process import StopFlag, die_with_parent
-from prime_rl.utils.runtime import StartError, bound_socket, complain, heavy_imports, is_loopback, setup_logger
+from prime_rl.utils.runtime import StartError, bind, complain, heavy_imports, is_loopback, origin, setup_logger
 from prime_rl.utils.secrets import SecretError, close_handed, read_secret
 
 # `owner/name`, as on the Hugging Face hub.
@@ -121,21 +119,9 @@ def _in_hub_cache(name: str) -> bool:
     return (cache / f"models--{name.replace('/', '--')}").is_dir()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises StartError when the port is taken or the address is not ours."""
-    try:
-        return bound_socket(host, port)
-    except OSError as error:
-        problem = f"cannot listen on {host} port {port}: {error.strerror or error}"
-        if error.errno == errno.EADDRINUSE:
-            problem = f"port {port} on {host} is in use: stop the other server or set another `port` (0: a free one)"
-        raise StartError(problem) from error
-
-
 def base_url(host: str, port: int) -> str:
     """The URL under which clients on this machine reach a server that listens on `host`."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}/v1" if ":" in reachable else f"http://{reachable}:{port}/v1"
+    return f"{origin(host, port)}/v1"
 
 
 if __name__ == "__mp_main__":

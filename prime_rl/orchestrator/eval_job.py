@@ -42,6 +42,7 @@ from prime_rl.orchestrator.publication import AdapterPublication, base_model, co
 from prime_rl.orchestrator.recorder import Rollout
 from prime_rl.orchestrator.rollout import together
 from prime_rl.orchestrator.sampler import Pick
+from prime_rl.orchestrator.sessions import sessions_here
 from prime_rl.utils.process import end_orphans, inherit_orphans
 from prime_rl.utils.runtime import complain, setup_logger
 from prime_rl.utils.text import one_line
@@ -57,6 +58,8 @@ FATAL = (InferenceError, EnvironmentBroken, TokenizerError, RunFailed)
 TURN_S = 10.0
 # Names no run.
 CLIENT = "eval"
+# Of the sessions of its rollouts.
+RUN_ID = "run_eval"
 
 ResultT = TypeVar("ResultT")
 
@@ -243,7 +246,8 @@ async def evaluate_all(folder: Path, job: EvalJob, config: OrchestratorConfig) -
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # who started this had blocked it
     async with AsyncExitStack() as cleanup:
         tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
-        loading = load_environments(config, None, cleanup, lambda what: None, place_of(Path(job.source)))
+        sessions = await sessions_here(config, RUN_ID, tokenizer, config.seq_len, cleanup)
+        loading = load_environments(config, None, cleanup, lambda what: None, place_of(Path(job.source)), sessions)
         loaded = await unless_stopped(stopped, loading)
         evaluation = Evaluation(folder, config, tokenizer, loaded[1] if loaded else {}, stopped)
         for label, adapter in job.targets.items():

@@ -73,9 +73,10 @@ from prime_rl.orchestrator.report import BatchReporter, LearningWatch, RunReport
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import Curricula, ExampleSampler, Pools
 from prime_rl.orchestrator.scheduler import GroupLedger, Scheduler
+from prime_rl.orchestrator.sessions import Sessions, linked
 from prime_rl.utils.process import StopFlag, end_orphans, inherit_orphans
 from prime_rl.utils.runtime import complain, setup_logger
-from prime_rl.utils.secrets import close_handed
+from prime_rl.utils.secrets import SecretError, close_handed
 from prime_rl.utils.watch import Watcher
 
 logger = logging.getLogger("orchestrator")
@@ -84,7 +85,7 @@ MAX_REASON_CHARS = 10_000
 # Errors that a restart of the orchestrator would not fix.
 FINAL = (
     *(RunFailed, ConfigError, EnvironmentBroken, AccessDenied, AdapterRefused),
-    *(TokenizerError, CheckpointError, BadBatchError, TooManySteps),
+    *(TokenizerError, CheckpointError, BadBatchError, TooManySteps, SecretError),
 )
 
 
@@ -125,7 +126,8 @@ async def set_up(
     tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
     phases = PhaseClock(on_change=wake.set)
     changed = await asyncio.to_thread(changed_data_text, run)  # what is loaded now stays
-    envs, eval_envs = await load_environments(config, phases, cleanup, reporter.wait_for, run.data_file)
+    sessions = linked(run, tokenizer, seq_len, cleanup) if config.needs_gateway else None
+    envs, eval_envs = await load_environments(config, phases, cleanup, reporter.wait_for, run.data_file, sessions)
     max_bytes = max_batch_bytes(config.batch_size * config.max_branches, seq_len)
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_bytes)
     reporter.update(step=progress.step)
@@ -160,7 +162,7 @@ async def set_up(
     checked = [*envs.values(), *eval_envs.values()]
     told = partial(environment_figures, checked, changed)
     cleanup.callback(lambda: writer.update(**told()))
-    status = make_reporter(writer, scheduler, policy, client, told)
+    status = make_reporter(writer, scheduler, policy, client, told, sessions)
     batches = BatchReporter(run, scheduler, client, status, envs, sampler, LearningWatch(run))
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     cleanup.callback(lambda: ending.note(scheduler.ledger.step - 1))
@@ -226,6 +228,7 @@ def make_reporter(
     policy: PolicyVersions,
     client: InferenceClient,
     told: Callable[[], dict[str, object]],
+    sessions: Sessions | None,
 ) -> RunReporter:
     """The status file while batches are made: what the scheduler waits for, how far it is, and what is `told`."""
 
@@ -237,7 +240,10 @@ def make_reporter(
             **told(),
         }
 
-    return RunReporter(writer, scheduler.waiting_on, figures)
+    def waiting_on(now: float) -> str | None:
+        return scheduler.waiting_on(now) or (sessions.waiting_on if sessions else None)
+
+    return RunReporter(writer, waiting_on, figures)
 
 
 async def resume_done(run: RunDir, config: OrchestratorConfig, reporter: RunReporter) -> None:

@@ -47,6 +47,7 @@ from prime_rl.orchestrator.publication import AdapterPublication, base_model, ch
 from prime_rl.orchestrator.recorder import Rollout
 from prime_rl.orchestrator.rollout import Group, GroupFailed, RolloutWorker, together
 from prime_rl.orchestrator.sampler import ExampleSampler, Pick
+from prime_rl.orchestrator.sessions import sessions_here
 from prime_rl.utils.runtime import complain, setup_logger
 
 logger = logging.getLogger("share")
@@ -84,7 +85,8 @@ async def make(request: MakeRequest, run: RunDir, config: OrchestratorConfig) ->
 async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, cleanup: AsyncExitStack) -> MakeTask:
     """Make the parts that make one task, with the requested version and nothing newer."""
     tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
-    envs, eval_envs = await load_environments(config, None, cleanup, lambda words: None, run.data_file)
+    sessions = await sessions_here(config, run.run_id, tokenizer, request.seq_len, cleanup)
+    envs, eval_envs = await load_environments(config, None, cleanup, lambda words: None, run.data_file, sessions)
     adapters = AdapterPublication(run)
     config = config.replace(client={**config.client.model_dump(), "base_url": request.base_url})
     client = connect(config, run, adapters)

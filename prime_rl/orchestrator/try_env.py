@@ -23,15 +23,17 @@ from prime_rl.configs.base import ConfigError
 from prime_rl.configs.jsonl import place_of, read_rows
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import load_run_config
+from prime_rl.contract.calls import Answer, Call, Turn
 from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator.client import InferenceError
 from prime_rl.orchestrator.envs import load_environments
-from prime_rl.orchestrator.envs.base import Example, Message, Policy, RolloutError
+from prime_rl.orchestrator.envs.base import AnswersCalls, Example, Message, Policy, RolloutError
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentBroken, EnvironmentFault
 from prime_rl.orchestrator.guard import RunFailed
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TokenizerError, TurnSampler
 from prime_rl.orchestrator.publication import AdapterPublication, connect
 from prime_rl.orchestrator.recorder import PolicySession, as_turns, derive_seed
+from prime_rl.orchestrator.sessions import sessions_here
 from prime_rl.utils.chat_template import model_file
 
 # Of one rollout: a server that goes away is waited for.
@@ -52,6 +54,13 @@ class Echo:
         text = self._answer or messages[-1]["content"]
         self.answer_lens.append(max(1, len(text.split())))
         return text
+
+    async def call(self, call: Call) -> Answer:
+        """The same for a call, with no tokens that mean anything."""
+        last = call.messages[-1].content if call.messages else call.prompt
+        text = await self.complete([{"role": "user", "content": last}])
+        num = self.answer_lens[-1]
+        return Answer(Turn("assistant", text), "stop", len(last.split()), [0] * num, [0.0] * num, 0)
 
 
 class Recorder:
@@ -74,6 +83,21 @@ class Recorder:
         self.turns = [*messages[len(self.prompt) :], {"role": "assistant", "content": text}]
         return text
 
+    async def call(self, call: Call) -> Answer:
+        """The policy's answer to a call, of which the text is noted."""
+        assert isinstance(self._policy, AnswersCalls)
+        answer = await self._policy.call(call)
+        said = [_message(turn) for turn in call.messages] or [Message(role="user", content=call.prompt)]
+        self.prompt = self.prompt or said
+        self.turns = [*said[len(self.prompt) :], _message(answer.turn)]
+        return answer
+
+
+def _message(turn: Turn) -> Message:
+    calls = (f"{call.name}({call.arguments})" for call in turn.calls)
+    role = "user" if turn.role == "tool" else turn.role
+    return {"role": role, "content": "\n".join(filter(None, (turn.content, *calls)))}
+
 
 async def try_all(
     config: OrchestratorConfig,
@@ -89,7 +113,8 @@ async def try_all(
         turns: of a server; None answers as Echo.
     """
     start_s = time.monotonic()
-    envs, _ = await load_environments(config, None, cleanup, lambda words: None, place)
+    sessions = await sessions_here(config, _RUN_ID, tokenizer, config.seq_len, cleanup)
+    envs, _ = await load_environments(config, None, cleanup, lambda words: None, place, sessions)
     load_s = time.monotonic() - start_s
     found = []
     for env_config in config.env:

@@ -18,6 +18,7 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import errno
 import gc
 import ipaddress
 import logging
@@ -355,6 +356,28 @@ def bound_socket(host: str, port: int) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """`bound_socket` of a server. Raises StartError when the port is taken or the address is not ours."""
+    try:
+        return bound_socket(host, port)
+    except OSError as error:
+        problem = f"cannot listen on {host} port {port}: {error.strerror or error}"
+        if error.errno == errno.EADDRINUSE:
+            problem = f"port {port} on {host} is in use: stop the other server or set another `port` (0: a free one)"
+        raise StartError(problem) from error
+
+
+def reachable(host: str) -> str:
+    """The address under which this machine reaches a server that listens on `host`."""
+    return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+
+
+def origin(host: str, port: int) -> str:
+    """The URL of a server that listens on `host`, for clients on this machine."""
+    name = reachable(host)
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 _AUTHORITY = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::[0-9]{1,5})?")

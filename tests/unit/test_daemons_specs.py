@@ -1,13 +1,28 @@
-"""Which runs get an orchestrator, and which ask for monitors."""
+"""Which runs get an orchestrator, and which ask for monitors or the gateway."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from daemons.specs import RunNow, wanted_daemons, wants_monitors, wants_orchestrator, write_component_configs
+import pytest
+import tomli_w
+
+from daemons.decide import Daemon, State
+from daemons.observe import Observer
+from daemons.specs import (
+    GATEWAY,
+    RunNow,
+    daemon_of,
+    wanted_daemons,
+    wants_gateway,
+    wants_monitors,
+    wants_orchestrator,
+    write_component_configs,
+)
+from daemons.supervisor import shutdown_order
 from prime_rl.configs.system import SystemConfig
-from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunStatus
 
 
@@ -39,6 +54,35 @@ def test_which_runs_ask_for_monitors() -> None:
     assert not wants_monitors(replace(run, in_slot=False, status=status("running"), evicted=True))
     assert not wants_monitors(replace(run, has_monitors=False))
     assert not wants_monitors(replace(run, gone=True))
+
+
+def test_which_runs_need_the_gateway(tmp_path: Path) -> None:
+    run = RunNow("run_a", in_slot=True, evicted=False, gone=False, status=None, max_steps=None, needs_gateway=True)
+    assert wants_gateway(run)
+    assert wants_gateway(replace(run, in_slot=False, status=status("running")))  # the trainer starts again
+    for no in ({"needs_gateway": False}, {"gone": True}, {"evicted": True}, {"status": status("failed")}):
+        assert not wants_gateway(replace(run, **no)), no  # type: ignore[arg-type]
+    output = OutputDir(tmp_path)
+    for enabled in (True, False):
+        write_component_configs(SystemConfig.model_validate({"gateway": {"enabled": enabled}}), output)
+        assert ("gateway" in wanted_daemons(output, [])) is enabled
+        spec = wanted_daemons(output, [run])["gateway"]
+        assert daemon_of(spec.argv) == (str(tmp_path), "gateway")
+        daemons = [Daemon(each, State.RUNNING) for each in wanted_daemons(output, [run]).values()]
+        order = [[each.spec.name for each in group] for group in shutdown_order(daemons)]
+        assert order == [["run_a"], ["trainer"], ["gateway"], ["inference"]]
+
+
+@pytest.mark.parametrize("needs", ["env", "eval"])
+def test_a_run_needs_the_gateway_by_its_environments(needs: str, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run_a")
+    run.control.mkdir(parents=True)
+    agents, words = [{"id": "verifiers:some-task"}], [{"id": "reverse-text"}]
+    tables = {"env": agents} if needs == "env" else {"env": words, "eval": {"env": agents}}
+    observer = Observer(OutputDir(tmp_path))
+    for data, found in ((tables, {GATEWAY}), ({"env": words}, set()), ({"env": 3, "eval": []}, set())):
+        run.orch_toml.write_text(tomli_w.dumps(data))
+        assert observer._needed(run) == found, data
 
 
 def test_a_daemon_that_the_system_no_longer_asks_for_is_wanted_no_more(tmp_path: Path) -> None:

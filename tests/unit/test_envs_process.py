@@ -203,7 +203,7 @@ async def test_what_cannot_be_sent_costs_its_example_and_not_the_process(tmp_pat
 
 
 async def test_a_message_that_is_too_large_to_send_costs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_rl.orchestrator.envs.process.MAX_FRAME_BYTES", 100)
+    monkeypatch.setattr("prime_rl.utils.frames.MAX_FRAME_BYTES", 100)
     assert frame(Ask(1, [])) and len(frame(Cancel(1))) < 100
     with pytest.raises(ValueError, match=r"a message of \d+ bytes: at most 100 are allowed"):
         frame(Ask(1, [{"role": "user", "content": "x" * 100}]))

@@ -45,7 +45,7 @@ NEARLY_USED = 0.9  # of a budget: from here on its bar warns
 MIN_WORD = 7  # letters that a shortened id keeps
 _ASIDES = re.compile(r" \([^()]*\)|: prl .*")  # of a bottleneck: counts, and what to do, which the problems have
 MAIN_DAEMONS = ("trainer", "inference", "supervisor")
-SIDE_DAEMONS = ("alerts", "monitors")  # shown when something is wrong with them
+SIDE_DAEMONS = ("alerts", "monitors", "gateway")  # shown when something is wrong with them
 
 
 def join(pieces: Sequence[Text], gap: str, width: int) -> Text:

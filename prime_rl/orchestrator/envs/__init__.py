@@ -13,7 +13,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.envs import built_in
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, RolloutMeter
-from prime_rl.orchestrator.envs.process import ProcessEnvironment
+from prime_rl.orchestrator.envs.process import ProcessEnvironment, Sessions
 from prime_rl.utils.secrets import names_of
 
 __all__ = [
@@ -36,16 +36,18 @@ BUILT_IN_ARGS: dict[str, type[BaseConfig]] = {
 }
 
 
-def load_environment(config: EnvConfig, seed: int, hidden: Sequence[str] = ()) -> Environment:
+def load_environment(
+    config: EnvConfig, seed: int, hidden: Sequence[str] = (), sessions: Sessions | None = None
+) -> Environment:
     """The environment of one `[[env]]`; one that runs in its own process has yet to be started.
 
     Raises ConfigError (a ValueError) that names the environment, each wrong argument and what is allowed.
 
     Args:
-        hidden: as for ProcessEnvironment.
+        hidden, sessions: as for ProcessEnvironment.
     """
     if config.id not in BUILT_IN_ARGS:
-        return ProcessEnvironment(config, seed, hidden=hidden)
+        return ProcessEnvironment(config, seed, hidden=hidden, sessions=sessions)
     source = f"env {config.id!r}, args"
     args = build(BUILT_IN_ARGS[config.id], config.args, source)
     try:
@@ -70,16 +72,17 @@ async def load_environments(
     cleanup: AsyncExitStack,
     say: Callable[[str | None], None],
     place: Callable[[str], Path] = Path,
+    sessions: Sessions | None = None,
 ) -> tuple[Environments, Environments]:
     """The environments to train on and those to evaluate on, by their names in metrics. Raises ConfigError.
 
     An `[[env]]` that is both is one environment with two counts of faults; what evaluation does stays out of `meter`.
-    `say` gets what is waited for. `place` has the files that the config names.
+    `say` gets what is waited for. `place` has the files that the config names. `sessions` are for `needs_gateway`.
     """
     loaded: dict[str, Environment] = {}
     for env in [*config.env, *config.eval_envs]:
         if _key(env) not in loaded:
-            loaded[_key(env)] = await _load(env.placed(place), config, cleanup, say)
+            loaded[_key(env)] = await _load(env.placed(place), config, cleanup, say, sessions)
     say(None)
 
     def use(env: EnvConfig, **more: Any) -> CheckedEnvironment:
@@ -96,10 +99,14 @@ async def load_environments(
 
 
 async def _load(
-    env: EnvConfig, config: OrchestratorConfig, cleanup: AsyncExitStack, say: Callable[[str | None], None]
+    env: EnvConfig,
+    config: OrchestratorConfig,
+    cleanup: AsyncExitStack,
+    say: Callable[[str | None], None],
+    sessions: Sessions | None,
 ) -> Environment:
     # The key of inference is not for code that is not ours.
-    made = load_environment(env, config.seed, hidden=names_of(config.client.api_key_var))
+    made = load_environment(env, config.seed, hidden=names_of(config.client.api_key_var), sessions=sessions)
     if isinstance(made, ProcessEnvironment):
         say(f"env {env.label} (loading {env.id}, takes seconds)")
         cleanup.push_async_callback(made.close)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 
+from prime_rl.contract.calls import Answer, Call
 from prime_rl.utils.chat_template import content_text
 
 Split = Literal["train", "eval"]
@@ -107,6 +108,14 @@ class Policy(Protocol):
 
     async def complete(self, messages: Sequence[Message]) -> str:
         """One assistant turn that follows `messages`. Raises RolloutError, and what inference raises."""
+
+
+@runtime_checkable
+class AnswersCalls(Protocol):
+    """The model as the gateway's clients see it."""
+
+    async def call(self, call: Call) -> Answer:
+        """The turn as a call asks for it. Raises RolloutError, and what inference raises."""
 
 
 class Environment(Protocol):

@@ -15,6 +15,7 @@ through. A step that never gives control back cannot be timed out here: code tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import numbers
@@ -22,12 +23,14 @@ import re
 import socket
 from array import array
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from prime_rl.configs.envs import EnvConfig, PromptConfig
+from prime_rl.contract.calls import Answer, Call
 from prime_rl.orchestrator.envs.base import (
     MAX_REWARDS,
+    AnswersCalls,
     Environment,
     Example,
     Message,
@@ -119,6 +122,14 @@ class RolloutMeter:
         """So many rollouts more are in the code of their environment, and in a turn of the policy; or fewer."""
 
 
+@runtime_checkable
+class Waits(Protocol):
+    """An environment whose rollouts need something that may be away."""
+
+    async def ready(self) -> None:
+        """Returns once a rollout can begin."""
+
+
 class CheckedEnvironment:
     """One `[[env]]` of a run as the rest of the orchestrator uses it.
 
@@ -177,6 +188,8 @@ class CheckedEnvironment:
         if example.id in self.unusable:
             raise ExampleUnusable(self.unusable[example.id])
         self._failures.setdefault(example.id, 0)
+        if isinstance(self._env, Waits):
+            await self._env.ready()
         asked = _AskedPolicy(policy, self._config, self._meter)
         try:
             outcome = await self._bounded(example, asked)
@@ -284,6 +297,7 @@ class _AskedPolicy:
         self.deadline = asyncio.timeout(config.timeout_s)
         self.began_s = asyncio.get_running_loop().time()
         self.error: Exception | None = None
+        self._num_turns = 0
         self._policy = policy
         self._config = config
         self._meter = meter
@@ -298,19 +312,38 @@ class _AskedPolicy:
         return 0.0 if end_s is None else asyncio.get_running_loop().time() - end_s + self._config.timeout_s
 
     async def complete(self, messages: Sequence[Message]) -> str:
-        self.deadline.reschedule(None)
-        self._meter.move(in_environment=-1, in_turn=1)
-        try:
+        with self._turn():
             messages = as_messages(messages)
             if self._config.prompt != NO_PROMPT:
                 messages = self._config.prompt.shown(messages)
             return await self._policy.complete(messages)
+
+    async def call(self, call: Call) -> Answer:
+        """The same for a call, around which nothing is put. Several may be at once."""
+        with self._turn():
+            if not isinstance(self._policy, AnswersCalls):
+                raise RolloutError(f"{type(self._policy).__name__} answers no calls")
+            return await self._policy.call(call)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The deadline is off, and the time is the policy's, until the last turn of those under way has ended."""
+        if self.deadline.expired():
+            raise RolloutError("its time is over")
+        self._num_turns += 1
+        if self._num_turns == 1:
+            self.deadline.reschedule(None)
+            self._meter.move(in_environment=-1, in_turn=1)
+        try:
+            yield
         except Exception as error:
             self.error = error
             raise
         finally:
-            self._meter.move(in_environment=1, in_turn=-1)
-            self.deadline.reschedule(asyncio.get_running_loop().time() + self._config.timeout_s)
+            self._num_turns -= 1
+            if not self._num_turns:
+                self._meter.move(in_environment=1, in_turn=-1)
+                self.deadline.reschedule(asyncio.get_running_loop().time() + self._config.timeout_s)
 
 
 def check_outcome(outcome: object, reward_range: tuple[float, float], answer_lens: Sequence[int]) -> Outcome:

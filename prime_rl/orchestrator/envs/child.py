@@ -22,9 +22,11 @@ from typing import Any, BinaryIO, Never
 from prime_rl.configs.agents import AGENT
 from prime_rl.configs.envs import PLUGIN_GROUP
 from prime_rl.configs.jsonl import JSONL
+from prime_rl.contract.calls import Reward
 from prime_rl.orchestrator.envs import Environment, Example, Message, Split, process
 from prime_rl.orchestrator.envs.base import as_messages, text_problem
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, Transient, check_outcome, fault_of
+from prime_rl.utils.frames import HEADER_BYTES, frame, payload_len
 from prime_rl.utils.process import inherit_orphans, kill_tree
 from prime_rl.utils.text import one_line
 
@@ -33,11 +35,47 @@ EXIT_GRACE_S = 5.0
 SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
-class RemotePolicy:
-    """The orchestrator's policy, for one rollout."""
+class Posted:
+    """The rewards that were posted to the session of a rollout so far; `closed` once the session takes no more calls.
 
-    def __init__(self, key: int, send: Callable[[process.Report], None]) -> None:
+    Attributes:
+        value: of the whole rollout; None: none yet.
+        by_answer: that of single answers, by their numbers in the session.
+    """
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self.rewards: dict[str, float] = {}
+        self.by_answer: dict[int, float] = {}
+        self.error = ""
+        self.closed = asyncio.Event()
+
+    def take(self, reward: Reward) -> None:
+        """Note one more: of two for the same the later one counts."""
+        if reward.number is not None and reward.value is not None:
+            self.by_answer[reward.number] = reward.value
+        elif reward.value is not None:
+            self.value = reward.value
+        self.rewards |= reward.rewards
+        self.error = reward.error or self.error
+        if reward.closes:
+            self.closed.set()
+
+
+class RemotePolicy:
+    """The orchestrator's policy, for one rollout.
+
+    Attributes:
+        endpoint: base URL and key of the rollout's session at the gateway; None without one.
+        posted: the rewards that came through that session.
+    """
+
+    def __init__(
+        self, key: int, send: Callable[[process.Report], None], endpoint: tuple[str, str] | None = None
+    ) -> None:
         self.answer_lens: list[int] = []
+        self.endpoint = endpoint
+        self.posted = Posted()
         self._key = key
         self._send = send
         self._turn = asyncio.Lock()
@@ -75,11 +113,17 @@ class Host:
     def take(self, request: process.Request) -> None:
         """Start a rollout, give one its answer, or cancel one. An answer to a rollout that has ended is ignored."""
         if isinstance(request, process.Start):
-            self._policies[request.key] = RemotePolicy(request.key, self._send)
+            endpoint = (request.base_url, request.session_key) if request.base_url else None
+            self._policies[request.key] = RemotePolicy(request.key, self._send, endpoint)
             task = self._tasks[request.key] = asyncio.get_running_loop().create_task(self._run(request))
             task.add_done_callback(lambda _: self._forget(request.key))
         elif isinstance(request, process.Answer) and request.key in self._policies:
             self._policies[request.key].answer(request.text, request.num_tokens)
+        elif isinstance(request, process.Told) and (policy := self._policies.get(request.key)):
+            if isinstance(request.what, Reward):
+                policy.posted.take(request.what)
+            else:
+                policy.answer_lens.append(request.what)
         elif isinstance(request, process.Cancel):
             self._cancel(request.key)
 
@@ -194,10 +238,10 @@ async def serve(requests: asyncio.Queue[process.Request | None], send: Callable[
 def read_requests(stream: BinaryIO, post: Callable[[process.Request | None], None]) -> None:
     """In its own thread, so that the end of the input is seen while environment code holds the event loop."""
     try:
-        while header := stream.read(process.HEADER_BYTES):
-            if len(header) < process.HEADER_BYTES:
+        while header := stream.read(HEADER_BYTES):
+            if len(header) < HEADER_BYTES:
                 break
-            length = process.payload_len(header)
+            length = payload_len(header)
             payload = stream.read(length)
             if len(payload) < length:
                 break
@@ -219,7 +263,7 @@ async def run(stream_in: BinaryIO, stream_out: BinaryIO) -> None:
             loop.call_soon_threadsafe(requests.put_nowait, request)
 
     def send(report: process.Report) -> None:
-        stream_out.write(process.frame(report))
+        stream_out.write(frame(report))
         stream_out.flush()
 
     threading.Thread(target=read_requests, args=(stream_in, post), daemon=True).start()

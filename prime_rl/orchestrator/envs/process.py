@@ -10,8 +10,11 @@ process are lost without fault of theirs (`Interrupted`), and made again.
 
 The built-in environments are ours and quick: they run inside the orchestrator.
 
-Messages between the orchestrator and the process are msgpack, each message after its length. To the process: a `Load`
-first, then `Start`, `Answer` and `Cancel`. From it: `Ready` or `Refused` first, then `Ask`, `Done`, `Lost` and `Ended`,
+Where the environment runs an agent, each rollout has a session (`Sessions`): calls of its endpoint are answered by the
+orchestrator, and what is posted as a reward is passed on to the process.
+
+Messages between the orchestrator and the process are frames (`utils.frames`). To the process: a `Load` first, then
+`Start`, `Answer`, `Told` and `Cancel`. From it: `Ready` or `Refused` first, then `Ask`, `Done`, `Lost` and `Ended`,
 and all the time `Beat`. `key` is a rollout. No pickle: what a message can be stands here.
 """
 
@@ -22,21 +25,21 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from prime_rl.configs.base import ConfigError, ConfigProblem
-from prime_rl.configs.envs import MODULES, EnvConfig
-from prime_rl.orchestrator.envs.base import Example, Message, Outcome, Policy, Split
+from prime_rl.configs.envs import MODULES, EnvConfig, SessionLimits
+from prime_rl.contract import calls
+from prime_rl.contract.calls import Call, Reward
+from prime_rl.orchestrator.envs.base import AnswersCalls, Example, Message, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.checked import FAULTS, EnvironmentFault, Interrupted, TimedOut, Transient
+from prime_rl.utils.frames import frame, read_payload
 from prime_rl.utils.process import end_orphans, kill_tree, orphans
 from prime_rl.utils.runtime import Background, missing
-
-# Far above any conversation; a message that claims to be longer is a stream out of step.
-MAX_FRAME_BYTES = 256 * 2**20
-HEADER_BYTES = 4
 
 
 class Load(msgspec.Struct, tag=True):
@@ -50,11 +53,16 @@ class Load(msgspec.Struct, tag=True):
 
 
 class Start(msgspec.Struct, tag=True):
-    """Start a rollout of one example. It ends with `Done` or `Lost`."""
+    """Start a rollout of one example. It ends with `Done` or `Lost`.
+
+    `base_url` and `session_key` are of its session at the gateway; "" without one.
+    """
 
     key: int
     split: Literal["train", "eval"]
     example_id: str
+    base_url: str = ""
+    session_key: str = ""
 
 
 class Answer(msgspec.Struct, tag=True):
@@ -63,6 +71,13 @@ class Answer(msgspec.Struct, tag=True):
     key: int
     text: str
     num_tokens: int
+
+
+class Told(msgspec.Struct, tag=True):
+    """What happened in the session of a rollout: a call was answered with so many tokens, or a reward was posted."""
+
+    key: int
+    what: int | Reward
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -121,29 +136,11 @@ class Beat(msgspec.Struct, tag=True):
     """The event loop of the process still turns."""
 
 
-Request = Load | Start | Answer | Cancel
+Request = Load | Start | Answer | Told | Cancel
 Report = Ready | Refused | Ask | Done | Lost | Ended | Beat
 
-_encoder = msgspec.msgpack.Encoder()
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode
-
-
-def frame(message: Request | Report) -> bytes:
-    """The bytes of a message on the stream: its length in HEADER_BYTES, then its msgpack. Raises ValueError."""
-    payload = _encoder.encode(message)
-    if len(payload) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(payload)} bytes: at most {MAX_FRAME_BYTES} are allowed")
-    return len(payload).to_bytes(HEADER_BYTES) + payload
-
-
-def payload_len(header: bytes) -> int:
-    """The number of bytes after `header`. Raises ValueError for more than a message can have."""
-    length = int.from_bytes(header)
-    if length > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {length} bytes")
-    return length
-
 
 logger = logging.getLogger("orchestrator")
 
@@ -209,8 +206,7 @@ class _Child:
         assert stream is not None
         try:
             while True:
-                header = await stream.readexactly(HEADER_BYTES)
-                self._take(decode_report(await stream.readexactly(payload_len(header))))
+                self._take(decode_report(await read_payload(stream)))
         except asyncio.IncompleteReadError:
             pass
         except Exception as error:  # whatever it is, the rollouts in the process wait for its end
@@ -280,20 +276,57 @@ class _Child:
             event.set()
 
 
+class Session(Protocol):
+    """What the client of a rollout needs to ask the policy."""
+
+    base_url: str
+    key: str
+
+
+class Sessions(Protocol):
+    """Whoever opens sessions at the gateway."""
+
+    async def served(self) -> None:
+        """Wait until the gateway is there."""
+
+    def open(
+        self, policy: AnswersCalls, limits: SessionLimits, on_reward: Callable[[Reward], None]
+    ) -> AbstractAsyncContextManager[Session]:
+        """A session for as long as the block runs, whose calls `policy` answers."""
+
+
+class _TellingPolicy:
+    """The policy of one rollout, which tells its process of each answer."""
+
+    def __init__(self, policy: AnswersCalls, tell: Callable[[int], None]) -> None:
+        self._policy = policy
+        self._tell = tell
+
+    async def call(self, call: Call) -> calls.Answer:
+        answer = await self._policy.call(call)
+        self._tell(len(answer.token_ids))
+        return answer
+
+
 class ProcessEnvironment:
     """`[[env]]` with the id jsonl or agent, or one of the form PROVIDER:NAME. `start` it first, `close` it at the end.
 
     Args:
         hidden: names of environment variables that the process must not see, whatever `env_vars` names.
+        sessions: where its rollouts ask the policy through the gateway.
     """
 
-    def __init__(self, config: EnvConfig, seed: int, *, hidden: Sequence[str] = ()) -> None:
+    def __init__(
+        self, config: EnvConfig, seed: int, *, hidden: Sequence[str] = (), sessions: Sessions | None = None
+    ) -> None:
         self.provider, _, name = config.id.partition(":")
         self.id = config.id
         self._hang_s = config.timeout_s / 2
         beat_s = min(MAX_BEAT_S, self._hang_s / MAX_MISSED_LOOKS / 2)
         self._load = Load(self.provider, name, config.args, seed, beat_s)
         self._hidden = set(hidden)
+        self._sessions = sessions if config.needs_gateway else None
+        self._limits = config.session_limits
         self._named = set(config.variables)
         self._examples: dict[Split, list[Example]] = {}
         self._child: _Child | None = None
@@ -321,14 +354,32 @@ class ProcessEnvironment:
             "eval": [Example(example_id, [], "", {"split": "eval"}) for example_id in ready.eval],
         }
 
+    async def ready(self) -> None:
+        """Wait for the gateway, where its rollouts need that."""
+        if self._sessions is not None:
+            await self._sessions.served()
+
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         """The environment's rollout, in its process. Raises EnvironmentFault, and what the policy raises."""
         child = await self._living()
         if child.dead:
             raise Interrupted("its process has ended")
-        key = next(self._keys)
+        start = Start(next(self._keys), example.info["split"], example.id)
+        if self._sessions is None:
+            return await self._in_process(child, start, policy)
+
+        def tell(what: int | Reward) -> None:
+            child.send(Told(start.key, what))
+
+        assert isinstance(policy, AnswersCalls)
+        async with self._sessions.open(_TellingPolicy(policy, tell), self._limits, tell) as session:
+            start.base_url, start.session_key = session.base_url, session.key
+            return await self._in_process(child, start, policy)
+
+    async def _in_process(self, child: _Child, start: Start, policy: Policy) -> Outcome:
+        key = start.key
         inbox = child.inboxes[key] = asyncio.Queue()
-        child.send(Start(key, example.info["split"], example.id))
+        child.send(start)
         try:
             while True:
                 report = await inbox.get()

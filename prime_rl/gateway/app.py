@@ -1,0 +1,323 @@
+"""The application: its routes, keys, bodies, and the way of one call from a request to an answer that was delivered.
+
+It holds nothing that must outlive it. Whoever answers is its `Backend`. A client that hangs up while its call is in
+work gives its place back: what asks the backend is cancelled. Headers of a stream are sent when the answer is there, or
+after `keep_alive_s`: a client that is refused earlier than that sees the status, and repeats itself where that helps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from prime_rl.contract.calls import Answer, Backend, Call, Count, Delivered, Done, Open, Opened, Refusal, Reward
+from prime_rl.contract.layout import LayoutError, check_run_id
+from prime_rl.gateway.anthropic_forms import Messages
+from prime_rl.gateway.forms import Form, decoded, sse
+from prime_rl.gateway.keys import run_key, run_of, session_key
+from prime_rl.gateway.openai_forms import Chat, Completion, Histories, Responses
+from prime_rl.utils.runtime import cancel_all, http_refusal
+
+# A request is a whole conversation with what its tools returned; the context of the model is the real limit.
+MAX_BODY_BYTES = 64 * 2**20
+# Of all requests that are in work. What is beyond it is read to its end without being kept, so the client sees why.
+MAX_HELD_BYTES = 8 * MAX_BODY_BYTES
+BODY_TIMEOUT_S = 60.0
+KEEP_ALIVE_S = 10.0
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+FORMS: dict[str, type[Form]] = {
+    "/v1/chat/completions": Chat,
+    "/v1/completions": Completion,
+    "/v1/responses": Responses,
+    "/v1/messages": Messages,
+}
+
+
+class _Opening(msgspec.Struct):
+    example: str = ""
+    group: str = ""
+
+
+class _Reward(msgspec.Struct):
+    """`answer` is the number of one; without it the reward is that of the session, and ends it by default."""
+
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    answer: int | None = None
+    done: bool | None = None
+    error: str = ""
+
+
+def build_app(backend: Backend, secret: bytes, *, keep_alive_s: float = KEEP_ALIVE_S) -> Starlette:
+    """The application. `secret` is what all keys follow from."""
+    return _Gateway(backend, secret, keep_alive_s).app
+
+
+class _Gateway:
+    def __init__(self, backend: Backend, secret: bytes, keep_alive_s: float) -> None:
+        self._backend, self._secret, self._keep_alive_s = backend, secret, keep_alive_s
+        self._histories = Histories()
+
+        def route(method: str, path: str, handle: Callable[..., Awaitable[Any]], form: type[Form] = Form) -> Route:
+            async def endpoint(request: Request) -> Any:
+                try:
+                    return await handle(request, form)
+                except Refusal as error:
+                    return _refused(error, form)
+
+            return Route(path, endpoint, methods=[method])
+
+        base = "/s/{session}"
+        self.app = Starlette(
+            routes=[
+                route("GET", "/health", self._health),
+                route("POST", "/v1/runs/{run}/sessions", self._open),
+                *(route("POST", base + path, self._answer, form) for path, form in FORMS.items()),
+                route("POST", f"{base}/v1/messages/count_tokens", self._count, Messages),
+                route("GET", f"{base}/v1/models", self._models),
+                route("GET", f"{base}/v1/models/{{model:path}}", self._models),
+                route("POST", f"{base}/reward", self._reward),
+                route("POST", f"{base}/close", self._close),
+                route("DELETE", base, self._close),
+            ],
+            middleware=[Middleware(_Guard)],
+            exception_handlers={HTTPException: _unknown},
+        )
+        self.app.router.redirect_slashes = False
+
+    async def _health(self, request: Request, form: type[Form]) -> Response:
+        return _json({"status": "ok"})
+
+    async def _answer(self, request: Request, form: type[Form]) -> ASGIApp:
+        session = self._session(request)
+        body = decoded(await _body(request), form)
+        previous = body.previous_response_id if isinstance(body, Responses) else None
+        call = body.call(self._histories.find(session, previous) if previous else ())
+        if request.headers.get("x-stainless-retry-count", "0") != "0":
+            call = msgspec.structs.replace(call, again=True)
+        return _Exchange(self._backend, self._histories, session, body, call, self._keep_alive_s)
+
+    async def _count(self, request: Request, form: type[Form]) -> Response:
+        session = self._session(request)
+        call = decoded(await _body(request), form).call()
+        counted = await self._backend.ask(session, Count(call))
+        assert isinstance(counted, Done)
+        return _json({"input_tokens": counted.num_tokens})
+
+    async def _models(self, request: Request, form: type[Form]) -> Response:
+        """The policy, under the run's id or the name that the client has for it, with the fields of both APIs."""
+        session = self._session(request)
+        named = request.path_params.get("model")
+        name = named or run_of(session)
+        card = {"id": name, "object": "model", "created": 0, "owned_by": "prime-rl"}
+        card |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        card["max_model_len"] = self._backend.max_model_len(session)
+        ends = {"first_id": name, "last_id": name, "has_more": False}
+        return _json(card if named else {"object": "list", "data": [card], **ends})
+
+    async def _reward(self, request: Request, form: type[Form]) -> Response:
+        session = self._session(request)
+        given = decoded(await _body(request), _Reward)
+        closes = given.answer is None if given.done is None else given.done
+        if given.answer is not None and not (given.reward is not None and 0 <= given.answer < 2**63):
+            raise Refusal(400, "invalid_request", "answer: must be the number of an answer, with a reward")
+        reward = Reward(given.reward, given.rewards, given.answer, closes, given.error)
+        return await self._done(session, reward)
+
+    async def _close(self, request: Request, form: type[Form]) -> Response:
+        return await self._done(self._session(request), Reward())
+
+    async def _done(self, session: str, reward: Reward) -> Response:
+        await self._backend.ask(session, reward)
+        if reward.closes:
+            self._histories.drop(session)
+        return _json({"status": "ok"})
+
+    async def _open(self, request: Request, form: type[Form]) -> Response:
+        try:
+            run_id = check_run_id(request.path_params["run"])
+        except LayoutError as error:
+            raise Refusal(404, "not_found", str(error)) from error
+        self._check_key(request, run_key(self._secret, run_id))
+        asked = decoded(await _body(request) or b"{}", _Opening)
+        opened = await self._backend.ask(run_id, Open(asked.example, asked.group))
+        assert isinstance(opened, Opened)
+        base, key = f"{request.base_url}s/{opened.session}", session_key(self._secret, opened.session)
+        where = {"base_url": f"{base}/v1", "anthropic_base_url": base, "api_key": key}
+        return _json({"session": opened.session, **where, "example": opened.example})
+
+    def _session(self, request: Request) -> str:
+        """The session of a request that has its key, or that of its run. Raises Refusal."""
+        session: str = request.path_params["session"]
+        run_id = run_of(session)
+        if run_id is None:
+            raise Refusal(404, "not_found", "invalid session: must be RUN_ID, a dot, and 8 to 64 letters or digits")
+        self._check_key(request, session_key(self._secret, session), run_key(self._secret, run_id))
+        return session
+
+    @staticmethod
+    def _check_key(request: Request, *keys: str) -> None:
+        kind, _, token = request.headers.get("authorization", "").partition(" ")
+        given = [token.strip() if kind.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
+        if not any(hmac.compare_digest(each.encode(), key.encode()) for each in given for key in keys):
+            message = "a valid key is required: Authorization: Bearer KEY, or x-api-key: KEY"
+            raise Refusal(401, "invalid_api_key", message)
+
+
+@dataclass
+class _Exchange:
+    """One call, as an ASGI application: asked, answered in its form, noted as delivered."""
+
+    _backend: Backend
+    _histories: Histories
+    _session: str
+    _body: Form
+    _call: Call
+    _keep_alive_s: float
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.create_task(_disconnected(receive))
+        asking = asyncio.create_task(self._ask())
+        is_begun = False
+        try:
+            while not (gone.done() or asking.done()):
+                waits = asyncio.wait({gone, asking}, timeout=self._keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+                ended, _ = await waits
+                if self._body.stream and not ended:
+                    if not is_begun:
+                        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+                        is_begun = True
+                    await send(_part(self._body.waiting))
+            if gone.done():
+                return
+            try:
+                answer = asking.result()
+            except Refusal as error:
+                if is_begun:
+                    await send(_part(sse(self._body.error(error), "error"), more=False))
+                else:
+                    await _refused(error, type(self._body))(scope, receive, send)
+                return
+            await self._send(answer, is_begun, gone, send)
+        finally:
+            await cancel_all((gone, asking))
+
+    async def _ask(self) -> Answer:
+        answer = await self._backend.ask(self._session, self._call)
+        assert isinstance(answer, Answer)
+        return answer
+
+    async def _send(self, answer: Answer, is_begun: bool, gone: asyncio.Task[None], send: Send) -> None:
+        whole = self._body.answer(answer)
+        if isinstance(self._body, Responses) and self._body.store is not False:
+            self._histories.keep(self._session, whole["id"], self._body.history(self._call, answer))
+        if not self._body.stream:
+            encoded = msgspec.json.encode(whole)
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(encoded))]
+            parts = [encoded]
+        else:
+            headers, parts = STREAM_HEADERS, [*self._body.events(whole), b""]
+        if not is_begun:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for part in parts[:-1]:
+            await send(_part(part))
+        await asyncio.sleep(0)  # whether the client has gone is noted meanwhile
+        if gone.done():
+            return
+        # Nothing comes between the last byte and the note: the client's next request is read after it.
+        await send(_part(parts[-1], more=False))
+        if not gone.done():
+            with contextlib.suppress(Refusal):
+                await self._backend.ask(self._session, Delivered(answer.number))
+
+
+class _Guard:
+    """Middleware: what no server of the project answers, and how much of bodies is held."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._num_held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        # All that matters asks for a key, and no page of a browser has one.
+        if refused := http_refusal(scope["method"], headers, None):
+            await _refused(Refusal(refused[0], "refused", refused[1]), Form)(scope, receive, send)
+            return
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += (new := len(message.get("body", b"")))
+            self._num_held += new
+            if size <= MAX_BODY_BYTES and self._num_held <= MAX_HELD_BYTES:
+                return message
+            self._num_held, held, size = self._num_held - size, size, 0
+            while message.get("more_body", False) and held < MAX_HELD_BYTES:
+                message = await receive()
+                held += len(message.get("body", b""))
+            if held > MAX_BODY_BYTES:
+                raise Refusal(413, "request_too_large", f"the body must have at most {MAX_BODY_BYTES} bytes")
+            raise Refusal(429, "busy", "too many large requests at once: try again in 1 s", 1)
+
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._num_held -= size
+
+
+async def _body(request: Request) -> bytes:
+    """The body. Raises Refusal."""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.body()
+    except TimeoutError:
+        raise Refusal(408, "timeout", f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+    except ClientDisconnect:
+        raise Refusal(400, "gone", "the client has closed the connection") from None
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _part(body: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+def _refused(error: Refusal, form: type[Form]) -> Response:
+    """The answer of HTTP to a refusal. What SDKs make of a status alone would repeat what does not help."""
+    headers = {"x-should-retry": "false"}
+    if error.retry_after_s is not None:
+        headers = {"x-should-retry": "true", "retry-after": str(math.ceil(error.retry_after_s))}
+    if error.status in (408, 413):  # the rest of the body is not read
+        headers["connection"] = "close"
+    return _json(form.error(error), error.status, headers)
+
+
+def _unknown(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return _refused(Refusal(error.status_code, "not_found", message), Form)

@@ -1,0 +1,372 @@
+"""The open sessions of a run: each is the policy of one rollout, asked through an endpoint for agents.
+
+`Sessions` answers what the gateway asks of it, in this process or at the end of a link (`Link`). Clients repeat
+themselves: an identical call joins the first one while that is in flight, gets the same answer while that was not
+delivered, and is sampled anew after that, unless the client says that it repeats itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import math
+import secrets
+import string
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Never
+
+import msgspec
+
+from prime_rl.configs.envs import SessionLimits
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.contract.calls import Answer, Call, Count, Delivered, Done, Open, Opened, Refusal, Reply, Request, Reward
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.status import GatewayStatus, read_status
+from prime_rl.gateway.keys import session_key
+from prime_rl.gateway.link import HELLO_TIMEOUT_S, Lost, answer_link
+from prime_rl.gateway.secret import new_secret, workspace_secret
+from prime_rl.orchestrator.envs.base import MAX_REWARDS, AnswersCalls, RolloutError
+from prime_rl.orchestrator.envs.checked import MAX_REWARD, METRIC_NAME
+from prime_rl.orchestrator.policy import ChatTokenizer, TokenizerError, TooLong
+from prime_rl.orchestrator.recorder import pieces
+from prime_rl.utils.runtime import Background, cancel_all
+from prime_rl.utils.text import one_line
+
+# 22 letters and digits: as much as 128 bits.
+ID_LEN = 22
+_LETTERS = string.ascii_letters + string.digits
+# Of one session: an agent of many sub-agents; beyond it something loops.
+MAX_AT_ONCE = 16
+# The newest answers of a session, by which repeated requests are known.
+MAX_ANSWERS_KEPT = 64
+# A client that hung up comes back within this, when it does: SDKs try again after a half to several seconds.
+LINGER_S = 5.0
+# All clients end on an error whose message has these words in it.
+TOO_LONG = "maximum context length"
+NO_LIMITS = SessionLimits()
+
+
+@dataclass(eq=False)
+class _Asked:
+    """One call that is being answered or was. `leaving`: nobody waits for it, so it will be cancelled."""
+
+    task: asyncio.Task[Answer]
+    num_waiting: int = 0
+    is_delivered: bool = False
+    leaving: asyncio.TimerHandle | None = None
+
+    @property
+    def answer(self) -> Answer | None:
+        """None while there is none, and where it failed."""
+        has_one = self.task.done() and not self.task.cancelled() and self.task.exception() is None
+        return self.task.result() if has_one else None
+
+
+@dataclass(eq=False)
+class OpenSession:
+    """One open session. `on_reward` is called with each reward that is posted; `closed` once no more calls are taken.
+
+    Attributes:
+        base_url, key: for the client.
+    """
+
+    id: str
+    base_url: str
+    key: str
+    policy: AnswersCalls
+    limits: SessionLimits
+    on_reward: Callable[[Reward], None]
+    rewards: list[Reward] = field(default_factory=list)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    num_answers: int = 0
+    num_tokens: int = 0
+    asked: dict[bytes, _Asked] = field(default_factory=dict)
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Answer]]:
+        """The calls in flight."""
+        return [each.task for each in self.asked.values() if not each.task.done()]
+
+
+class Sessions:
+    """The open sessions of one run, a `contract.calls.Backend`.
+
+    Args:
+        tokenizer: None where nothing is sampled.
+        max_model_len: the longest sequence of the run, where it is known.
+        on_open: makes sessions for somebody outside; None where the run takes none.
+        linger_s: for so long a call goes on for which nobody waits.
+
+    Attributes:
+        waiting_on: why `served` waits, in words; None when it does not.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        secret: bytes,
+        tokenizer: ChatTokenizer | None,
+        *,
+        max_model_len: int | None = None,
+        on_open: Callable[[Open], Awaitable[Opened]] | None = None,
+        linger_s: float = LINGER_S,
+    ) -> None:
+        self.run_id = run_id
+        self.secret = secret
+        self.run_max_model_len = max_model_len
+        self.waiting_on: str | None = "the gateway"
+        self._tokenizer = tokenizer
+        self._on_open = on_open
+        self._linger_s = linger_s
+        self._open: dict[str, OpenSession] = {}
+        self._base_url = ""
+        self._is_served = asyncio.Event()
+
+    def num_open(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    def served_at(self, base_url: str | None, waiting_on: str | None = None) -> None:
+        """Note the URL of the gateway that asks here, before /s/ID; None: there is none now."""
+        self._base_url, self.waiting_on = base_url or self._base_url, waiting_on
+        if base_url is None:
+            self._is_served.clear()
+        else:
+            self._is_served.set()
+
+    async def served(self) -> None:
+        """Wait until the gateway is there."""
+        await self._is_served.wait()
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        policy: AnswersCalls,
+        limits: SessionLimits = NO_LIMITS,
+        on_reward: Callable[[Reward], None] = lambda reward: None,
+    ) -> AsyncIterator[OpenSession]:
+        """A session for as long as the block runs. Its URL is that of the gateway, or of the last one (`served`)."""
+        session_id = f"{self.run_id}.{''.join(secrets.choice(_LETTERS) for _ in range(ID_LEN))}"
+        base_url, key = f"{self._base_url}/s/{session_id}/v1", session_key(self.secret, session_id)
+        session = self._open[session_id] = OpenSession(session_id, base_url, key, policy, limits, on_reward)
+        try:
+            yield session
+        finally:
+            del self._open[session_id]
+            session.closed.set()
+            await cancel_all(session.tasks)
+
+    def max_model_len(self, session: str) -> int | None:
+        """The longest sequence of the run."""
+        return self.run_max_model_len
+
+    async def ask(self, session: str, request: Request) -> Reply:
+        """The reply to a request in `session`. Raises Refusal."""
+        if isinstance(request, Open):
+            if self._on_open is None:
+                raise Refusal(400, "invalid_request", f"{self.run_id} takes no sessions from outside")
+            return await self._on_open(request)
+        found = self._open.get(session)
+        if found is not None and isinstance(request, Reward) and request in found.rewards:
+            return Done()  # the answer to the first was lost
+        if found is None or found.closed.is_set():
+            raise Refusal(410, "closed", f"session {one_line(session, 100)} is closed: its rollout has ended")
+        if isinstance(request, Call):
+            return await self._answer(found, request)
+        if isinstance(request, Count):
+            return Done(self._count(request.call))
+        if isinstance(request, Delivered):
+            for asked in found.asked.values():
+                if (answer := asked.answer) and answer.number == request.number:
+                    asked.is_delivered = True
+            return Done()
+        return self._rewarded(found, request)
+
+    async def _answer(self, session: OpenSession, call: Call) -> Answer:
+        key = _content(call)
+        asked = session.asked.get(key)
+        if asked is None or (asked.is_delivered and not call.again):
+            asked = session.asked[key] = self._begin(session, key, call)
+        answer = await self._wait(asked)
+        if call.pieces and self._tokenizer is not None:
+            return msgspec.structs.replace(answer, pieces=pieces(answer.token_ids, self._tokenizer.decode))
+        return answer
+
+    def _begin(self, session: OpenSession, key: bytes, call: Call) -> _Asked:
+        """Start to sample. Raises Refusal at a limit of the session."""
+        limits, num_at_once = session.limits, len(session.tasks)
+        if num_at_once >= MAX_AT_ONCE:
+            raise Refusal(
+                429, "busy", f"{num_at_once} calls of this session are in flight: at most that many may be", 1
+            )
+        left = None if limits.max_tokens_total is None else limits.max_tokens_total - session.num_tokens
+        if limits.max_turns is not None and session.num_answers + num_at_once >= limits.max_turns:
+            reached = f"max_turns = {limits.max_turns}"
+        elif left is not None and left <= 0:
+            reached = f"max_tokens_total = {limits.max_tokens_total}"
+        else:
+            max_tokens = call.max_tokens if left is None else min(call.max_tokens or left, left)
+            asked = msgspec.structs.replace(call, max_tokens=max_tokens, pieces=False)
+            task = asyncio.get_running_loop().create_task(self._sample(session, asked))
+            task.add_done_callback(lambda task: _keep(session, key, task))
+            return _Asked(task)
+        raise Refusal(400, "limit", f"No more answers, as beyond the {TOO_LONG}: the session has reached {reached}")
+
+    async def _sample(self, session: OpenSession, call: Call) -> Answer:
+        try:
+            answer = await session.policy.call(call)
+        except TooLong as error:
+            raise Refusal(400, "context_length_exceeded", f"The {TOO_LONG} is exceeded: {error}") from error
+        except RolloutError as error:
+            raise Refusal(400, "invalid_request", one_line(str(error), 1000)) from error
+        except Exception as error:  # what inference raises ends the run: no agent can do anything about it
+            raise Refusal(500, "unavailable", one_line(f"{type(error).__name__}: {error}", 1000)) from error
+        answer = msgspec.structs.replace(answer, number=session.num_answers)
+        session.num_answers += 1
+        session.num_tokens += len(answer.token_ids)
+        return answer
+
+    async def _wait(self, asked: _Asked) -> Answer:
+        """Its answer. A call for which nobody waits any more is cancelled after a while."""
+        asked.num_waiting += 1
+        if asked.leaving is not None:
+            asked.leaving.cancel()
+        try:
+            return await asyncio.shield(asked.task)
+        except asyncio.CancelledError:
+            if not asked.task.cancelled():
+                raise
+            raise Refusal(410, "closed", "the session was closed: its rollout has ended") from None
+        finally:
+            asked.num_waiting -= 1
+            if not asked.num_waiting and not asked.task.done():
+                asked.leaving = asyncio.get_running_loop().call_later(self._linger_s, asked.task.cancel)
+
+    def _count(self, call: Call) -> int:
+        if self._tokenizer is None:
+            return len(call.prompt.split()) + sum(len(turn.content.split()) for turn in call.messages)
+        try:
+            if not call.messages:
+                return len(self._tokenizer.encode(call.prompt))
+            return len(self._tokenizer.prompt(call.messages, call.tools))
+        except TokenizerError as error:
+            raise Refusal(400, "invalid_request", one_line(str(error), 1000)) from error
+
+    @staticmethod
+    def _rewarded(session: OpenSession, reward: Reward) -> Done:
+        if problem := reward_problem(reward, session.num_answers):
+            raise Refusal(400, "invalid_request", problem)
+        session.rewards.append(reward)
+        session.on_reward(reward)
+        if reward.closes:
+            session.closed.set()
+            for task in session.tasks:
+                task.cancel()
+        return Done()
+
+
+def reward_problem(reward: Reward, num_answers: int) -> str | None:
+    """Why a reward is refused, in words; None for one that is taken."""
+    numbers = {"the reward": reward.value or 0.0, **reward.rewards}
+    if wrong := [name for name in reward.rewards if not METRIC_NAME.fullmatch(name)]:
+        return f"{one_line(repr(wrong[0]), 80)} is not a valid name of a reward"
+    if len(reward.rewards) > MAX_REWARDS:
+        return f"there are {len(reward.rewards)} rewards: at most {MAX_REWARDS} are allowed"
+    if far := [name for name, value in numbers.items() if not (math.isfinite(value) and abs(value) <= MAX_REWARD)]:
+        return f"{far[0]} is {numbers[far[0]]:g}: must be a number of at most {MAX_REWARD:g}"
+    if reward.number is not None and not 0 <= reward.number < num_answers:
+        return f"there is no answer {reward.number}: this session has had {num_answers}"
+    return None
+
+
+def _keep(session: OpenSession, key: bytes, task: asyncio.Task[Answer]) -> None:
+    """Forget a call that failed, and the oldest ones."""
+    if (asked := session.asked.get(key)) and asked.task is task and asked.answer is None:
+        del session.asked[key]
+    done = [key for key, asked in session.asked.items() if asked.task.done()]
+    for old in done[: max(0, len(session.asked) - MAX_ANSWERS_KEPT)]:
+        del session.asked[old]
+
+
+_sorted = msgspec.msgpack.Encoder(order="sorted")
+
+
+def _content(call: Call) -> bytes:
+    """A digest of what is asked, whichever way it is answered."""
+    plain = msgspec.structs.replace(call, again=False, pieces=False)
+    return hashlib.blake2b(_sorted.encode(plain), digest_size=16).digest()
+
+
+async def sessions_here(
+    config: OrchestratorConfig,
+    run_id: str,
+    tokenizer: ChatTokenizer | None,
+    max_model_len: int | None,
+    cleanup: AsyncExitStack,
+) -> Sessions | None:
+    """Sessions whose endpoint is served by this process, which has no gateway; None where no environment needs any."""
+    if not config.needs_gateway:
+        return None
+    from prime_rl.gateway.serve import serving_here  # an HTTP server, which an orchestrator has no use for
+
+    sessions = Sessions(run_id, new_secret(), tokenizer, max_model_len=max_model_len)
+    sessions.served_at(await cleanup.enter_async_context(serving_here(sessions, sessions.secret)))
+    return sessions
+
+
+def linked(run: RunDir, tokenizer: ChatTokenizer, max_model_len: int, cleanup: AsyncExitStack) -> Sessions:
+    """Sessions at the gateway of the run's workspace. Raises SecretError."""
+    output, tasks = OutputDir(run.path.parent), Background()
+    sessions = Sessions(run.run_id, workspace_secret(output), tokenizer, max_model_len=max_model_len)
+    cleanup.push_async_callback(tasks.cancel)
+    tasks.start(Link(output, sessions).keep(), "the link to the gateway")
+    return sessions
+
+
+logger = logging.getLogger("orchestrator")
+
+# Between two attempts to reach the gateway.
+MIN_RETRY_S, MAX_RETRY_S = 0.1, 2.0
+
+
+class Link:
+    """Lets the gateway of the workspace ask `sessions`, whenever there is one and wherever it listens."""
+
+    def __init__(self, output: OutputDir, sessions: Sessions) -> None:
+        self._status = output.gateway_status
+        self._sessions = sessions
+
+    async def keep(self) -> Never:
+        """Connect, and connect again, until it is cancelled."""
+        wait_s = MIN_RETRY_S
+        while True:
+            status = read_status(self._status, GatewayStatus)
+            trouble = "the gateway (not started yet)"
+            if status is not None and status.link:
+                try:
+                    await self._connected(status)
+                except (OSError, Lost) as error:
+                    trouble = f"the gateway at {status.link} ({one_line(str(error), 200)})"
+            was_served = self._sessions.waiting_on is None
+            self._sessions.served_at(None, trouble)
+            if was_served:
+                logger.warning("lost: %s", trouble)
+            wait_s = MIN_RETRY_S if was_served else min(2 * wait_s, MAX_RETRY_S)
+            await asyncio.sleep(wait_s)
+
+    async def _connected(self, status: GatewayStatus) -> None:
+        """Until the connection ends."""
+        sessions, (host, _, port) = self._sessions, status.link.rpartition(":")
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            streams = await asyncio.open_connection(host, int(port))
+
+        def greeted() -> None:
+            logger.info("the gateway at %s asks for the sessions of %s", status.base_url, sessions.run_id)
+            sessions.served_at(status.base_url)
+
+        run_id, secret = sessions.run_id, sessions.secret
+        await answer_link(*streams, run_id, secret, sessions, num_sessions=sessions.num_open, greeted=greeted)

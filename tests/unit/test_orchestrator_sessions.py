@@ -1,0 +1,338 @@
+"""Sessions: what repeated, cancelled and excessive calls get, what is recorded of them, and the link to the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from prime_rl.configs.base import SamplingConfig
+from prime_rl.configs.envs import SessionLimits
+from prime_rl.contract.calls import Answer, Call, Count, Delivered, Done, Open, Refusal, Request, Reward, Turn
+from prime_rl.contract.files import write_atomic
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import GatewayStatus
+from prime_rl.gateway import link
+from prime_rl.gateway.keys import run_of, session_key
+from prime_rl.gateway.link import Beat, Hello, LinkServer
+from prime_rl.gateway.secret import new_secret, workspace_secret
+from prime_rl.orchestrator.envs.base import Outcome
+from prime_rl.orchestrator.policy import ChatTokenizer, TurnSampler
+from prime_rl.orchestrator.recorder import PolicySession
+from prime_rl.orchestrator.sessions import MAX_ANSWERS_KEPT, MAX_AT_ONCE, Link, OpenSession, Sessions
+from prime_rl.utils.frames import frame
+from prime_rl.utils.runtime import bound_socket
+from prime_rl.utils.secrets import SecretError
+from tests.orchestrator_support import FakeInference, connected, make_model, make_run, serving, until
+
+SECRET = b"s" * 43
+LONG_S = 1000.0  # no call is cancelled in a test that does not wait for it
+
+
+@dataclass
+class Setting:
+    """A run, the inference that it asks, and its sessions."""
+
+    inference: FakeInference
+    sampler: TurnSampler
+    tokenizer: ChatTokenizer
+
+    def sessions(self, linger_s: float = LONG_S, secret: bytes = SECRET) -> Sessions:
+        made = Sessions("run_a", secret, self.tokenizer, max_model_len=64, linger_s=linger_s)
+        made.served_at("http://127.0.0.1:1")
+        return made
+
+    def policy(self) -> PolicySession:
+        return PolicySession(self.sampler, self.tokenizer, seed=5)
+
+
+@contextlib.asynccontextmanager
+async def setting(tmp_path: Path) -> AsyncIterator[Setting]:
+    model = make_model(tmp_path / "model")
+    inference = FakeInference(model)
+    async with serving(inference) as url:
+        client, policy = connected(url, make_run(tmp_path), model)
+        try:
+            sampler = TurnSampler(client, policy, SamplingConfig(max_tokens=16), seq_len=128)
+            yield Setting(inference, sampler, ChatTokenizer.load(str(model)))
+        finally:
+            await client.close()
+
+
+def asks(text: str, **more: Any) -> Call:
+    return Call((Turn("user", text),), **more)
+
+
+async def ask(sessions: Sessions | LinkServer, session: OpenSession, request: Request) -> Answer:
+    reply = await sessions.ask(session.id, request)
+    assert isinstance(reply, Answer)
+    return reply
+
+
+async def refused(sessions: Sessions | LinkServer, session: str, request: Request) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        await sessions.ask(session, request)
+    return caught.value
+
+
+async def test_a_repeated_call_is_sampled_once_until_its_answer_was_delivered(tmp_path: Path) -> None:
+    async with setting(tmp_path) as at:
+        sessions, policy, let_go = at.sessions(), at.policy(), asyncio.Event()
+        at.inference.gate = lambda body: let_go.wait()  # type: ignore[assignment,return-value]
+        async with sessions.open(policy) as session:
+            assert session.base_url == f"http://127.0.0.1:1/s/{session.id}/v1" and run_of(session.id) == "run_a"
+            assert session.key == session_key(SECRET, session.id)
+            twins = [asyncio.create_task(ask(sessions, session, asks("a", again=again))) for again in (False, True)]
+            await until(lambda: len(at.inference.completions) == 1, "the request")
+            let_go.set()
+            first, joined = await asyncio.gather(*twins)
+            assert first == joined and await ask(sessions, session, asks("a")) == first
+            spelled = await ask(sessions, session, asks("a", pieces=True))
+            assert "".join(spelled.pieces)[:2] == first.turn.content and not first.pieces
+            assert await sessions.ask(session.id, Delivered(first.number)) == Done()
+            assert await ask(sessions, session, asks("a", again=True)) == first
+            second = await ask(sessions, session, asks("a"))
+            assert (first.number, second.number) == (0, 1) and second.turn != first.turn
+            assert await ask(sessions, session, asks("a")) == second  # not delivered
+            other = await ask(sessions, session, asks("b"))
+            assert other.number == 2 and len(at.inference.completions) == 3
+        rollout = policy.finished(Outcome(1.0))
+        assert [branch.num_completion_tokens for branch in rollout.branches] == [3, 3, 3]
+
+
+async def test_a_call_goes_on_while_somebody_waits_and_ends_with_the_last(tmp_path: Path) -> None:
+    async with setting(tmp_path) as at:
+        patient, hasty = at.sessions(), at.sessions(linger_s=0)
+        let_go = asyncio.Event()
+        at.inference.gate = lambda body: let_go.wait()  # type: ignore[assignment,return-value]
+        async with patient.open(at.policy()) as session, hasty.open(at.policy()) as other:
+            first, twin = (asyncio.create_task(ask(patient, session, asks("a"))) for _ in range(2))
+            await until(lambda: len(at.inference.completions) == 1, "the request")
+            first.cancel()
+            twin.cancel()
+            await asyncio.wait([first, twin])
+            retry = asyncio.create_task(ask(patient, session, asks("a")))  # soon enough
+            lost = asyncio.create_task(ask(hasty, other, asks("a")))
+            await until(lambda: len(at.inference.completions) == 2, "the request of the hasty one")
+            lost.cancel()
+            await until(lambda: at.inference.num_cancelled == 1, "the place to be free")
+            let_go.set()
+            answer = await retry
+            assert len(at.inference.completions) == 2 and await ask(patient, session, asks("a")) == answer
+            assert (await ask(hasty, other, asks("a"))).number == 0
+
+
+async def test_what_is_beyond_a_limit_is_refused_so_that_every_client_ends(tmp_path: Path) -> None:
+    async with setting(tmp_path) as at:
+        sessions = at.sessions()
+        async with (
+            sessions.open(at.policy(), SessionLimits(max_turns=2)) as few,
+            sessions.open(at.policy(), SessionLimits(max_tokens_total=4)) as short,
+        ):
+            for word in ("a", "b"):
+                await ask(sessions, few, asks(word))
+                await sessions.ask(few.id, Delivered(0))
+            assert (await ask(sessions, few, asks("b"))).number == 1  # not sampled
+            await ask(sessions, short, asks("a", max_tokens=100))
+            assert len((await ask(sessions, short, asks("b"))).token_ids) == 1
+            for session, request in ((few, asks("c")), (short, asks("c")), (few, Call(prompt="x" * 500))):
+                refusal = await refused(sessions, session.id, request)
+                assert (refusal.status, refusal.retry_after_s) == (400, None)
+                assert "maximum context length" in refusal.message
+        async with sessions.open(at.policy()) as session:
+            assert (await refused(sessions, session.id, Call(prompt="x" * 500))).code == "context_length_exceeded"
+
+
+async def test_calls_at_once_are_limited_and_old_answers_forgotten(tmp_path: Path) -> None:
+    async with setting(tmp_path) as at:
+        sessions, let_go = at.sessions(), asyncio.Event()
+        at.inference.gate = lambda body: let_go.wait()  # type: ignore[assignment,return-value]
+        async with sessions.open(at.policy()) as session:
+            many = [asyncio.create_task(ask(sessions, session, asks(str(n)))) for n in range(MAX_AT_ONCE)]
+            await until(lambda: len(at.inference.completions) == MAX_AT_ONCE, "the requests")
+            refusal = await refused(sessions, session.id, asks("one more"))
+            assert (refusal.status, refusal.retry_after_s) == (429, 1)
+            let_go.set()
+            assert sorted(answer.number for answer in await asyncio.gather(*many)) == list(range(MAX_AT_ONCE))
+            for number in range(MAX_ANSWERS_KEPT):
+                await ask(sessions, session, asks(f"more {number}"))
+            assert len(session.asked) <= MAX_ANSWERS_KEPT
+
+
+async def test_a_closed_session_refuses_and_has_its_reward(tmp_path: Path) -> None:
+    async with setting(tmp_path) as at:
+        sessions, posted = at.sessions(), list[Reward]()
+        at.inference.gate = lambda body: asyncio.Event().wait()  # type: ignore[assignment,return-value]
+        async with sessions.open(at.policy(), on_reward=posted.append) as session:
+            waiting = asyncio.create_task(ask(sessions, session, asks("a")))
+            await until(lambda: len(at.inference.completions) == 1, "the request")
+            bad = {"number": 3}, {"value": float("nan")}, {"rewards": {"a b": 1.0}}, {"rewards": {"x": 1e31}}
+            for wrong in bad:
+                assert (await refused(sessions, session.id, Reward(**{"value": 1.0, **wrong}))).status == 400  # type: ignore[arg-type]
+            assert await sessions.ask(session.id, Reward(0.5, closes=False)) == Done()
+            assert not session.closed.is_set() and not waiting.done()
+            last = Reward(0.75, {"style": 0.5})
+            assert [await sessions.ask(session.id, last) for _ in range(2)] == [Done(), Done()]  # its answer was lost
+            assert session.closed.is_set() and posted == [Reward(0.5, closes=False), last] == session.rewards
+            assert (await waiting_refusal(waiting)).code == "closed"
+            assert (await refused(sessions, session.id, asks("a"))).code == "closed"
+        gone = await refused(sessions, session.id, asks("a"))
+        assert (gone.status, gone.retry_after_s) == (410, None)
+        assert (await refused(sessions, "run_a", Open())).status == 400
+        await until(lambda: at.inference.num_cancelled == 1, "the place to be free")
+
+
+async def waiting_refusal(task: asyncio.Task[Answer]) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        await task
+    return caught.value
+
+
+async def test_tokens_are_counted_without_sampling(tmp_path: Path) -> None:
+    async with setting(tmp_path) as at:
+        sessions = at.sessions()
+        async with sessions.open(at.policy()) as session:
+            counted = await sessions.ask(session.id, Count(asks("abc")))
+            answer = await ask(sessions, session, asks("abc"))
+            assert counted == Done(answer.num_prompt_tokens) and session.num_answers == 1
+            assert await sessions.ask(session.id, Count(Call(prompt="abc"))) == Done(3)
+
+
+@contextlib.asynccontextmanager
+async def linked(tmp_path: Path, at: Setting, port: int = 0) -> AsyncIterator[LinkServer]:
+    """A gateway's end, whose status file is written as the daemon does."""
+    output, sock = OutputDir(tmp_path), bound_socket("127.0.0.1", port)
+    server = LinkServer(workspace_secret(output))
+    status = GatewayStatus(base_url="http://127.0.0.1:9", link=f"127.0.0.1:{sock.getsockname()[1]}", state="serving")
+    write_atomic(output.gateway_status, msgspec.json.encode(status))
+    async with server.listening(sock):
+        yield server
+
+
+async def test_the_gateway_asks_over_the_link_and_a_new_one_takes_over(tmp_path: Path) -> None:
+    async with setting(tmp_path) as at:
+        secret = workspace_secret(OutputDir(tmp_path))
+        sessions, let_go = at.sessions(secret=secret), asyncio.Event()
+        sessions.served_at(None, "the gateway")
+        keeping = asyncio.create_task(Link(OutputDir(tmp_path), sessions).keep())
+        await until(lambda: "not started" in str(sessions.waiting_on), "the first look")
+        async with linked(tmp_path, at) as server:
+            await sessions.served()
+            async with sessions.open(at.policy()) as session:
+                assert session.base_url.startswith("http://127.0.0.1:9/s/run_a.")
+                assert server.max_model_len(session.id) == 64 and server.num_runs == 1
+                answer = await ask(server, session, asks("a", pieces=True))
+                assert answer.pieces and await server.ask(session.id, Delivered(0)) == Done()
+                assert (await refused(server, session.id, Call(prompt="x" * 500))).code == "context_length_exceeded"
+                elsewhere = await refused(server, "run_b.12345678", asks("a"))
+                assert (elsewhere.status, elsewhere.retry_after_s) == (503, 1) and "run_b" in elsewhere.message
+                at.inference.gate = lambda body: let_go.wait()  # type: ignore[assignment,return-value]
+                waiting = asyncio.create_task(ask(server, session, asks("b")))
+                await until(lambda: len(at.inference.completions) == 2, "the request")
+                server._peers["run_a"].wire.close()  # as by a gateway that dies
+                assert (await waiting_refusal(waiting)).status == 503
+                await until(lambda: "run_a" in server._peers, "the link to be back")
+                retry = asyncio.create_task(ask(server, session, asks("b")))
+                await asyncio.sleep(0)
+                let_go.set()
+                assert (await retry).number == 1 and len(at.inference.completions) == 2
+        await until(lambda: sessions.waiting_on is not None, "the loss to be seen")
+        assert "the gateway" in str(sessions.waiting_on)
+        async with linked(tmp_path, at) as server:
+            await sessions.served()
+            assert server.num_runs == 1
+        keeping.cancel()
+        await asyncio.wait([keeping])
+
+
+async def test_a_hang_up_crosses_the_link(tmp_path: Path) -> None:
+    async with setting(tmp_path) as at:
+        sessions = at.sessions(linger_s=0, secret=workspace_secret(OutputDir(tmp_path)))
+        at.inference.gate = lambda body: asyncio.Event().wait()  # type: ignore[assignment,return-value]
+        async with linked(tmp_path, at) as server, sessions.open(at.policy()) as session:
+            keeping = asyncio.create_task(Link(OutputDir(tmp_path), sessions).keep())
+            await until(lambda: server.num_runs == 1, "the link")
+            waiting = asyncio.create_task(ask(server, session, asks("a")))
+            await until(lambda: len(at.inference.completions) == 1, "the request")
+            waiting.cancel()
+            await until(lambda: at.inference.num_cancelled == 1, "the place to be free")
+            keeping.cancel()
+            await asyncio.wait([keeping])
+
+
+STRANGE = {
+    "no frame": b"GET / HTTP/1.1\r\n\r\n",
+    "too long": frame(Hello("run_a", "x" * link.MAX_HELLO_BYTES)),
+    "no proof": frame(Hello("run_a", "x")),
+    "no hello": frame(Beat()),
+    "no message": frame({"type": "Else"}),
+    "closed": b"",
+}
+
+
+@pytest.mark.parametrize("sent", STRANGE.values(), ids=STRANGE)
+async def test_a_stranger_ends_its_own_connection_only(sent: bytes, tmp_path: Path) -> None:
+    async with setting(tmp_path) as at:
+        sessions = at.sessions(secret=workspace_secret(OutputDir(tmp_path)))
+        async with linked(tmp_path, at) as server, sessions.open(at.policy()) as session:
+            keeping = asyncio.create_task(Link(OutputDir(tmp_path), sessions).keep())
+            await until(lambda: server.num_runs == 1, "the link")
+            status = msgspec.json.decode(OutputDir(tmp_path).gateway_status.read_bytes(), type=GatewayStatus)
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(status.link.rpartition(":")[2]))
+            writer.write(sent)
+            if not sent:
+                writer.close()
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(1000):
+                    pass
+            writer.close()
+            assert (await ask(server, session, asks("a"))).number == 0 and not server._strangers
+            keeping.cancel()
+            await asyncio.wait([keeping])
+
+
+async def test_the_newest_connection_of_a_run_stands(tmp_path: Path) -> None:
+    async with setting(tmp_path) as at:
+        secret = workspace_secret(OutputDir(tmp_path))
+        old, new = at.sessions(secret=secret), at.sessions(secret=secret)
+        async with linked(tmp_path, at) as server, new.open(at.policy()) as session:
+            first = asyncio.create_task(Link(OutputDir(tmp_path), old).keep())
+            await until(lambda: server.num_runs == 1, "the link")
+            older = server._peers["run_a"]
+            second = asyncio.create_task(Link(OutputDir(tmp_path), new).keep())
+            await until(lambda: server._peers.get("run_a") not in (None, older), "the newer one")
+            first.cancel()
+            await asyncio.wait([first])
+            await until(lambda: server.num_runs == 1, "the link")
+
+            async def answered() -> bool:
+                with contextlib.suppress(Refusal):
+                    return (await ask(server, session, asks("a"))).number == 0
+                return False
+
+            while not await answered():
+                await asyncio.sleep(0.01)
+            second.cancel()
+            await asyncio.wait([second])
+
+
+def test_the_secret_is_made_once_and_for_its_owner(tmp_path: Path) -> None:
+    output = OutputDir(tmp_path)
+    secret = workspace_secret(output)
+    assert workspace_secret(output) == secret and output.gateway_secret.stat().st_mode & 0o777 == 0o600
+    output.gateway_secret.chmod(0o640)
+    with pytest.raises(SecretError, match=r"readable by others \(mode 0640\)"):
+        workspace_secret(output)
+    output.gateway_secret.unlink()
+    write_atomic(output.gateway_secret, b"short", mode=0o600)
+    with pytest.raises(SecretError, match="no secret"):
+        workspace_secret(output)
+    assert (
+        session_key(secret, "run_a.b") != session_key(new_secret(), "run_a.b") and len(session_key(secret, "x")) == 43
+    )
