@@ -16,7 +16,7 @@ import msgspec
 from prime_rl.configs.agents import AgentArgs, read_tasks
 from prime_rl.configs.base import ConfigProblem
 from prime_rl.configs.envs import MODULES, PLUGIN, PLUGIN_GROUP, EnvConfig
-from prime_rl.configs.jsonl import MAX_CODE_BYTES, Place, RowsArgs, read_rows
+from prime_rl.configs.jsonl import MAX_CODE_BYTES, MAX_FOLDER_BYTES, Place, RowsArgs, read_rows
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import read_file, write_atomic
 from prime_rl.contract.layout import RunDir
@@ -53,7 +53,7 @@ def _first_problem(args: RowsArgs, place: Place) -> tuple[str, str] | None:
                 if named and not (path := place(named)).is_file():
                     raise FileNotFoundError
             if args.tasks:
-                read_tasks(path, tested=args.is_tested)
+                read_tasks(read_file(path, limit=2 * MAX_FOLDER_BYTES), tested=args.is_tested)
         if args.code:
             name, path = "reward", place(args.code)
             _check_code(path, args.function)

@@ -92,6 +92,7 @@ prints is in [json.md](json.md), what the TOML files may have in [config.md](con
 | `RANK`, `NODE_RANK` | `prl multinode` | the rank of this node, in place of `--master` and `--worker R` |
 | `XDG_STATE_HOME` | `prl-tui` | where it remembers columns, filters and pins: `prl-tui/state.json` below it |
 | `PRL_DAEMON`, `PRL_START`, `PRL_PROXY_API_KEY` | daemons | set by prl for its own processes |
+| `PRL_SESSION_URL`, `PRL_MODEL`, `PRL_EXAMPLE`, `PRL_VERIFIER_DIR` | agents | set by prl: [agents.md](agents.md) |
 """
 FILES_HEAD = """\
 # Files of a workspace

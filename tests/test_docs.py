@@ -363,6 +363,19 @@ async def test_the_files_of_the_data_page_are_asked_and_scored(tmp_path: Path) -
         assert set(re.findall(r"^\| `?(\w+)`? \|", section, re.MULTILINE)[1:]) == set(names), head
 
 
+def test_the_page_of_agents_has_the_example_and_each_setting() -> None:
+    from prime_rl.configs.agents import WAYS, AgentArgs
+
+    page, example = TEXT[ROOT / "docs" / "agents.md"], ROOT / "configs" / "agent"
+    for name in ("program/agent.py", "orch.toml"):
+        assert (example / name).read_text(encoding="utf-8") in page
+    assert (example / "numbers.jsonl").read_text(encoding="utf-8").partition("\n")[0][:40] in page
+    head = {name: page.partition(f"## {name}\n")[2].partition("\n## ")[0] for name in ("Settings", "Rewards")}
+    keys = [key for line in re.findall(r"^\| (`.*?) \|", head["Settings"], re.MULTILINE) for key in line.split(", ")]
+    assert {key.strip("`") for key in keys} == set(AgentArgs.model_fields)
+    assert set(WAYS) < set(re.findall(r'^\| "([\w.:]+)"', head["Rewards"], re.MULTILINE))
+
+
 async def test_the_second_turn_of_the_document_works() -> None:
     from prime_rl.orchestrator.envs.checked import check_outcome
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import tarfile
 from pathlib import Path
@@ -229,23 +230,23 @@ def check_owner(file: Path) -> None:
     """Raise ConfigError when `file` is of a run whose config another account owns or may write: its command is code."""
     if not is_of_a_run(file):
         return
-    config = RunDir(file.parent.parent).orch_toml
-    with contextlib.suppress(OSError), closing(open_file(config)) as fd:
-        if is_own(fd):
-            return
-    words = "belongs to another account, or others may write it: its command is not run"
-    raise ConfigError(str(config), [ConfigProblem("", f"{words}; add the run as the workspace's account")])
+    run = RunDir(file.parent.parent)
+    for config in (run.orch_toml, run.admitted):
+        with contextlib.suppress(FileNotFoundError), closing(open_file(config)) as fd:
+            if not is_own(fd):
+                words = "belongs to another account, or others may write it: its command is not run"
+                raise ConfigError(str(config), [ConfigProblem("", f"{words}; add the run as the workspace's account")])
 
 
-def read_tasks(path: Path, *, tested: bool) -> dict[str, str]:
-    """The instruction of each task in a packed folder, by name. Raises ValueError that names what is missing, OSError.
+def read_tasks(packed: bytes, *, tested: bool) -> dict[str, str]:
+    """The instruction of each task in a packed folder, by name. Raises ValueError that names what is missing.
 
     Args:
         tested: each must have tests/test.sh.
     """
     found: dict[str, str] = {}
     try:
-        with open(open_file(path), "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as tar:
             members = {member.name: member for member in tar}
             for name in sorted(each for each, member in members.items() if "/" not in each and member.isdir()):
                 if name.startswith("."):
@@ -258,7 +259,7 @@ def read_tasks(path: Path, *, tested: bool) -> dict[str, str]:
                     raise ValueError(f"task {name!r} has no {TEST[1]}: add it, or set reward or reward_command")
                 found[name] = opened.read().decode()
     except (tarfile.TarError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} has no tasks that can be read: {error}") from error
+        raise ValueError(f"tasks cannot be read: {error}") from error
     if not found:
         raise ValueError(f"there are no tasks: each is a folder with {INSTRUCTION}")
     return found

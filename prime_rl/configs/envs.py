@@ -173,6 +173,8 @@ class EnvConfig(BaseConfig):
     @property
     def session_limits(self) -> SessionLimits:
         """Those of each rollout's session, from its arguments."""
+        if agent := self.agent:
+            return SessionLimits(agent.max_turns, agent.max_tokens_total)
         given = (self.args.get(name) for name in SessionLimits._fields)
         return SessionLimits(*(value if isinstance(value, int) else None for value in given))
 

@@ -317,13 +317,13 @@ def packed(folder: Path) -> Path:
                 elif path.is_dir():
                     info.type, info.mode = tarfile.DIRTYPE, 0o755
                 else:
-                    data = read_file(path, limit=left)
+                    if (left := left - path.stat().st_size) < 0:
+                        raise ValueError(f"has more than {MAX_FOLDER_BYTES} bytes: at most that many are copied")
+                    data = read_file(path, limit=MAX_FOLDER_BYTES)
                     info.size, info.mode = len(data), path.stat().st_mode & 0o777
-                    left -= len(data)
                 tar.addfile(info, io.BytesIO(data))
     except (ValueError, OSError) as error:
-        reason = f"{error}; a folder has at most {MAX_FOLDER_BYTES} bytes" if isinstance(error, OSError) else str(error)
-        raise ConfigError(str(folder), [ConfigProblem("", reason)]) from error
+        raise ConfigError(str(folder), [ConfigProblem("", str(error))]) from error
     found = _scratch() / hashlib.sha256(written.getvalue()).hexdigest()
     found.write_bytes(written.getvalue())
     return found

@@ -227,7 +227,7 @@ def main(argv: list[str]) -> int:
 
     def limit() -> None:
         for kind, value in limits.items():
-            resource.setrlimit(kind, (value, value))
+            resource.setrlimit(kind, (value, value + 1))  # at the first it gets a signal that tells which limit it was
 
     child = subprocess.Popen(argv, preexec_fn=limit if limits else None)  # noqa: PLW1509 - this process has one thread
     while child.poll() is None and not told:

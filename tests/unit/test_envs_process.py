@@ -84,7 +84,7 @@ class Env:
             own = [[-1.0] * (policy.answer_lens[0] - (word == "short")), 0.25]
             return Outcome(0.5, rewards={"form": 1.0, "right": 0.25}, advantages=own)
         reward = {"nan": float("nan"), "text": "much"}.get(word, 0.5)
-        return Outcome(reward, {"key_seen": float("SECRET_KEY" in os.environ)})
+        return Outcome(reward, {"key_seen": float("SECRET_KEY" in os.environ)}, output="printed")
 """
 
 
@@ -135,7 +135,7 @@ async def test_rollouts_of_several_turns_and_every_fault_but_a_hang() -> None:
     async with running() as env:
         policy = Says()
         good = await env.rollout(example_of(env, "good"), policy)
-        assert (good.reward, good.metrics) == (0.5, {"key_seen": 0.0})
+        assert (good.reward, good.metrics, good.output) == (0.5, {"key_seen": 0.0}, "printed")
         assert json.loads(json.dumps(policy.seen)) == [
             [{"role": "user", "content": "good"}],
             [

@@ -28,20 +28,22 @@ import msgspec
 
 from prime_rl.configs.agents import AGENT, AgentArgs, read_tasks
 from prime_rl.configs.base import build
-from prime_rl.configs.jsonl import MAX_FOLDER_BYTES, Row, last_number, packed, read_rows
-from prime_rl.contract.files import closing, open_lock, read_file
+from prime_rl.configs.jsonl import MAX_FOLDER_BYTES, Row, packed, read_rows
+from prime_rl.contract.files import UNDECODABLE, closing, open_lock, read_file
 from prime_rl.orchestrator.envs.agent_judge import Judge
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Posted, Split
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, TimedOut, Transient, last_lines
 from prime_rl.orchestrator.envs.jsonl_env import Scored, example_of, own_code
 from prime_rl.orchestrator.envs.process import environment_of_its_own
 from prime_rl.utils import process as keeper
+from prime_rl.utils.text import one_line
 
 MAX_REWARD_BYTES = 64 << 10
 # Of what a program prints, the newest is kept.
 MAX_OUTPUT_LINES, MAX_OUTPUT_BYTES = 200, 64 << 10
 # After a reward that closes the session, and for a keeper to end its program.
 CLOSE_GRACE_S, END_GRACE_S = 10.0, 10.0
+LOOK_S = 1.0
 FOLDER_PREFIX, LOCK = "prl-agent-", "lock"
 # Exit codes whose cause is a limit.
 LIMITED = {128 + signal.SIGXCPU: "cpu_seconds reached", 128 + signal.SIGXFSZ: "max_file_mb reached"}
@@ -78,9 +80,8 @@ class AgentEnvironment:
         self._tasks = bundle(config.tasks)
         self._rows: dict[str, Row] = {}
         if config.tasks:
-            path = packed(Path(config.tasks)) if Path(config.tasks).is_dir() else Path(config.tasks)
-            tasks = read_tasks(path, tested=config.is_tested)
-            found = [Example(name, [{"role": "user", "content": text}], "") for name, text in tasks.items()]
+            tasks = read_tasks(self._tasks, tested=config.is_tested).items()
+            found = [Example(name, [{"role": "user", "content": text}], "") for name, text in tasks]
         else:
             self._rows = {row.id: row for row in read_rows(Path(config.path), config)}
             found = [example_of(row) for row in self._rows.values()]
@@ -108,12 +109,13 @@ class AgentEnvironment:
         place = self._root / str(next(self._numbers))
         try:
             await asyncio.to_thread(self._prepare, example, place)
-            ended = await self._run(self._args.command, place, self._variables(place, endpoint), _posted(policy))
+            posted = cast("Posted | None", getattr(policy, "posted", None))
+            ended = await self._run(self._args.command, place, self._variables(endpoint), posted)
             if ended.code and not self._args.allow_failure:
                 hint = f" ({LIMITED[ended.code]})" if ended.code in LIMITED else ""
                 raise EnvironmentFault(f"the program ended with exit code {ended.code}{hint}{last_lines(ended.output)}")
             try:
-                outcome = await self._score(example, place, ended, _posted(policy))
+                outcome = await self._score(example, place, ended, posted)
             except EnvironmentFault as fault:
                 raise type(fault)(f"{fault}{last_lines(ended.output)}") from fault
             return replace(outcome, output=ended.output)
@@ -141,7 +143,7 @@ class AgentEnvironment:
         # The right answer is not for a program that does not score itself: the policy may read its files.
         told = whole if self._args.way in ("file", "posted") else self._told(example, answer=False)
         for path, each in ((place, whole), (folder, told)):
-            (path / "example.json").unlink(missing_ok=True)
+            _remove(path / "example.json")
             (path / "example.json").write_text(json.dumps(each), encoding="utf-8")
 
     def _told(self, example: Example, *, answer: bool) -> dict[str, Any]:
@@ -151,25 +153,29 @@ class AgentEnvironment:
         prompt = example.messages[-1]["content"]
         return {"id": example.id, "prompt": prompt, "messages": example.messages, "fields": fields}
 
-    def _variables(self, place: Path, endpoint: tuple[str, str]) -> dict[str, str]:
+    @property
+    def _given(self) -> dict[str, str]:
+        """The variables that the arguments name, with their values."""
+        return {name: os.environ[name] for name in self._args.env if name in os.environ} | self._args.set
+
+    def _variables(self, endpoint: tuple[str, str]) -> dict[str, str]:
         """What the program gets beside what every process needs, by name."""
         base_url, key = endpoint
         url = base_url.removesuffix("/v1")
-        named = {name: os.environ[name] for name in self._args.env if name in os.environ}
         own = {
             **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), base_url),
             **dict.fromkeys(("ANTHROPIC_BASE_URL", "PRL_SESSION_URL"), url),
             **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), key),
             "PRL_MODEL": url.rpartition("/")[2].rpartition(".")[0],
         }
-        return {"OPENAI_AGENTS_DISABLE_TRACING": "1"} | named | self._args.set | own
+        return {"OPENAI_AGENTS_DISABLE_TRACING": "1", "PYTHONUNBUFFERED": "1"} | self._given | own
 
     async def _run(
         self, command: Sequence[str], place: Path, variables: dict[str, str], posted: Posted | None = None
     ) -> Ended:
         """Run a command in the folder of a rollout until all of it has ended. Raises TimedOut, OSError."""
         config, folder = self._args, place / "work"
-        name = f"{self._root.name}-{place.name}"
+        name = f"{self._root.name}-{next(self._numbers)}"
         if config.runtime == "process":
             memory, file = _bytes(config.memory_mb), _bytes(config.max_file_mb)
             limits = {"--cpu": config.cpu_seconds, "--memory": memory, "--file": file}
@@ -192,19 +198,20 @@ class AgentEnvironment:
                 self._keepers.add(process.pid)
         output = bytearray()
         working = asyncio.ensure_future(_output(process, output))
-        closing = asyncio.ensure_future(_closed(posted))
+        closed = asyncio.ensure_future((posted.closed if posted else asyncio.Event()).wait())
         try:
             async with asyncio.timeout(config.timeout_s):
-                await asyncio.wait({working, closing}, return_when=asyncio.FIRST_COMPLETED)
+                # Its output ends with it, unless its keeper was killed.
+                while not (working.done() or closed.done()) and process.returncode is None:
+                    await asyncio.wait({working, closed}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if not working.done():
-                    await asyncio.wait({working}, timeout=CLOSE_GRACE_S)
-            code = process.returncode if working.done() else None
-            return Ended(code, _text(output))
+                    await asyncio.wait({working}, timeout=CLOSE_GRACE_S if closed.done() else LOOK_S)
+            return Ended(process.returncode, _text(output))
         except TimeoutError:
             words = f"the program {command[0]} ran longer than timeout_s = {config.timeout_s:g}"
             raise TimedOut(f"{words}{last_lines(_text(output))}") from None
         finally:
-            closing.cancel()
+            closed.cancel()
             await asyncio.shield(self._end(process, working, name))
 
     async def _end(self, process: asyncio.subprocess.Process, working: asyncio.Future[None], name: str) -> None:
@@ -213,7 +220,8 @@ class AgentEnvironment:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             await asyncio.wait({working}, timeout=END_GRACE_S)
-            keeper.kill_tree(process.pid)
+            if process.returncode is None:
+                keeper.kill_tree(process.pid)
             if self._args.runtime != "process":
                 remover = await asyncio.create_subprocess_exec(
                     *(self._args.runtime, "rm", "--force", name),
@@ -221,11 +229,11 @@ class AgentEnvironment:
                     stderr=asyncio.subprocess.DEVNULL,
                 )
                 await remover.wait()
-        await process.wait()
         async with self._starting:
-            self._keepers.discard(process.pid)
             keeper.end_orphans(self._keepers)
-        working.cancel()  # what the keeper did not end might hold the pipe open
+        await process.wait()
+        self._keepers.discard(process.pid)
+        working.cancel()
 
     async def _score(self, example: Example, place: Path, ended: Ended, posted: Posted | None) -> Outcome:
         """The score of what a program left. Raises EnvironmentFault, and what a function of the run's own raises."""
@@ -233,8 +241,9 @@ class AgentEnvironment:
         if way == "file":
             return reward_file(folder / "reward.json")
         if way == "posted":
-            if posted is None or posted.total is None:
-                raise EnvironmentFault("it posted no reward to PRL_SESSION_URL/reward")
+            if posted is None or posted.total is None or posted.error:
+                reason = posted and posted.error
+                raise EnvironmentFault(f"it posted {'no reward' if not reason else one_line(reason, 300)}")
             return Outcome(posted.total, rewards=dict(posted.rewards))
         if way == "command":
             return await self._verified(example, place)
@@ -256,8 +265,7 @@ class AgentEnvironment:
         shutil.copyfile(place / "example.json", folder / "example.json")
         is_process = self._args.runtime == "process"
         variables = {
-            **{name: os.environ[name] for name in self._args.env if name in os.environ},
-            **self._args.set,
+            **self._given,
             "PRL_EXAMPLE": str(folder / "example.json") if is_process else "/work/example.json",
             "PRL_VERIFIER_DIR": str(logs) if is_process else "/logs/verifier",
         }
@@ -265,8 +273,10 @@ class AgentEnvironment:
         for name in ("reward.txt", "reward.json"):
             if (logs / name).exists():
                 return reward_file(logs / name)
-        number = last_number(ended.last_line) if _is_number(ended.last_line) else None
-        return Outcome(float(ended.code == 0) if number is None else number)
+        with contextlib.suppress(ValueError):
+            if not self._args.is_tested:
+                return Outcome(float(ended.last_line))
+        return Outcome(float(ended.code == 0))
 
 
 def container_argv(
@@ -297,7 +307,7 @@ def reward_file(path: Path) -> Outcome:
         raise EnvironmentFault(f"it wrote no {path.name} in its folder") from None
     except OSError as error:
         raise EnvironmentFault(f"its {path.name} cannot be read: {error}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         words = 'must be a number, or {"reward": number, "rewards": {...}, "metrics": {...}}'
         raise EnvironmentFault(f"its {path.name} is not valid ({error}): {words}") from None
     return Outcome(found.reward, found.metrics, found.rewards) if isinstance(found, RewardFile) else Outcome(found)
@@ -334,15 +344,6 @@ def folder_of_its_own() -> tuple[Path, int]:
     return root, lock
 
 
-def _posted(policy: Policy) -> Posted | None:
-    return cast("Posted | None", getattr(policy, "posted", None))
-
-
-async def _closed(posted: Posted | None) -> None:
-    """Until a posted reward closes the session; for ever without one."""
-    await (posted.closed if posted else asyncio.Event()).wait()
-
-
 async def _output(process: asyncio.subprocess.Process, output: bytearray) -> None:
     """Keep the newest output of a program until it has ended."""
     assert process.stdout is not None
@@ -358,12 +359,6 @@ def _text(output: bytearray) -> str:
 
 def _bytes(mebibytes: int | None) -> int | None:
     return mebibytes and mebibytes << 20
-
-
-def _is_number(line: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return float(line) is not None
-    return False
 
 
 def _remove(path: Path) -> None:

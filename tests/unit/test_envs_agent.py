@@ -1,0 +1,749 @@
+"""Programs as environments: what they get, each way of a reward, each fault, their limits, and that all of it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from daemons.cli import run as prl
+from daemons.data_files import copy_data, has_data
+from prime_rl.configs.admitted import changed_data
+from prime_rl.configs.agents import AgentArgs
+from prime_rl.configs.base import ConfigError, build
+from prime_rl.configs.envs import EnvConfig
+from prime_rl.configs.jsonl import packed, place_of
+from prime_rl.configs.orchestrator import AdvantageConfig
+from prime_rl.configs.reports import SamplesConfig
+from prime_rl.configs.validate import load_run_config
+from prime_rl.contract.layout import RunDir
+from prime_rl.contract.types import MAX_BRANCHES
+from prime_rl.orchestrator.batch import assemble_batch
+from prime_rl.orchestrator.envs.agent_env import (
+    FOLDER_PREFIX,
+    MAX_OUTPUT_LINES,
+    AgentEnvironment,
+    container_argv,
+    folder_of_its_own,
+)
+from prime_rl.orchestrator.envs.agent_judge import read_score
+from prime_rl.orchestrator.envs.base import Example, Outcome
+from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFault, TimedOut, Transient
+from prime_rl.orchestrator.envs.process import ProcessEnvironment
+from prime_rl.orchestrator.recorder import Branch, Rollout
+from prime_rl.orchestrator.report import SampleKeeper
+from prime_rl.orchestrator.rollout import Group
+from tests.orchestrator_support import until
+from tests.patience import until_seen
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+CHAT = {"choices": [{"message": {"content": 'It is {"score": 7}.'}}], "usage": {"total_tokens": 12}}
+# Asks once with urllib, as any client does.
+ASKS = """
+import json, os, sys, urllib.request
+def post(url, body):
+    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head)).read()
+example = json.load(sys.stdin)
+call = {"model": os.environ["PRL_MODEL"], "messages": example["messages"]}
+post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", call)
+"""
+
+
+class Posted:
+    """What came to the session."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self.rewards: dict[str, float] = {}
+        self.error = ""
+        self.closed = asyncio.Event()
+
+
+class Server:
+    """An endpoint on the loopback that answers one text and keeps what it was sent; rewards go to `posted`."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, Any]] = []
+        self.status = 200
+        self.answers: list[Any] = []
+        self.posted: Posted | None = None
+        loop, outer = asyncio.get_running_loop(), self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.seen.append((self.path, self.headers.get("Authorization", ""), body))
+                if self.path.endswith("/reward") and (posted := outer.posted):
+                    posted.value, posted.rewards = body.get("reward"), body.get("rewards", {})
+                    loop.call_soon_threadsafe(posted.closed.set)
+                data = json.dumps(outer.answers.pop(0) if outer.answers else CHAT).encode()
+                self.send_response(outer.status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class Policy:
+    """The policy of one rollout as its process has it."""
+
+    def __init__(self, url: str = "http://127.0.0.1:9") -> None:
+        self.answer_lens = [3]
+        self.endpoint = (f"{url}/s/run_a.Ab1/v1", "secret")
+        self.posted = Posted()
+
+    async def complete(self, messages: Any) -> str:
+        raise AssertionError("an agent asks through its endpoint")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"q{at}", "answer": str(at), "hint": "h"}) + "\n" for at in range(12))
+    )
+    return path
+
+
+@contextlib.asynccontextmanager
+async def agent(rows: Path, program: str = "", **args: Any) -> AsyncIterator[AgentEnvironment]:
+    """An environment whose program is Python code."""
+    defaults = {} if "tasks" in args else {"path": str(rows)}
+    env = AgentEnvironment({"command": [sys.executable, "-c", program], **defaults, **args}, seed=1)
+    try:
+        yield env
+    finally:
+        await env.close()
+        assert not env._root.exists()
+
+
+async def once(rows: Path, program: str, policy: Policy | None = None, example: int = 0, **args: Any) -> Outcome:
+    async with agent(rows, program, **args) as env:
+        return await env.rollout(env.examples("train")[example], policy or Policy())
+
+
+def writes(text: str) -> str:
+    return f"open('reward.json', 'w').write({text!r})"
+
+
+# What it gets
+
+
+async def test_a_program_asks_and_is_scored_by_its_file(rows: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template"
+    (template / "lib").mkdir(parents=True)
+    (template / "lib" / "helper.py").write_text("WORD = 'helper'")
+    (template / "link.py").symlink_to("lib/helper.py")
+    (template / "queue.py").write_text("raise SystemExit('a module of the folder')")
+    program = ASKS + (
+        "sys.path.insert(0, '.')\nimport link\nsys.path.pop(0)\n"
+        "assert example == json.load(open('example.json'))\n"
+        "seen = {'env': {n: os.environ.get(n) for n in os.environ}, 'example': example, 'word': link.WORD}\n"
+        "print(json.dumps(seen), file=sys.stderr)\n"
+        + writes('{"reward": 0.5, "rewards": {"form": 1}, "metrics": {"steps": 2}}')
+    )
+    server = Server()
+    os.environ["NAMED"], os.environ["NOT_NAMED"] = "n", "x"
+    try:
+        variables = {"env": ["NAMED"], "set": {"MODE": "fast"}}
+        outcome = await once(rows, program, Policy(server.url), cwd=str(template), **variables)
+    finally:
+        server.close()
+        del os.environ["NAMED"], os.environ["NOT_NAMED"]
+    assert (outcome.reward, outcome.rewards, outcome.metrics) == (0.5, {"form": 1.0}, {"steps": 2.0})
+    ((path, key, body),) = server.seen
+    message = {"role": "user", "content": "q2"}
+    assert (path, key) == ("/s/run_a.Ab1/v1/chat/completions", "Bearer secret")
+    assert body == {"model": "run_a", "messages": [message]}
+    seen = json.loads(outcome.output)
+    fields = {"prompt": "q2", "answer": "2", "hint": "h"}
+    assert seen["word"] == "helper"
+    assert seen["example"] == {"id": "3", "prompt": "q2", "messages": [message], "fields": fields}
+    session = f"{server.url}/s/run_a.Ab1"
+    wanted = {"NAMED": "n", "MODE": "fast", "NOT_NAMED": None, "PRL_SESSION_URL": session, "PRL_MODEL": "run_a"}
+    wanted |= {"ANTHROPIC_BASE_URL": session, "OPENAI_API_BASE": f"{session}/v1", "ANTHROPIC_API_KEY": "secret"}
+    wanted |= {"OPENAI_AGENTS_DISABLE_TRACING": "1"}
+    assert {name: seen["env"].get(name) for name in wanted} == wanted
+
+
+async def test_rollouts_side_by_side_have_folders_of_their_own(rows: Path, tmp_path: Path) -> None:
+    """Each with a fresh copy; the right answer is not in that of a program which does not score itself."""
+    (template := tmp_path / "template").mkdir()
+    (template / "count").write_text("0")
+    program = (
+        "import json\nprint(open('count').read(), json.load(open('example.json'))['fields'].get('answer'))\n"
+        "open('count', 'w').write('1')"
+    )
+    async with agent(rows, program, cwd=str(template), reward="contains") as env:
+        examples = env.examples("train")
+        assert [example.id for example in env.examples("eval")] == ["1", "2"]
+        found = await asyncio.gather(*(env.rollout(each, Policy()) for each in (examples[0], examples[0])))
+        assert [(each.output, each.reward) for each in found] == [("0 None", 0.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda at: at.symlink_to("/etc/passwd"), "is a link to /etc/passwd, out of the folder: copy the file"),
+        (lambda at: at.symlink_to("../rows.jsonl"), "is a link to ../rows.jsonl, out of the folder"),
+        (lambda at: os.mkfifo(at), "must be a regular file"),
+        (lambda at: at.touch() or os.truncate(at, 65 << 20), "has more than 67108864 bytes"),
+    ],
+)
+async def test_a_folder_that_cannot_be_copied_is_refused(rows: Path, tmp_path: Path, make: Any, message: str) -> None:
+    (template := tmp_path / "template").mkdir()
+    make(template / "bad")
+    with pytest.raises(ConfigError) as caught:
+        await once(rows, "", cwd=str(template))
+    assert message in str(caught.value)
+    assert str(template) in str(caught.value)
+
+
+async def test_what_is_not_there_is_refused_when_it_is_loaded(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    for args in (
+        {"command": ["no-such-program"]},
+        {"runtime": "podman", "image": "i"},
+        {"runtime": "docker", "image": "i"},
+    ):
+        config = EnvConfig.model_validate({"id": "agent", "args": {"command": ["x"], "path": str(rows), **args}})
+        env = ProcessEnvironment(config, seed=1)
+        try:
+            with pytest.raises(
+                ConfigError, match=r"'(no-such-program|podman|docker)' was not found on PATH: install it"
+            ):
+                await env.start()
+        finally:
+            await env.close()
+
+
+async def test_it_runs_in_a_process_of_environments(rows: Path) -> None:
+    """Where the run has no endpoint the rollout is lost with that reason."""
+    config = EnvConfig.model_validate({"id": "agent", "args": {"command": [sys.executable], "path": str(rows)}})
+    assert (config.timeout_s, config.max_branches, config.label) == (900.0, MAX_BRANCHES, "agent")
+    env = ProcessEnvironment(config, seed=1)
+    try:
+        await env.start()
+        example = env.examples("train")[0]
+        assert (len(env.examples("train")), len(env.examples("eval")), example.id) == (10, 2, "3")
+        with pytest.raises(EnvironmentFault, match="there is no endpoint for the program to ask the policy"):
+            await env.rollout(example, Policy())
+    finally:
+        await env.close()
+
+
+# Rewards
+
+
+async def test_a_posted_reward_counts_and_ends_what_does_not_end(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.orchestrator.envs.agent_env.CLOSE_GRACE_S", 0.1)
+    program = ASKS + (
+        "post(os.environ['PRL_SESSION_URL'] + '/reward', {'reward': 0.25, 'rewards': {'form': 1}})\n"
+        "import time; time.sleep(600)"
+    )
+    policy = Policy((server := Server()).url)
+    server.posted = policy.posted
+    try:
+        outcome = await once(rows, program, policy, reward="posted")
+    finally:
+        server.close()
+    assert (outcome.reward, outcome.rewards) == (0.25, {"form": 1.0})
+    with pytest.raises(EnvironmentFault, match=r"^it posted no reward; its last output: bye$"):
+        await once(rows, "print('bye')", reward="posted")
+
+
+@pytest.mark.parametrize(
+    ("reward", "printed", "expected"),
+    [("exact", "thinking\n2", 1.0), ("exact", "2\nthinking", 0.0), ("number", "so it is 2.0", 1.0), ("json", "2", 1.0)],
+)
+async def test_scorers_take_the_last_line(rows: Path, reward: str, printed: str, expected: float) -> None:
+    assert (await once(rows, f"print({printed!r})", reward=reward)).reward == expected
+
+
+async def test_a_function_gets_example_transcript_and_folder(rows: Path, tmp_path: Path) -> None:
+    code = tmp_path / "score.py"
+    code.write_text(
+        "def score(example, transcript, folder):\n"
+        "    assert example['fields']['answer'] == '2' and transcript == 'said'\n"
+        "    return float((folder / 'made').read_text())\n"
+        "def raises(example, transcript, folder):\n"
+        "    raise KeyError('x')\n"
+    )
+    program = "print('said'); open('made', 'w').write('0.75')"
+    assert (await once(rows, program, reward=f"{code}:score")).reward == 0.75
+    with pytest.raises(KeyError) as caught:
+        await once(rows, program, reward=f"{code}:raises")
+    assert "score.py line 5" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import sys; sys.exit(0)", 1.0),
+        ("import sys; print('3 failed'); sys.exit(1)", 0.0),
+        ("print('much'); print(0.4)", 0.4),
+        ("import json, os; print(json.load(open(os.environ['PRL_EXAMPLE']))['fields']['answer'])", 2.0),
+        ("import os; open(os.environ['PRL_VERIFIER_DIR'] + '/reward.txt', 'w').write('0.3\\n')", 0.3),
+        ("import os; assert 'OPENAI_API_KEY' not in os.environ; print(len(open('made').read()))", 4.0),
+    ],
+)
+async def test_a_command_scores_the_folder(rows: Path, code: str, expected: float) -> None:
+    program = "open('made', 'w').write('done')"
+    found = await once(rows, program, reward="command", reward_command=[sys.executable, "-c", code])
+    assert found.reward == expected
+
+
+def write_task(folder: Path, name: str, test: str) -> None:
+    task = folder / name
+    for path, text in {
+        "instruction.md": f"do {name}",
+        "task.toml": "version = '1.0'",
+        "tests/test.sh": test,
+        "environment/given.txt": "given",
+    }.items():
+        (task / path).parent.mkdir(parents=True, exist_ok=True)
+        (task / path).write_text(text)
+
+
+async def test_a_folder_of_tasks_is_tested(rows: Path, tmp_path: Path) -> None:
+    """The tests come when the program has ended; what it put into their place counts for nothing."""
+    tasks = tmp_path / "tasks"
+    write_task(tasks, "one", 'test "$(cat answer)" = "do one given" && echo 0.9 > "$PRL_VERIFIER_DIR/reward.txt"')
+    write_task(tasks, "two", "echo 3; exit 1")
+    program = (
+        "import json, os\nassert not os.path.exists('tests') and not os.path.exists('instruction.md')\n"
+        "prompt = json.load(open('example.json'))['prompt']\n"
+        "open('answer', 'w').write(prompt + ' ' + open('given.txt').read())\n"
+        "os.mkdir('away'); os.symlink('away', 'tests'); open('away/test.sh', 'w').write('exit 0')"
+    )
+    async with agent(rows, program, tasks=str(tasks), num_eval_examples=0) as env:
+        one, two = env.examples("train")
+        assert [each.id for each in (one, two)] == ["one", "two"]
+        assert (await env.rollout(one, Policy())).reward == 0.9
+        assert (await env.rollout(two, Policy())).reward == 0.0
+    (tasks / "two" / "tests" / "test.sh").unlink()
+    with pytest.raises(ValueError, match=r"task 'two' has no tests/test.sh: add it, or set reward or reward_command"):
+        await once(rows, program, tasks=str(tasks))
+    (tasks / "two" / "instruction.md").unlink()
+    with pytest.raises(ValueError, match=r"task 'two' has no instruction.md"):
+        await once(rows, program, tasks=str(tasks), reward="file")
+
+
+async def test_a_judge_scores_what_was_printed_once(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.orchestrator.envs.agent_judge.WAIT_S", 0.0)
+    monkeypatch.setenv("JUDGE_KEY", "judge's")
+    server = Server()
+    table = {"model": "m", "base_url": f"{server.url}/v1/", "rubric": "Be polite.", "scale": [0, 10]}
+    table["api_key_var"] = "JUDGE_KEY"
+    try:
+        async with agent(rows, "print('Good day')", reward="judge", judge=table) as env:
+            example, other = env.examples("train")[:2]
+            found = [await env.rollout(example, Policy()) for _ in range(2)]
+            assert [(each.reward, each.metrics) for each in found] == [(0.7, {"judge_tokens": n}) for n in (12.0, 0.0)]
+            ((path, key, body),) = server.seen
+            assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer judge's", "m")
+            assert "Be polite." in body["messages"][0]["content"]
+            assert "q2" in body["messages"][1]["content"] and "Good day" in body["messages"][1]["content"]
+            server.status = 503
+            with pytest.raises(Transient, match=r"the judge at .* does not answer: HTTP 503"):
+                await env.rollout(other, Policy())
+            assert len(server.seen) == 4
+            server.status = 401
+            with pytest.raises(EnvironmentFault, match=r"the judge at .* refuses: HTTP 401"):
+                await env.rollout(other, Policy())
+        monkeypatch.delenv("JUDGE_KEY")
+        with pytest.raises(ValueError, match=r"the environment variable JUDGE_KEY is not set"):
+            await once(rows, "", reward="judge", judge=table)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ('```json\n{"score": 0.5}\n```', 0.5),
+        ('{"score": 1} no, {"score": 2}', 2.0),
+        ("I give it 8 of 10: 8", 8.0),
+        ('{"score": NaN}', None),
+        ('{"score": true}', None),
+        ('{"score": 1e999}', None),
+        ("none", None),
+    ],
+)
+def test_a_judges_answer(answer: str, score: float | None) -> None:
+    assert read_score(answer) == score
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    ("program", "args", "kind", "message"),
+    [
+        ("print('a'); print('b'); 1/0", {}, EnvironmentFault, r"exit code 1; its last output: .*ZeroDivisionError"),
+        ("", {}, EnvironmentFault, r"^it wrote no reward.json in its folder$"),
+        ("import os; os.kill(os.getpid(), 9)", {}, EnvironmentFault, r"ended with exit code 137"),
+        (
+            "import time; print('so far', flush=True); time.sleep(600)",
+            {"timeout_s": 3},
+            TimedOut,
+            r"timeout_s = 3; .*far",
+        ),
+        ("while True: pass", {"cpu_seconds": 1}, EnvironmentFault, r"exit code 152 \(cpu_seconds reached\)"),
+        ("x = bytearray(1 << 30)", {"memory_mb": 256}, EnvironmentFault, r"exit code 1; .*MemoryError"),
+        ("open('big', 'wb').write(bytes(2 << 20))", {"max_file_mb": 1}, EnvironmentFault, r"File too large"),
+        (writes("NaN"), {}, EnvironmentFault, r"its reward.json is not valid"),
+        (writes("[" * 100_000), {}, EnvironmentFault, r"its reward.json .*(not valid|bytes)"),
+        (writes('{"reward": "1"}'), {}, EnvironmentFault, r"not valid .*: must be a number, or \{"),
+        (writes("1e999"), {}, EnvironmentFault, r"its reward.json is not valid"),
+        (writes("\udcff").replace("'w'", "'w', errors='surrogateescape'"), {}, EnvironmentFault, r"is not valid"),
+        ("import os; os.symlink('/etc/hostname', 'reward.json')", {}, EnvironmentFault, r"reward.json cannot be read"),
+        ("import os; os.mkfifo('reward.json')", {}, EnvironmentFault, r"reward.json cannot be read"),
+        ("import os; os.mkdir('reward.json')", {}, EnvironmentFault, r"reward.json cannot be read"),
+        (
+            "open('reward.json', 'wb').truncate(100 << 20)",
+            {},
+            EnvironmentFault,
+            r"has 104857600 bytes, expected at most",
+        ),
+    ],
+)
+async def test_a_fault_has_one_line(rows: Path, program: str, args: Any, kind: Any, message: str) -> None:
+    with pytest.raises(EnvironmentFault, match=message) as caught:
+        await once(rows, program, **args)
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_failure_that_is_allowed_counts(rows: Path) -> None:
+    assert (await once(rows, writes("1") + "; raise SystemExit(3)", allow_failure=True)).reward == 1.0
+
+
+async def test_a_program_that_asks_nothing_is_a_fault(rows: Path) -> None:
+    class Silent:
+        id = "agent"
+
+        def examples(self, split: str) -> list[Example]:
+            return [Example("e", [], "")]
+
+        async def rollout(self, example: Example, policy: Any) -> Outcome:
+            return Outcome(1.0, output="I did\nnothing")
+
+    config = EnvConfig.model_validate({"id": "agent", "args": {"command": ["x"], "path": str(rows)}})
+    policy = Policy()
+    policy.answer_lens = []
+    env = CheckedEnvironment(Silent(), config, max_failure_share=1.0)
+    with pytest.raises(EnvironmentFault, match=r"without asking the policy; its last output: I did \| nothing"):
+        await env.rollout(Example("e", [], ""), policy)
+
+
+async def test_the_newest_output_is_kept(rows: Path) -> None:
+    program = "import sys\nfor n in range(300_000): print('line', n)\n" + writes("1")
+    lines = (await once(rows, program)).output.splitlines()
+    assert (len(lines), lines[-1]) == (MAX_OUTPUT_LINES, "line 299999")
+
+
+# Ends
+
+# Leaves its session, so that no signal to a group of processes reaches it, and is a child of nobody.
+LEAVES = """
+import os, subprocess, sys, time
+code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", code, os.environ["PID_FILE"]], start_new_session=True)
+while not (os.path.exists(os.environ["PID_FILE"]) and open(os.environ["PID_FILE"]).read()): time.sleep(0.01)
+"""
+
+
+def pid_in(path: Path) -> int:
+    until_seen(lambda: path.exists() and path.stat().st_size > 0, "the process that leaves its session")
+    return int(path.read_text(encoding="utf-8"))
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def test_all_that_it_started_ends_with_it(rows: Path, tmp_path: Path) -> None:
+    """With a program that ends by itself, one that is too slow, and one whose rollout is cancelled."""
+    path = tmp_path / "pid"
+    waits = LEAVES + "time.sleep(600)"
+    variables = {"PID_FILE": str(path)}
+    await once(rows, LEAVES + writes("1"), set=variables)
+    assert is_gone(pid_in(path))
+    path.unlink()
+    with pytest.raises(TimedOut):
+        await once(rows, waits, set=variables, timeout_s=5)
+    assert is_gone(pid_in(path))
+    path.unlink()
+    async with agent(rows, waits, set=variables) as env:
+        task = asyncio.create_task(env.rollout(env.examples("train")[0], Policy()))
+        await until(lambda: path.exists() and path.stat().st_size > 0, "the program")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert is_gone(pid_in(path))
+
+
+# A process of an environment, as `child` is, with a stand-in for its policy.
+HOST = """
+import asyncio, sys
+from prime_rl.orchestrator.envs.agent_env import AgentEnvironment
+from prime_rl.utils.process import inherit_orphans
+from tests.unit.test_envs_agent import Policy
+
+async def main():
+    inherit_orphans()
+    rows, pid_file, program = sys.argv[1:]
+    args = {"command": [sys.executable, "-c", program], "path": rows, "set": {"PID_FILE": pid_file}, "timeout_s": 60}
+    env = AgentEnvironment(args, 1)
+    print(env._root, flush=True)
+    try:
+        print((await env.rollout(env.examples("train")[0], Policy())).reward, flush=True)
+    except Exception as error:
+        print(error, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def host(rows: Path, pid_file: Path, program: str) -> Iterator[subprocess.Popen[bytes]]:
+    argv = [sys.executable, "-c", HOST, str(rows), str(pid_file), program]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_a_killed_process_leaves_no_program_and_the_next_one_removes_its_folder(rows: Path, tmp_path: Path) -> None:
+    with host(rows, tmp_path / "pid", LEAVES + "time.sleep(600)") as process:
+        assert process.stdout is not None
+        root = Path(process.stdout.readline().decode().strip())
+        pid = pid_in(tmp_path / "pid")
+        again, lock = folder_of_its_own()
+        assert (root / "0" / "work").is_dir()  # a living process holds it
+        process.kill()
+        until_seen(lambda: is_gone(pid), "the program of a killed process to end")
+        assert root.name.startswith(FOLDER_PREFIX)
+        third, other_lock = folder_of_its_own()
+        assert not root.exists() and again.exists()
+        for folder, fd in ((again, lock), (third, other_lock)):
+            (folder / "lock").unlink()
+            folder.rmdir()
+            os.close(fd)
+
+
+def test_a_program_that_kills_its_keeper_leaves_nothing(rows: Path, tmp_path: Path) -> None:
+    program = LEAVES + "import signal; os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)"
+    with host(rows, tmp_path / "pid", program) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        pid = pid_in(tmp_path / "pid")
+        assert b"exit code -9" in process.stdout.readline()
+        assert is_gone(pid)
+
+
+def test_a_container_is_a_list_of_words(tmp_path: Path) -> None:
+    (tmp_path / "work" / "tests").mkdir(parents=True)
+    args = {
+        "command": ["a", "b c"],
+        "path": "x",
+        "runtime": "podman",
+        "image": "img",
+        "memory_mb": 64,
+        "cpu_seconds": 5,
+    }
+    argv = container_argv(build(AgentArgs, args, "args"), ["a", "b c"], tmp_path, "name", ["Z", "KEY"])
+    assert argv == [
+        *("podman", "run", "--rm", "-i", "--init", "--name", "name", "--network", "host"),
+        *("-v", f"{tmp_path}/work:/work", "-v", f"{tmp_path}/logs:/logs", "-w", "/work"),
+        *("-v", f"{tmp_path}/work/tests:/tests", "--memory=64m", "--ulimit=cpu=5", f"--ulimit=fsize={1 << 30}"),
+        *("--env", "KEY", "--env", "Z", "img", "a", "b c"),
+    ]
+
+
+async def test_a_container_program_is_run(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program of that name that runs the command in the folder which it is to mount."""
+    podman = tmp_path / "bin" / "podman"
+    podman.parent.mkdir()
+    podman.write_text(
+        f"#!{sys.executable}\nimport os, sys\nat = sys.argv.index('img')\n"
+        "os.chdir(next(word[:-6] for word in sys.argv if word.endswith(':/work')))\n"
+        "os.execv(sys.argv[at + 1], sys.argv[at + 1:])\n"
+    )
+    podman.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{podman.parent}{os.pathsep}{os.environ['PATH']}")
+    program = "import os; assert os.environ['OPENAI_API_KEY'] == 'secret'; " + writes("0.5")
+    assert (await once(rows, program, runtime="podman", image="img")).reward == 0.5
+
+
+# Configs
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"command": []}, "command"),
+        ({"command": [""]}, "must be a program and its arguments"),
+        ({"command": ["a\0"]}, "must be a program and its arguments"),
+        ({"path": ""}, "name examples with either path or tasks"),
+        ({"tasks": "t"}, "name examples with either path or tasks"),
+        ({"env": ["A=B"]}, "must be the name of an environment variable"),
+        ({"set": {"OPENAI_BASE_URL": "x"}}, "each rollout has its own value of it; remove it"),
+        ({"set": {"A": "\0"}}, "a value has a character 0 in it"),
+        ({"reward": "flie"}, "must be one of file, posted, command, judge, exact, contains"),
+        ({"reward": "command"}, "reward_command: name what is run"),
+        ({"reward_command": ["x"]}, "reward_command: not used with reward = 'file'"),
+        ({"reward": "judge"}, "add a table [env.args.judge] with model, base_url and rubric"),
+        ({"path": "", "tasks": "t", "reward": "number"}, "tasks have no right answers for 'number'"),
+        ({"runtime": "podman"}, "image: name the image for runtime = 'podman'"),
+        ({"image": "i"}, "image: set runtime = 'podman' or 'docker'"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"max_turns": 0}, "max_turns"),
+        ({"judge": {"model": "m", "rubric": "r"}}, "the run's own model cannot judge"),
+        ({"judge": {"model": "m", "rubric": "r", "base_url": "http://x", "mode": "rank"}}, "does not exist yet"),
+        ({"judge": {"model": "m", "rubric": "r", "base_url": "http://x", "scale": [1, 1]}}, "the lower one first"),
+        ({"judge": {"model": "m", "rubric": "r", "base_url": "http://x"}}, "judge: not used with reward = 'file'"),
+    ],
+)
+def test_a_wrong_argument_is_told_with_what_to_do(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(EnvConfig, {"id": "agent", "args": {"command": ["x"], "path": "p", **args}}, "env")
+    assert message in str(caught.value)
+
+
+def test_an_agent_has_no_prompt_of_the_run() -> None:
+    args = {"command": ["x"], "path": "p"}
+    with pytest.raises(ConfigError, match="prompt: an agent asks the policy itself: remove it"):
+        build(EnvConfig, {"id": "agent", "args": args, "prompt": {"system": "s"}}, "env")
+    assert build(EnvConfig, {"id": "agent", "args": args, "timeout_s": 5.0}, "env").timeout_s == 5.0
+
+
+RUN = """
+batch_size = 8
+rollouts_per_example = 4
+model.name = "models/base"
+[[env]]
+id = "agent"
+args = { command = ["python", "agent.py"], cwd = "agent", path = "rows.jsonl", max_turns = 4 }
+"""
+
+
+def test_a_run_file_is_validated_and_its_folder_is_copied(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, folder = tmp_path / "agent.toml", tmp_path / "agent"
+    file.write_text(RUN)
+    assert prl(["runs", "validate", str(file)]) == 2
+    assert f"env.0.args.cwd: {folder} not found: a path is relative to the config file" in capsys.readouterr().err
+    folder.mkdir()
+    (folder / "agent.py").write_text("print(1)")
+    assert prl(["runs", "validate", str(file)]) == 0
+    first = packed(folder)
+    (folder / "__pycache__").mkdir()
+    assert packed(folder) == first
+    config, run = load_run_config(file), RunDir(tmp_path / "run_a")
+    run.data.mkdir(parents=True)
+    copy_data(config, place_of(file), run, 0o644)
+    assert run.data_file("agent").read_bytes() == first.read_bytes()
+    assert has_data(config, place_of(file), run)
+    (folder / "agent.py").write_text("print(2)")
+    assert not has_data(config, place_of(file), run)
+    assert changed_data(run) == {}
+
+
+async def test_a_run_uses_its_copy(rows: Path, tmp_path: Path) -> None:
+    """Also where others may write it: then it is not run."""
+    (folder := tmp_path / "agent").mkdir()
+    (folder / "agent.py").write_text(writes("0.5"))
+    copy = RunDir(tmp_path / "run_a").data_file("agent")
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(packed(folder).read_bytes())
+    args = {"command": [sys.executable, "agent.py"], "cwd": str(copy)}
+    assert (await once(rows, "", **args)).reward == 0.5
+    copy.chmod(0o666)
+    with pytest.raises(ValueError, match="or others may write it: its code is not run"):
+        await once(rows, "", **args)
+
+
+async def test_the_example_guesses_with_a_real_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`configs/agent`, with an endpoint whose policy calls the tool with one number, then gives up."""
+    file = CONFIGS / "agent" / "orch.toml"
+    (env_config,) = load_run_config(file).env
+    placed = env_config.placed(place_of(file))
+    guess = {"id": "call_1", "type": "function", "function": {"name": "guess", "arguments": '{"number": 31}'}}
+    first = {"index": 0, "finish_reason": "tool_calls", "message": {"role": "assistant", "tool_calls": [guess]}}
+    last = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "I give up."}}
+    server = Server()
+    form = {"id": "a", "object": "chat.completion", "created": 0, "model": "run_a"}
+    server.answers = [{**form, "choices": [each]} for each in (first, last)]
+    env = AgentEnvironment({**placed.args, "command": [sys.executable, "agent.py"]}, seed=1)
+    try:
+        assert (len(env.examples("train")), len(env.examples("eval"))) == (27, 3)
+        outcome = await env.rollout(env.examples("train")[0], Policy(server.url))
+    finally:
+        await env.close()
+        server.close()
+    assert (outcome.reward, outcome.metrics, outcome.output) == (0.1, {"tries": 1.0}, '{"number": 31} -> lower')
+    assert server.seen[1][2]["messages"][-1] == {"role": "tool", "tool_call_id": "call_1", "content": "lower"}
+
+
+def test_the_output_is_kept_with_the_rollout(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run_a")
+    run.metrics.mkdir(parents=True)
+    branch = Branch([1, 2, 3], [False, True, True], [0.0, -1.0, -1.0], 1, [0])
+    rollouts = [Rollout([branch], reward, {}, False, output="x" * 200 + "end") for reward in (0.0, 1.0)]
+    groups = [Group(0, "agent", "agent/1", rollouts)]
+    batch = assemble_batch("run_a", 0, groups, advantage=AdvantageConfig(type="mean"), temperature=1.0)
+    SampleKeeper(run, SamplesConfig(per_step=2, max_chars=100), lambda ids: "").keep(groups, batch)
+    lines = [json.loads(line) for line in run.samples.read_text(encoding="utf-8").splitlines()]
+    assert [(len(line["output"]), line["output"][-3:]) for line in lines[1:]] == [(100, "end")] * 2
+
+
+def test_a_run_of_another_account_starts_no_program(rows: Path, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run_a")
+    run.orch_toml.parent.mkdir(parents=True)
+    run.orch_toml.write_text(RUN)
+    (env,) = load_run_config(run.orch_toml).env
+    placed = env.placed(run.data_file)
+    assert placed.args["cwd"] == str(run.data_file("agent"))
+    run.admitted.write_text(RUN)
+    env.placed(run.data_file)
+    run.admitted.chmod(0o666)
+    with pytest.raises(ConfigError, match=r"admitted.toml.*others may write it"):
+        env.placed(run.data_file)
+    run.admitted.unlink()
+    run.orch_toml.chmod(0o666)
+    with pytest.raises(ConfigError, match="or others may write it: its command is not run"):
+        env.placed(run.data_file)
