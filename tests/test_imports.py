@@ -50,6 +50,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "starlette",
         "psutil",
     ),
+    "prime_rl/gateway": (*LAYER_1, "prime_rl.gateway", "starlette"),
     "prime_rl/orchestrator": (*LAYER_1, "prime_rl.orchestrator", "tokenizers", "httpx", "reasoning_gym"),
     "prime_rl/orchestrator/envs": (*LAYER_1, "prime_rl.orchestrator.envs", "httpx", "reasoning_gym"),
     "prime_rl/multinode": (*LAYER_1, "prime_rl.multinode"),
