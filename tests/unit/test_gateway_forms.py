@@ -289,9 +289,10 @@ async def test_arguments_that_are_no_object_reach_an_anthropic_client() -> None:
 
 async def test_the_card_of_the_model_has_its_length() -> None:
     async with gateway() as served, served.openai() as client, served.anthropic() as other:
-        (card,) = [card async for card in client.models.list()]
+        cards: list[Any] = [card async for card in client.models.list()]
+        (card,) = cards
         assert (card.id, card.max_model_len) == ("run_a.b", 4096)
-        named = await client.models.retrieve("some/name@v3")
+        named: Any = await client.models.retrieve("some/name@v3")
         assert (named.id, named.max_model_len) == ("some/name@v3", 4096)
         assert [card.id async for card in other.models.list()] == ["run_a.b"]
         assert (await other.models.retrieve("m")).id == "m"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from prime_rl.contract.calls import Answer, Call, Delivered, Open, Refusal, Reward, Turn
 from prime_rl.gateway.app import MAX_BODY_BYTES
-from prime_rl.gateway.forms import MAX_VALUES
+from prime_rl.gateway.forms import MAX_BRACKETS, MAX_COMMAS
 from prime_rl.gateway.keys import run_key, run_of, session_key
 from prime_rl.gateway.openai_forms import MAX_KEPT_BYTES, MAX_RESPONSES, Histories
 from tests.budgets import examples
@@ -174,7 +174,8 @@ async def test_a_body_has_a_limit() -> None:
         b"[" * 100_000,
         b'{"messages":' * 100_000,
         b'{"x":' + b"[" * 100_000 + b"}",
-        b'{"x":[' + b"0," * MAX_VALUES + b"0]}",
+        b'{"x":[' + b"0," * MAX_COMMAS + b"0]}",
+        b'{"x":[' + b"{}," * MAX_BRACKETS + b"0]}",
         b'{"prompt":"\\ud800","input":"\\udfff","messages":[{"role":"user","content":"\\ud800"}]}',
         b'{"prompt":"\xed\xa0\x80","input":"\xed\xa0\x80","messages":[{"role":"user","content":"\xed\xa0\x80"}]}',
         b'{"prompt":"a","input":"a","messages":[{"role":"user","content":"a"}],"max_tokens":NaN,"max_output_tokens":NaN}',
@@ -370,3 +371,40 @@ async def test_a_long_answer_arrives_whole() -> None:
         last: Any = [event async for event in stream][-1]
         assert last.response.output_text == text
         await until(lambda: served.backend.delivered == [0, 1], "both to be noted")
+
+
+async def test_an_answer_that_the_client_did_not_take_is_not_delivered() -> None:
+    async with gateway(answer("x" * 30_000_000), answer(number=1)) as served, client() as http:
+        port = int(served.url.rpartition(":")[2])
+        body = json.dumps(CHAT).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16)
+        lines = [f"POST /s/{SESSION}/v1/chat/completions HTTP/1.1", f"host: 127.0.0.1:{port}"]
+        lines += [f"{name}: {value}" for name, value in {**headers(), "content-length": str(len(body))}.items()]
+        writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+        assert await reader.readexactly(12) == b"HTTP/1.1 200"
+        writer.transport.abort()
+        done = await http.post(f"{served.base()}/v1/chat/completions", json=CHAT, headers=headers())
+        assert done.json()["choices"][0]["answer"] == 1
+    assert served.backend.delivered == [1]
+
+
+async def test_fields_that_are_null_are_as_if_they_were_not_there() -> None:
+    """litellm fills them in."""
+    nulls = dict.fromkeys(["id", "role", "content", "name", "arguments", "output", "call_id", "phase", "summary"])
+    items = [{**nulls, "role": "user", "content": "hi"}]
+    items += [{**nulls, "type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]
+    items += [{**nulls, "type": "function_call_output", "call_id": "c", "output": "1"}]
+    empty = dict.fromkeys(["tools", "tool_choice", "stop", "max_tokens", "n", "stream_options", "instructions", "text"])
+    blocks = [
+        {**dict.fromkeys(["id", "name", "input", "thinking", "content", "is_error"]), "type": "text", "text": "hi"}
+    ]
+    async with gateway() as served, client() as http:
+        for path, body in (
+            ("responses", {**empty, "input": items}),
+            ("chat/completions", {**empty, **CHAT}),
+            ("messages", {**empty, "messages": [{"role": "user", "content": blocks}]}),
+        ):
+            done = await http.post(f"{served.base()}/v1/{path}", json=body, headers=headers())
+            assert done.status_code == 200, done.text
+    assert [call.messages[0] for call in served.backend.calls] == [Turn("user", "hi")] * 3
+    assert [turn.role for turn in served.backend.calls[0].messages] == ["user", "assistant", "tool"]
