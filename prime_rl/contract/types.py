@@ -271,7 +271,12 @@ def write_batch(path: Path, batch: TrainingBatch) -> None:
 
 def full_batch_bytes(batch_size: int, seq_len: int) -> int:
     """The size of a batch of a run with these settings, if all of its samples have `seq_len` tokens."""
-    return batch_size * (BYTES_A_SAMPLE + seq_len * COLUMN_BYTES_A_TOKEN)
+    return batch_size * sample_bytes(seq_len)
+
+
+def sample_bytes(num_tokens: int) -> int:
+    """The largest size of a sample of so many tokens in a batch file."""
+    return BYTES_A_SAMPLE + num_tokens * COLUMN_BYTES_A_TOKEN
 
 
 def max_batch_bytes(num_samples: int, seq_len: int) -> int:
