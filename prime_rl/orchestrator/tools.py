@@ -41,6 +41,8 @@ For each function call, return a json object with function name and arguments wi
 _MISTRAL_CALL = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\w+)?\[ARGS\]")
 _BETWEEN_CALLS = re.compile(r"[;\s]*")
 MAX_NAME = 128
+# Of one answer: more are no calls, whatever they look like.
+MAX_CALLS = 128
 
 
 def _call(name: object, arguments: object) -> Found | None:
@@ -95,8 +97,10 @@ def _hermes(text: str, tools: Tools) -> Parsed:
 
 def _qwen_xml(text: str, tools: Tools) -> Parsed:
     """<function=NAME><parameter=KEY>VALUE</parameter></function> in <tool_call>; a value has its type in the schema."""
-    outside, bodies, _ = _between(text, "<function=", "</function>")
-    return outside.replace("<tool_call>", "").replace("</tool_call>", ""), [_of_xml(body, tools) for body in bodies]
+    outside, bodies, is_closed = _between(text, "<function=", "</function>")
+    calls = [_of_xml(body, tools) for body in bodies]
+    outside = outside.replace("<tool_call>", "").replace("</tool_call>", "")
+    return outside, calls if is_closed else [None]
 
 
 def _of_xml(body: str, tools: Tools) -> Found | None:
@@ -204,7 +208,7 @@ class ToolForm:
         thought, content = _thought(text) if self.thinks else ("", text)
         outside, found = self.parse(content, tools) if may_call and tools and self.parse else (content, [])
         read = [each for each in found if each]
-        if not read or len(read) < len(found) or (self.single and len(read) > 1):
+        if not 0 < len(found) == len(read) <= (1 if self.single else MAX_CALLS):
             return Turn("assistant", content, thought)
         calls = tuple(ToolCall(f"{prefix}{number}", *each) for number, each in enumerate(read))
         return Turn("assistant", outside.strip(), thought, calls)

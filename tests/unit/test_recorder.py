@@ -39,7 +39,7 @@ from tests.orchestrator_support import (
     serving,
 )
 
-SEQ_LEN = 8192
+SEQ_LEN = 1 << 17
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
 NATIVE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -77,6 +77,8 @@ class Bench:
     publish: Callable[[int], None]
     # What was asked with each answer, in the order in which they came.
     answers: list[tuple[Call, Answer]] = field(default_factory=list)
+    # The answers that a later call goes on from.
+    parents: set[int] = field(default_factory=set)
 
     async def ask(self, call: Call) -> Answer:
         answer = await self.session.call(call)
@@ -177,7 +179,7 @@ def replies(answer: Turn, text: str) -> list[Turn]:
 
 
 def check_recorded(bench: Bench, rollout: Rollout) -> None:
-    """Each sampled token has a loss once, behind the tokens that the server was asked with; and what follows from it."""
+    """Each sampled token has a loss once, behind what the server was asked with; and what follows from that."""
     found = []
     for branch in rollout.branches:
         spans = loss_spans(branch.loss_mask_T)
@@ -226,17 +228,41 @@ def said(turns: Sequence[Turn], tools: Sequence[Any]) -> str:
     return json.dumps([tools, plain], sort_keys=True)
 
 
-def check_goes_on(bench: Bench, before: Sequence[tuple[Call, Answer]], call: Call, answer: Answer) -> None:
-    """The request begins with the tokens of the longest history that agrees, and else is all new."""
-    known = [(said((*asked.messages, each.turn), asked.tools), each) for asked, each in before if asked.messages]
+def parent_of(bench: Bench, before: Sequence[tuple[Call, Answer]], call: Call) -> int | None:
+    """Which answer `call` goes on from: that of the longest history that agrees, the newest of equals."""
+    if not call.messages:
+        known = [
+            (asked.prompt + bench.tokenizer.decode(answer.token_ids), number)
+            for number, (asked, answer) in enumerate(before)
+            if not asked.messages and (answer.stop is not None or answer.finish == "length")
+        ]
+        found = [(text, number) for text, number in known if call.prompt.startswith(text) and call.prompt != text]
+        return max(found, key=lambda each: (len(each[0]), each[1]), default=("", None))[1]
     for num in range(len(call.messages), 0, -1):
         history = said(call.messages[:num], call.tools)
-        if agree := [each for text, each in known if text == history]:
-            prompts = [[*bench.prompt_of(each), *each.token_ids] for each in agree]
-            asked = bench.prompt_of(answer)
-            assert any(asked[: len(prompt)] == prompt and len(asked) > len(prompt) for prompt in prompts)
-            return
-    assert bench.prompt_of(answer) == bench.tokenizer.prompt(call.messages, call.tools)
+        for number, (asked, answer) in reversed(list(enumerate(before))):
+            if asked.messages and said((*asked.messages, answer.turn), asked.tools) == history:
+                return number
+    return None
+
+
+def check_goes_on(bench: Bench, parent: int | None, call: Call, answer: Answer) -> None:
+    """The request begins with the tokens of what it goes on from; only what is new is made into tokens."""
+    asked, fresh = bench.prompt_of(answer), bench.tokenizer.encode(call.prompt)
+    if call.messages:
+        fresh = bench.tokenizer.prompt(call.messages, call.tools)
+    if parent is None:
+        assert asked == fresh
+        return
+    bench.parents.add(parent)
+    _, last = bench.answers[parent]
+    before = [*bench.prompt_of(last), *last.token_ids]
+    assert asked[: len(before)] == before
+    new = bench.tokenizer.decode(asked[len(before) :], special=True)
+    assert new and bench.tokenizer.decode(fresh, special=True).endswith(new)
+    if call.messages:
+        has_end = last.token_ids[-1] == IM_END
+        assert new.startswith("\n<|im_start|>" if has_end else "<|im_end|>\n<|im_start|>")
 
 
 # -- by chance ----
@@ -269,7 +295,9 @@ def with_arguments(turn: Turn, change: Callable[[str], str]) -> Turn:
 @st.composite
 def steps(draw: st.DrawFn) -> dict[str, Any]:
     return {
-        "kind": draw(st.sampled_from(["go on"] * 6 + ["drop", "edit", "anew", "again", "text", "more text", "version"])),
+        "kind": draw(
+            st.sampled_from(["go on"] * 6 + ["drop", "edit", "anew", "again", "text", "more text", "version"])
+        ),
         "of": draw(st.integers(0, 99)),
         "changes": draw(st.lists(st.sampled_from([*SAME, *OTHER]), min_size=3, max_size=3)),
         "is_changed": draw(st.integers(0, 3)) == 0,
@@ -313,10 +341,10 @@ async def follow(bench: Bench, script: Sequence[dict[str, Any]]) -> None:
             bench.publish(bench.policy.version + 1)
             await bench.policy.switch_to(bench.policy.version + 1)
             continue
-        call, before = next_call(bench, step), list(bench.answers)
+        call = next_call(bench, step)
+        parent = parent_of(bench, bench.answers, call)
         for answer in await asyncio.gather(*(bench.ask(call) for _ in range(step["num_parallel"]))):
-            if call.messages:
-                check_goes_on(bench, before, call, answer)
+            check_goes_on(bench, parent, call, answer)
 
 
 @settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -327,7 +355,151 @@ def test_every_sampled_token_has_a_loss_once_behind_what_it_was_sampled_after(
     bench = world.bench(seed)
     world.run(follow(bench, script))
     if bench.answers:
-        check_recorded(bench, bench.finish())
+        rollout = bench.finish()
+        check_recorded(bench, rollout)
+        assert len(rollout.branches) == len(bench.answers) - len(bench.parents)
     else:
         with pytest.raises(RolloutError, match="without asking"):
             bench.finish()
+
+
+# -- one by one ----
+
+ALL_AT_ONCE = "<think>so it is</think>\n\n  I add it. " + ADD % 1 + "\n" + '<tool_call>{"name": "add"}</tool_call>'
+
+
+async def three_turns(bench: Bench, change: Callable[[Turn], Turn]) -> tuple[Answer, Answer, Answer]:
+    """The second call has the first answer as it was, the third has the second one changed."""
+    opening = (Turn("system", "Be brief."), user("q"))
+    first = await bench.ask(Call(opening, tools=(TOOL,)))
+    seen = (*opening, first.turn, *replies(first.turn, "3"))
+    second = await bench.ask(Call(seen, tools=(TOOL,)))
+    third = await bench.ask(Call((*seen, change(second.turn), *replies(second.turn, "4")), tools=(TOOL,)))
+    return first, second, third
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_turn_that_says_the_same_goes_on_from_its_tokens(runner: asyncio.Runner, tmp_path: Path, name: str) -> None:
+    world = World(runner, tmp_path, THINKING)
+    world.texts = (ALL_AT_ONCE,)
+    bench = world.bench()
+    _, second, third = world.run(three_turns(bench, SAME[name]))
+    assert second.turn.reasoning == "so it is" and second.turn.content == "I add it."
+    assert [call.arguments for call in second.turn.calls] == ['{"a": 1, "b": "x y"}', "{}"]
+    (branch,) = bench.finish().branches
+    tokens = [*bench.prompt_of(second), *second.token_ids]
+    assert bench.prompt_of(third)[: len(tokens)] == tokens == branch.token_ids_T[: len(tokens)]
+    world.close()
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_turn_that_came_back_changed_opens_a_branch_at_the_last_one_that_agrees(native: World, name: str) -> None:
+    native.texts = (ADD % 1,)
+    bench = native.bench()
+    first, second, third = native.run(three_turns(bench, OTHER[name]))
+    one, other = bench.finish().branches
+    tokens = [*bench.prompt_of(first), *first.token_ids]
+    assert bench.prompt_of(third)[: len(tokens)] == tokens
+    assert len(loss_spans(one.loss_mask_T)) == 2 and len(loss_spans(other.loss_mask_T)) == 1
+    assert other.num_shared >= len(tokens) and other.token_ids_T == [*bench.prompt_of(third), *third.token_ids]
+    assert one.token_ids_T == [*bench.prompt_of(second), *second.token_ids]
+
+
+def test_a_history_without_a_new_message_goes_on_too(native: World) -> None:
+    native.texts = ("hello",)
+
+    async def talk(bench: Bench) -> None:
+        first = await bench.ask(Call((user("q"),)))
+        await bench.ask(Call((user("q"), first.turn)))
+
+    bench = native.bench()
+    native.run(talk(bench))
+    check_recorded(bench, bench.finish())
+    assert len(bench.finish().branches) == 1
+
+
+# It shows the last question and what follows.
+FORGETS = NATIVE.replace("for m in messages", "for m in messages[-1:]")
+REFUSES = NATIVE.replace("{{ m.content }}", "{{ raise_exception('no tools') if m.role == 'tool' else m.content }}")
+
+
+def test_a_template_that_drops_earlier_turns_is_asked_for_all_again(runner: asyncio.Runner, tmp_path: Path) -> None:
+    world = World(runner, tmp_path, FORGETS)
+    world.texts = ("hello",)
+    bench = world.bench()
+    answers = world.run(three_turns(bench, SAME["as it was"]))
+    rollout = bench.finish()
+    check_recorded(bench, rollout)
+    assert len(rollout.branches) == 3
+    for answer, (call, _) in zip(answers, bench.answers, strict=True):
+        assert bench.prompt_of(answer) == bench.tokenizer.prompt(call.messages, call.tools)
+    world.close()
+
+
+def test_what_the_template_refuses_is_refused_and_the_rest_stays(runner: asyncio.Runner, tmp_path: Path) -> None:
+    world = World(runner, tmp_path, REFUSES)
+    world.texts = (ADD % 1,)
+    bench = world.bench()
+    with pytest.raises(RolloutError, match="the chat template refuses the conversation: no tools"):
+        world.run(three_turns(bench, SAME["as it was"]))
+    check_recorded(bench, bench.finish())
+    world.close()
+
+
+DEEP = "[" * 5_000
+
+
+@pytest.mark.parametrize("text", [DEEP, '{"a": ' * 990 + "1" + "}" * 990, '{"a": "\\ud800"}', "{", "NaN", "9" * 5000])
+def test_arguments_that_are_no_json_are_compared_as_they_are(native: World, text: str) -> None:
+    native.texts = ("hello",)
+    asked = (user("q"), Turn("assistant", calls=(ToolCall("a", "add", text),)), Turn("tool", "3", call_id="a"))
+
+    async def talk(bench: Bench) -> None:
+        first = await bench.ask(Call(asked))
+        await bench.ask(Call((*asked, first.turn, user("more"))))
+
+    bench = native.bench()
+    native.run(talk(bench))
+    check_recorded(bench, bench.finish())
+    assert len(bench.finish().branches) == 1
+
+
+def test_tools_that_are_nested_without_end_and_an_empty_prompt_are_refused(native: World) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    bench = native.bench()
+    for call, problem in ((Call((user("q"),), tools=(deep,)), "too deeply"), (Call(), "the prompt is empty")):
+        with pytest.raises(RolloutError, match=problem):
+            native.run(bench.ask(call))
+    assert not bench.fake.answered
+
+
+def test_a_stop_that_is_a_special_token_takes_no_text_away(native: World) -> None:
+    native.texts = ("hello<|endoftext|>",)
+    answer = native.run(native.bench().ask(Call((user("q"),), stop=("<|endoftext|>",))))
+    assert answer.turn.content == "hello"
+
+
+def test_a_rollout_has_room_for_so_many_branches_and_bytes(native: World) -> None:
+    native.texts = ("hello",)
+
+    async def ask(bench: Bench, num: int) -> None:
+        for _ in range(num):
+            await bench.ask(Call((user("q"),)))
+
+    bench = native.bench()
+    native.run(ask(bench, 2))
+    size = sum(sample_bytes(len(bench.prompt_of(each)) + len(each.token_ids)) for _, each in bench.answers)
+    for max_bytes, num in ((size, 2), (size, 3), (size - 1, 2)):
+        bench = native.bench(max_bytes=max_bytes)
+        native.run(ask(bench, num))
+        if (max_bytes, num) == (size, 2):
+            assert len(bench.finish().branches) == 2
+            continue
+        with pytest.raises(RolloutError, match=r"bytes of a batch, in which each rollout has [\d,]+: lower max_turns"):
+            bench.finish()
+    bench = native.bench()
+    native.run(ask(bench, MAX_BRANCHES + 1))
+    with pytest.raises(RolloutError, match="257 branches, at most 256 can be trained on: lower max_turns"):
+        bench.finish()
