@@ -284,6 +284,12 @@ def max_batch_bytes(num_samples: int, seq_len: int) -> int:
     return min(MAX_BATCH_BYTES, BYTES_BESIDES + num_samples * (BYTES_A_SAMPLE + seq_len * BYTES_A_TOKEN))
 
 
+def max_rollout_bytes(batch_size: int, max_branches: int, seq_len: int) -> int:
+    """What the samples of one rollout may take, so that the batch file of `batch_size` rollouts has its size."""
+    room = max_batch_bytes(batch_size * max_branches, seq_len) - BYTES_BESIDES
+    return max(room // batch_size, sample_bytes(seq_len))
+
+
 def read_batch(path: Path, *, limit: int = MAX_BATCH_BYTES) -> TrainingBatch:
     """Read a batch file of at most `limit` bytes. Raises BadBatchError when it is not one, else OSError."""
     batch: TrainingBatch | BatchColumns = _read(path, limit, _BATCH_TYPES)

@@ -23,7 +23,7 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.contract.metrics import Learning, Sign, parse_metrics
 from prime_rl.contract.samples import BatchRewards, Keeping, Sample, SampleFile, SampleTokens, SampleTurn, TokenSample
 from prime_rl.contract.status import StatusWriter
-from prime_rl.contract.types import TrainingBatch
+from prime_rl.contract.types import TrainingBatch, rollouts_of
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
 from prime_rl.orchestrator.metrics import batch_metrics, bottleneck, write_metrics
 from prime_rl.orchestrator.pool import InferenceClient
@@ -230,7 +230,8 @@ class BatchReporter:
         time_s, ledger, step = self.scheduler.phases.lap(), self.scheduler.ledger, batch.step
         held_by = bottleneck(time_s, num_ahead=step - 1 - self.scheduler.published)
         values = batch_metrics(step, groups, time_s, ledger.num_dropped)
-        with_signal = [bool(each.advantage or any(each.token_advantages)) for each in batch.samples]
+        has_signal = [bool(each.advantage or any(each.token_advantages)) for each in batch.samples]
+        with_signal = [any(has_signal[place] for place in places) for places in rollouts_of(batch.samples)]
         values["signal"] = sum(with_signal) / max(1, len(with_signal))
         values |= {"groups_filtered": ledger.num_filtered, "groups_too_old": ledger.num_too_old}
         values |= {f"env/{name}/dropped": env.num_dropped for name, env in self.envs.items()}
