@@ -53,6 +53,11 @@ class Branch:
         """Tokens that the policy sampled and that have a loss here."""
         return sum(self.loss_mask_T)
 
+    @property
+    def num_before(self) -> int:
+        """Tokens before the first that has a loss here."""
+        return self.loss_mask_T.index(True)
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -229,8 +234,7 @@ class PolicySession:
                 values += given if isinstance(given, Sequence) else [given] * length
             versions = [each.version for each in path if id(each) not in seen]
             seen |= {id(each) for each in path}
-            at = bisect.bisect(known, (ids, number))
-            most = mask.index(True)
+            at, most = bisect.bisect(known, (ids, number)), mask.index(True)
             neighbours = known[max(at - 1, 0) : at + 1]
             shared = max(((_num_alike(ids, other, most), which) for other, which in neighbours), default=(0, 0))
             known.insert(at, (ids, number))

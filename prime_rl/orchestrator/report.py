@@ -50,6 +50,7 @@ class SampleKeeper:
         self._config = config
         self._decode = decode
         self._file: SampleFile | None = None
+        self._num_records = 0  # of the batch that had most
         self._path = run.samples
         self._failed = False
 
@@ -68,8 +69,10 @@ class SampleKeeper:
             sample = self._sample(batch, place, keeping, group, rollout.branches[at])
             which = {"group": number // keeping.group_size, "branch": at, "num_branches": len(rollout.branches)}
             records.append(msgspec.structs.replace(sample, **which))
-        if self._file is None:
+        if len(records) > self._num_records:
+            self._num_records = len(records)
             self._file = SampleFile(self._path, keep=len(records) * self._config.keep_steps)
+        assert self._file is not None, "there are records"
         try:
             self._file.append(records)
         except OSError as error:
@@ -78,13 +81,13 @@ class SampleKeeper:
             self._failed = True
 
     def _sample(self, batch: TrainingBatch, place: int, keeping: Keeping, group: Group, branch: Branch) -> TokenSample:
-        token_ids, num_prompt, sample = branch.token_ids_T, branch.num_prompt_tokens, batch.samples[place]
+        token_ids, num_before, sample = branch.token_ids_T, branch.num_before, batch.samples[place]
         return TokenSample(
             step=batch.step,
             env=group.env_name,
             example_id=group.example_id,
-            prompt=shorten(self._decode(token_ids[:num_prompt]), self._config.max_chars),
-            completion=shorten(self._decode(token_ids[num_prompt:]), self._config.max_chars),
+            prompt=shorten(self._decode(token_ids[branch.num_shared : num_before]), self._config.max_chars),
+            completion=shorten(self._decode(token_ids[num_before:]), self._config.max_chars),
             reward=sample.reward,
             advantage=sample.advantage,
             policy_versions=sorted(set(branch.turn_versions)),
@@ -93,6 +96,7 @@ class SampleKeeper:
             turns=self._turns(branch),
             place=place,
             num_shared=branch.num_shared,
+            shared_with=branch.shared_with,
             tokens=self._tokens(branch, sample.token_advantages, keeping),
         )
 
@@ -111,7 +115,7 @@ class SampleKeeper:
 
     def _turns(self, branch: Branch) -> list[SampleTurn]:
         """The messages after the prompt; [] for a single turn."""
-        start, spans = branch.num_prompt_tokens, []
+        start, spans = branch.num_before, []
         for by_policy, mask in itertools.groupby(branch.loss_mask_T[start:]):
             end = start + len(list(mask))
             spans.append((by_policy, branch.token_ids_T[start:end]))
