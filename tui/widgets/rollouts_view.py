@@ -452,7 +452,8 @@ def legend(picture: GroupPicture) -> Text:
 
 def draw_group(picture: GroupPicture, width: int) -> RenderableType:
     """The prompt, then the rollouts: as many beside each other as there is room for."""
-    first, (number, num_groups) = picture.group[0], picture.place
+    number, num_groups = picture.place
+    first = next((each for each in picture.group if not each.branch), picture.group[0])
     num_rollouts = fmt.counted(len(picture.group), "rollout")
     head = Text.assemble(
         (f"step {first.step} · example {number} of {num_groups} · {num_rollouts}", "bold"),
