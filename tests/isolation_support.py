@@ -50,12 +50,15 @@ RUNS: dict[str, dict[str, Any]] = {
 NUM_SAMPLES = {"run_adamw": 4, "run_sgd": 12, "run_muon": 8}
 # Rollouts of a prompt, which one of the runs has alone.
 GROUPS = {"run_adamw": 4, "run_sgd": 3, "run_muon": 0}
+# Samples of a rollout: the losses of these two divide by rollouts.
+BRANCHES = {"run_adamw": 2, "run_sgd": 0, "run_muon": 4}
 
 
 def put_run(workspace: Path, model: Path, run_id: str) -> RunDir:
     """One of RUNS with all its batches."""
     run = write_run(workspace, run_id, model, max_steps=NUM_STEPS, **RUNS[run_id])
-    put_batches(run, NUM_STEPS, num_samples=NUM_SAMPLES[run_id], seed=len(run_id), group=GROUPS[run_id])
+    more = {"num_samples": NUM_SAMPLES[run_id], "group": GROUPS[run_id], "branches": BRANCHES[run_id]}
+    put_batches(run, NUM_STEPS, seed=len(run_id), **more)
     return run
 
 

@@ -126,7 +126,9 @@ class FakeInference:
     Attributes:
         gate: awaited by every completion with its request body; a test lets it go when it likes.
         letter: the text of every completion; None: a letter by its seed.
-        logprob: of every token.
+        answer: the tokens of every completion in place of that, by the body of its request.
+        logprob: of every token, unless `answer` is set: then each token has its own.
+        answered: of each answer that `answer` gave, the request and the choice.
         logprobs_mode: what every answer names as such; None: no answer does.
         weights: the whole weights in force, by the name that its answers give them; they change between requests.
         num_cancelled: requests whose client hung up before the gate let them go.
@@ -146,6 +148,9 @@ class FakeInference:
         self.num_loads = 0
         self.num_cancelled = 0
         self.letter: int | None = None
+        self.answer: Callable[[dict[str, Any]], list[int]] | None = None
+        self.answered: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._tokenizer: Tokenizer | None = None
         self.gate: Callable[[dict[str, Any]], Awaitable[None]] | None = None
         self.fault: Callable[[str, dict[str, Any]], int | None] = lambda path, body: None
         self.retry_after_s: int | None = None  # what an injected fault asks for
@@ -267,6 +272,9 @@ class FakeInference:
         return False
 
     def _choice(self, model: str, body: dict[str, Any], number: int) -> dict[str, Any]:
+        if self.answer is not None:
+            self.answered.append((body, self._given(body, self.answer(body))))
+            return self.answered[-1][1]
         letter = self.letter or 65 + (body["seed"] + number) % 26
         token_ids = [FIRST_BYTE + self.version_of(model), FIRST_BYTE + letter, IM_END][: body["max_tokens"]]
         stops = chr(letter) in body.get("stop", ())
@@ -276,6 +284,24 @@ class FakeInference:
             "logprobs": {"token_logprobs": [self.logprob] * len(token_ids)},
             "finish_reason": "stop" if stops or token_ids[-1] == IM_END else "length",
             "stop_reason": chr(letter) if stops else None,
+            "text": "",
+        }
+
+    def _given(self, body: dict[str, Any], token_ids: list[int]) -> dict[str, Any]:
+        self._tokenizer = self._tokenizer or Tokenizer.from_file(f"{self.model}/tokenizer.json")
+        token_ids, stop = token_ids[: body["max_tokens"]], None
+        for end in range(1, len(token_ids) + 1) if body.get("stop") else ():
+            text = self._tokenizer.decode(token_ids[:end])
+            if stop := next((each for each in body["stop"] if each in text), None):
+                token_ids = token_ids[:end]
+                break
+        return {
+            "token_ids": token_ids,
+            "logprobs": {
+                "token_logprobs": [-((body["seed"] + 7 * at) % 65_521) / 8192 for at in range(len(token_ids))]
+            },
+            "finish_reason": "stop" if stop or token_ids[-1] == IM_END else "length",
+            "stop_reason": stop,
             "text": "",
         }
 

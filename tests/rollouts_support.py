@@ -6,6 +6,8 @@ import math
 import random
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.samples import (
     BatchRatios,
@@ -34,6 +36,21 @@ def add_batches(run: RunDir, num_steps: int) -> None:
         samples.append([BatchRewards(rewards, step), *kept])
         by_place = {each.place: _ratios(rng, each) for each in kept}
         ratios.append(BatchRatios(step, by_place))
+
+
+def add_branches(run: RunDir, step: int) -> None:
+    """A batch of one example of two rollouts, the first of them an agent's in three branches."""
+    rng = random.Random(step)
+    agent = [_rollout(rng, step, place, [1.0] * 3 + [0.25]) for place in range(4)]
+    for at, name in enumerate(("search it", "the page has 3 results", "that cannot be read: call a tool")):
+        agent[at] = replace(
+            agent[at],
+            **{"prompt": name, "env": "agent", "example_id": "agent/task-7", "branch": at, "num_branches": 3},
+            **{"num_shared": (0, 312, 48)[at], "shared_with": at // 2, "advantage": 0.375},
+            output="step 1: search\nstep 2: read\ndone" if at == 0 else "",
+        )
+    agent[3] = replace(agent[3], env="agent", example_id="agent/task-7", advantage=-0.375)
+    SampleFile(run.samples, keep=10_000).append([BatchRewards([1.0, 0.25], step), *agent])
 
 
 def _rollout(rng: random.Random, step: int, place: int, rewards: Sequence[float]) -> TokenSample:

@@ -109,12 +109,14 @@ def make_batch(
     advantage: float | None = None,
     by_token: bool = False,
     group: int = 0,
+    branches: int = 0,
 ) -> TrainingBatch:
     """A recorded batch: the same arguments give the same batch. Rows have 6 to 24 tokens.
 
     Args:
         by_token: every other sample has an advantage for each token.
         group: so many samples at a time begin with the same 36 tokens more.
+        branches: so many samples at a time are of one rollout.
     """
     rng = random.Random(f"{seed}/{step}")
     samples, prompt = [], list[int]()
@@ -129,6 +131,8 @@ def make_batch(
             replace(each, token_advantages=[rng.gauss(0, 1) if on else 0.0 for on in each.loss_mask])
             for each in samples[::2]
         ]
+    if branches:
+        samples = [replace(each, rollout_id=f"r{at // branches}") for at, each in enumerate(samples)]
     return TrainingBatch(run_id, step, samples, {"position": step})
 
 

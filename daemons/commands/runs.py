@@ -540,10 +540,14 @@ def sample_view(sample: Sample) -> str:
     """The text that `prl runs samples` prints for one rollout. Text of the rollout is indented."""
     sample = clean_strings(sample)
     versions = ", ".join(map(str, sample.policy_versions))
+    branch = f"  branch {sample.branch + 1} of {sample.num_branches}" if sample.num_branches > 1 else ""
     lines = [
         f"step {sample.step}  {one_line(sample.example_id)}  reward {sample.reward:.3f}  advantage "
-        f"{sample.advantage:+.3f}  policy version {versions}  {counted(sample.num_completion_tokens, 'token')}"
+        f"{sample.advantage:+.3f}  policy version {versions}  {counted(sample.num_completion_tokens, 'token')}{branch}"
     ]
-    for title, text in (("prompt", sample.prompt), ("completion", sample.completion)):
+    if shared := sample.num_shared:
+        lines.append(f"  the first {counted(shared, 'token')} as in branch {sample.shared_with + 1}")
+    texts = [("prompt", sample.prompt), ("completion", sample.completion)]
+    for title, text in (*texts, ("output", sample.output)) if sample.output else texts:
         lines += [f"  {title}:", *(f"    {line}" for line in text.splitlines() or [""])]
     return "\n".join(lines)

@@ -19,6 +19,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         turns: after the prompt, when the policy spoke more than once; else empty.
         place: in its batch; -1 in files of an earlier version, which have no whole groups.
         group: which example of its batch; -1 likewise.
-        branch, num_branches: which of the branches of its rollout it is, and how many there are.
-        num_shared: tokens with which an earlier branch of the rollout begins as well.
+        branch, num_branches: which of the branches of its rollout it is, from 0, and how many there are.
+        num_shared: tokens with which the branch `shared_with` begins as well; `prompt` has what follows them.
         output: the end of what an agent's program printed; it may be cut in its middle.
     """
 
@@ -123,6 +124,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     branch: int = 0
     num_branches: int = 1
     num_shared: int = 0
+    shared_with: int = 0
     output: str = ""
 
 
@@ -214,12 +216,18 @@ class RatioFile:
 
 
 def read_samples(path: Path, limit: int) -> list[Sample]:
-    """The newest `limit` samples without their tokens, the newest last. Invalid lines are skipped; [] without a file.
+    """The samples of the newest `limit` rollouts, without tokens, the newest last. Invalid lines are skipped.
 
-    What was sampled before the run was rolled back to an earlier step is left out.
+    What was sampled before the run was rolled back to an earlier step is left out. [] without a file.
     """
-    found = (each for each in _newest_first(path, Sample) if isinstance(each, Sample))
-    return [sample for sample, _ in zip(found, range(limit), strict=False)][::-1]
+    samples = (each for each in _newest_first(path, Sample) if isinstance(each, Sample))
+    found: list[Sample] = []
+    for sample in islice(samples, limit * MAX_KEPT_BRANCHES):
+        found.append(sample)
+        limit -= sample.branch == 0  # the last of its rollout to be read
+        if limit <= 0:
+            break
+    return found[::-1]
 
 
 def clean_sample(sample: Sample) -> Sample:

@@ -271,12 +271,23 @@ def write_batch(path: Path, batch: TrainingBatch) -> None:
 
 def full_batch_bytes(batch_size: int, seq_len: int) -> int:
     """The size of a batch of a run with these settings, if all of its samples have `seq_len` tokens."""
-    return batch_size * (BYTES_A_SAMPLE + seq_len * COLUMN_BYTES_A_TOKEN)
+    return batch_size * sample_bytes(seq_len)
+
+
+def sample_bytes(num_tokens: int) -> int:
+    """The largest size of a sample of so many tokens in a batch file."""
+    return BYTES_A_SAMPLE + num_tokens * COLUMN_BYTES_A_TOKEN
 
 
 def max_batch_bytes(num_samples: int, seq_len: int) -> int:
     """The largest size that a batch file of at most `num_samples` of at most `seq_len` tokens may have."""
     return min(MAX_BATCH_BYTES, BYTES_BESIDES + num_samples * (BYTES_A_SAMPLE + seq_len * BYTES_A_TOKEN))
+
+
+def max_rollout_bytes(batch_size: int, max_branches: int, seq_len: int) -> int:
+    """What the samples of one rollout may take, so that the batch file of `batch_size` rollouts has its size."""
+    room = max_batch_bytes(batch_size * max_branches, seq_len) - BYTES_BESIDES
+    return max(room // batch_size, sample_bytes(seq_len))
 
 
 def read_batch(path: Path, *, limit: int = MAX_BATCH_BYTES) -> TrainingBatch:

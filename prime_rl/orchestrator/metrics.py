@@ -116,6 +116,7 @@ def batch_metrics(
     rewards = [rollout.reward for rollout in rollouts]
     levels = [step - 1 - rollout.oldest_version for rollout in rollouts]
     completion_lens = [rollout.num_completion_tokens for rollout in rollouts]
+    branches = [len(rollout.branches) for rollout in rollouts]
     prompt_lens = [rollout.num_prompt_tokens for rollout in rollouts]
     return {
         "reward/mean": mean(rewards),
@@ -127,6 +128,8 @@ def batch_metrics(
         "prompt_len/mean": mean(prompt_lens),
         "prompt_len/max": max(prompt_lens),
         "truncated/mean": mean([float(rollout.truncated) for rollout in rollouts]),
+        "branches/mean": mean(branches),
+        "branches/max": max(branches),
         "async_level/max": max(levels),
         "async_level/mean": mean(levels),
         "groups_dropped": num_dropped,

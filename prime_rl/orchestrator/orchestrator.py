@@ -27,7 +27,7 @@ from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, TooManySteps
 from prime_rl.contract.notes import pending_request
 from prime_rl.contract.status import RunStatus, StatusWriter, read_status
-from prime_rl.contract.types import BadBatchError, max_batch_bytes
+from prime_rl.contract.types import BadBatchError, max_batch_bytes, max_rollout_bytes
 from prime_rl.orchestrator.batch import (
     BatchLoop,
     CheckpointError,
@@ -151,6 +151,7 @@ async def set_up(
         sampler,
         rollouts_per_example=config.rollouts_per_example,
         seed=config.sampling_seed,
+        max_rollout_bytes=max_rollout_bytes(config.batch_size, config.max_branches, seq_len),
     )
     scheduler = make_scheduler(config, run, progress, worker, client, policy, trainer, phases, cleanup)
     eval_turns = TurnSampler(client, policy, config.eval_sampling, seq_len=seq_len)

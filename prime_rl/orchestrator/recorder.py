@@ -13,17 +13,20 @@ Legend: T = tokens of a whole branch.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from prime_rl.contract.calls import Answer, Call, Turn
-from prime_rl.contract.types import MAX_BRANCHES
+from prime_rl.contract.types import MAX_BATCH_BYTES, MAX_BRANCHES, sample_bytes
 from prime_rl.orchestrator.client import Completion
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, RolloutError
 from prime_rl.orchestrator.policy import ChatTokenizer, FirstTurn, TokenizerError, TurnSampler
+
+# What to do about a rollout that is too large.
+_FEWER = "lower max_turns or max_tokens_total of its environment"
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Branch:
 
     The lists over T have equal length. `turn_versions` has the policy version of each turn that has a loss in it, which
     is no turn of an earlier branch. `token_advantages_T` is what the environment gave in place of the advantage that
-    follows from the rewards, or []. `num_shared`: tokens with which an earlier branch begins as well.
+    follows from the rewards, or []. `num_shared`: tokens before its own first answer with which an earlier branch, that
+    of number `shared_with`, begins as well.
     """
 
     token_ids_T: list[int]
@@ -42,11 +46,17 @@ class Branch:
     turn_versions: list[int]
     token_advantages_T: list[float] = field(default_factory=list)
     num_shared: int = 0
+    shared_with: int = 0
 
     @property
     def num_completion_tokens(self) -> int:
         """Tokens that the policy sampled and that have a loss here."""
         return sum(self.loss_mask_T)
+
+    @property
+    def num_before(self) -> int:
+        """Tokens before the first that has a loss here."""
+        return self.loss_mask_T.index(True)
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,11 @@ class _Answered:
             at = at.parent
         return found[::-1]
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all up to the end of its answer."""
+        return sum(len(each.prompt_ids) + len(each.completion.token_ids) for each in self.path())
+
     def token_ids(self) -> list[int]:
         """All tokens up to the end of its answer."""
         return [token for each in self.path() for token in (*each.prompt_ids, *each.completion.token_ids)]
@@ -116,6 +131,7 @@ class PolicySession:
         version: the policy version for all turns; None takes the current one at each turn.
         first_turn: shared with the other rollouts of the group, of which this is number `number`. Needs `version` None.
         note_version: called with the version of each request before it goes out.
+        max_bytes: all its branches together may take so much of a batch.
 
     Attributes:
         answer_lens: tokens of each answer, in the order in which they came.
@@ -131,6 +147,7 @@ class PolicySession:
         first_turn: FirstTurn | None = None,
         number: int = 0,
         note_version: Callable[[int], None] = lambda version: None,
+        max_bytes: int = MAX_BATCH_BYTES,
     ) -> None:
         self.answer_lens: list[int] = []
         self._turns = turns
@@ -140,6 +157,7 @@ class PolicySession:
         self._first_turn = first_turn
         self._number = number
         self._note_version = note_version
+        self._max_bytes = max_bytes
         self._num_calls = 0
         self._answered: list[_Answered] = []
         # By what was said up to the end of its answer.
@@ -164,7 +182,7 @@ class PolicySession:
         return Answer(
             turn,
             "stop" if answered.ended else "length",
-            len(answered.token_ids()) - len(completion.token_ids),
+            answered.num_tokens - len(completion.token_ids),
             completion.token_ids,
             completion.logprobs,
             answered.version,
@@ -180,23 +198,33 @@ class PolicySession:
         return self.finished(await env.rollout(example, self))
 
     def finished(self, outcome: Outcome) -> Rollout:
-        """What was asked and answered, as a rollout with this outcome. Raises RolloutError without an answer."""
+        """What was asked and answered, as a rollout with this outcome.
+
+        Raises RolloutError without an answer, and for more than a batch has room for.
+        """
         if not self._answered:
             raise RolloutError("the environment ended without asking the policy")
-        branches = list(self._branches(outcome.advantages))
-        if len(branches) > MAX_BRANCHES:
-            raise RolloutError(f"it has {len(branches)} branches: at most {MAX_BRANCHES} can be trained on")
+        leaves = [each for each in self._answered if not each.has_next]
+        if len(leaves) > MAX_BRANCHES:
+            raise RolloutError(f"it has {len(leaves)} branches, at most {MAX_BRANCHES} can be trained on: {_FEWER}")
+        if (num_bytes := sum(sample_bytes(leaf.num_tokens) for leaf in leaves)) > self._max_bytes:
+            raise RolloutError(
+                f"its {len(leaves)} branches take {num_bytes:,} bytes of a batch, in which each rollout has "
+                f"{self._max_bytes:,}: {_FEWER}"
+            )
+        branches = list(self._branches(leaves, outcome.advantages))
         truncated = any(not each.ended for each in self._answered)
         rewards = dict(outcome.rewards)
         return Rollout(branches, outcome.reward, outcome.metrics, truncated, rewards, outcome.output)
 
-    def _branches(self, advantages: Sequence[float | Sequence[float]]) -> Iterator[Branch]:
-        """One for each answer that no call went on from, the oldest first; `advantages`: of each answer, or ()."""
+    def _branches(self, leaves: Sequence[_Answered], advantages: Sequence[float | Sequence[float]]) -> Iterator[Branch]:
+        """One for each of `leaves`; `advantages`: of each answer, or ()."""
         own = dict(zip(map(id, self._answered), advantages, strict=False))
         seen: set[int] = set()
-        for leaf in (each for each in self._answered if not each.has_next):
+        known: list[tuple[list[int], int]] = []  # the tokens of the earlier ones, in their order, and which it is
+        for number, leaf in enumerate(leaves):
             path = leaf.path()
-            ids, mask, logprobs, values, shared = [], [], [], [], 0
+            ids, mask, logprobs, values = [], [], [], []
             for each in path:
                 completion, length = each.completion, len(each.completion.token_ids)
                 is_new = id(each) not in seen
@@ -205,12 +233,15 @@ class PolicySession:
                 logprobs += [0.0] * len(each.prompt_ids) + (completion.logprobs if is_new else [0.0] * length)
                 given = own.get(id(each), 0.0) if is_new else 0.0
                 values += [0.0] * len(each.prompt_ids)
-                values += [given] * length if isinstance(given, float) else given
-                shared = shared if is_new else len(ids)
+                values += given if isinstance(given, Sequence) else [given] * length
             versions = [each.version for each in path if id(each) not in seen]
             seen |= {id(each) for each in path}
+            at, most = bisect.bisect(known, (ids, number)), mask.index(True)
+            neighbours = known[max(at - 1, 0) : at + 1]
+            shared = max(((_num_alike(ids, other, most), which) for other, which in neighbours), default=(0, 0))
+            known.insert(at, (ids, number))
             num_prompt = len(path[0].prompt_ids)
-            yield Branch(ids, mask, logprobs, num_prompt, versions, values if advantages else [], shared)
+            yield Branch(ids, mask, logprobs, num_prompt, versions, values if advantages else [], *shared)
 
     async def _answer(self, call: Call, first_turn: FirstTurn | None) -> tuple[_Answered, str]:
         """Sample what follows `call`: the answer and its text, without what stopped it. Raises RolloutError."""
@@ -219,8 +250,12 @@ class PolicySession:
             parent, new_ids = self._new_tokens(call)
         except TokenizerError as error:
             raise RolloutError(str(error)) from error
+        except RecursionError as error:
+            raise RolloutError("the messages or tools are nested too deeply") from error
         before = parent.token_ids() if parent else []
         seed, prompt_ids = derive_seed(self._seed, number), before + new_ids
+        if not prompt_ids:
+            raise RolloutError("the prompt is empty")
         if first_turn is not None:
             version, completion = await self._turns.sample_first(
                 first_turn, self._number, prompt_ids, seed=seed, note_version=self._note_version
@@ -248,13 +283,16 @@ class PolicySession:
         ids = completion.token_ids
         has_end = special and completion.finish_reason == "stop" and completion.stop is None
         text = self._tokenizer.decode(ids[:-1] if has_end else ids, special=special)
-        return text if completion.stop is None else text.rpartition(completion.stop)[0]
+        if completion.stop is None:
+            return text
+        before, found, _ = text.rpartition(completion.stop)
+        return before if found else text  # a special token has no text
 
     def _new_tokens(self, call: Call) -> tuple[_Answered | None, list[int]]:
         """The answer that `call` goes on from, and the tokens between that and the next answer."""
         if not call.messages:
             return self._going_on(call.prompt)
-        for num_seen, history in reversed(list(enumerate(_histories(call)))[:-1]):
+        for num_seen, history in reversed(list(enumerate(_histories(call)))):
             if parent := self._by_history.get(history):
                 try:
                     new_ids = self._tokenizer.continuation(call.messages, num_seen, call.tools)
@@ -315,12 +353,17 @@ def _histories(call: Call) -> Iterator[bytes]:
         yield digest
 
 
-def _plain(arguments: str) -> Any:
+def _plain(arguments: str) -> str:
     """The arguments of a call without the spacing of their JSON; what is not JSON as it is."""
     try:
-        return json.loads(arguments or "{}")
-    except ValueError:
+        return json.dumps(json.loads(arguments or "{}"), sort_keys=True)
+    except (ValueError, RecursionError):
         return arguments.strip()
+
+
+def _num_alike(one: Sequence[int], other: Sequence[int], most: int) -> int:
+    """The first tokens, of at most `most`, that both have."""
+    return next((at for at, (a, b) in enumerate(zip(one[:most], other, strict=False)) if a != b), min(most, len(other)))
 
 
 def derive_seed(*parts: object) -> int:

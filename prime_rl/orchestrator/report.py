@@ -23,7 +23,7 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.contract.metrics import Learning, Sign, parse_metrics
 from prime_rl.contract.samples import BatchRewards, Keeping, Sample, SampleFile, SampleTokens, SampleTurn, TokenSample
 from prime_rl.contract.status import StatusWriter
-from prime_rl.contract.types import TrainingBatch
+from prime_rl.contract.types import TrainingBatch, rollouts_of
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
 from prime_rl.orchestrator.metrics import batch_metrics, bottleneck, write_metrics
 from prime_rl.orchestrator.pool import InferenceClient
@@ -50,6 +50,7 @@ class SampleKeeper:
         self._config = config
         self._decode = decode
         self._file: SampleFile | None = None
+        self._num_records = 0  # of the batch that had most
         self._path = run.samples
         self._failed = False
 
@@ -69,8 +70,10 @@ class SampleKeeper:
             which = {"group": number // keeping.group_size, "branch": at, "num_branches": len(rollout.branches)}
             output = shorten(rollout.output, self._config.max_chars)
             records.append(msgspec.structs.replace(sample, **which, output=output))
-        if self._file is None:
+        if len(records) > self._num_records:
+            self._num_records = len(records)
             self._file = SampleFile(self._path, keep=len(records) * self._config.keep_steps)
+        assert self._file is not None, "there are records"
         try:
             self._file.append(records)
         except OSError as error:
@@ -79,13 +82,13 @@ class SampleKeeper:
             self._failed = True
 
     def _sample(self, batch: TrainingBatch, place: int, keeping: Keeping, group: Group, branch: Branch) -> TokenSample:
-        token_ids, num_prompt, sample = branch.token_ids_T, branch.num_prompt_tokens, batch.samples[place]
+        token_ids, num_before, sample = branch.token_ids_T, branch.num_before, batch.samples[place]
         return TokenSample(
             step=batch.step,
             env=group.env_name,
             example_id=group.example_id,
-            prompt=shorten(self._decode(token_ids[:num_prompt]), self._config.max_chars),
-            completion=shorten(self._decode(token_ids[num_prompt:]), self._config.max_chars),
+            prompt=shorten(self._decode(token_ids[branch.num_shared : num_before]), self._config.max_chars),
+            completion=shorten(self._decode(token_ids[num_before:]), self._config.max_chars),
             reward=sample.reward,
             advantage=sample.advantage,
             policy_versions=sorted(set(branch.turn_versions)),
@@ -94,6 +97,7 @@ class SampleKeeper:
             turns=self._turns(branch),
             place=place,
             num_shared=branch.num_shared,
+            shared_with=branch.shared_with,
             tokens=self._tokens(branch, sample.token_advantages, keeping),
         )
 
@@ -112,7 +116,7 @@ class SampleKeeper:
 
     def _turns(self, branch: Branch) -> list[SampleTurn]:
         """The messages after the prompt; [] for a single turn."""
-        start, spans = branch.num_prompt_tokens, []
+        start, spans = branch.num_before, []
         for by_policy, mask in itertools.groupby(branch.loss_mask_T[start:]):
             end = start + len(list(mask))
             spans.append((by_policy, branch.token_ids_T[start:end]))
@@ -231,7 +235,8 @@ class BatchReporter:
         time_s, ledger, step = self.scheduler.phases.lap(), self.scheduler.ledger, batch.step
         held_by = bottleneck(time_s, num_ahead=step - 1 - self.scheduler.published)
         values = batch_metrics(step, groups, time_s, ledger.num_dropped)
-        with_signal = [bool(each.advantage or any(each.token_advantages)) for each in batch.samples]
+        has_signal = [bool(each.advantage or any(each.token_advantages)) for each in batch.samples]
+        with_signal = [any(has_signal[place] for place in places) for places in rollouts_of(batch.samples)]
         values["signal"] = sum(with_signal) / max(1, len(with_signal))
         values |= {"groups_filtered": ledger.num_filtered, "groups_too_old": ledger.num_too_old}
         values |= {f"env/{name}/dropped": env.num_dropped for name, env in self.envs.items()}

@@ -13,8 +13,9 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from prime_rl.contract.types import MAX_BATCH_BYTES
 from prime_rl.orchestrator.client import AccessDenied, AdapterRefused
-from prime_rl.orchestrator.envs.base import Environment
+from prime_rl.orchestrator.envs.base import Environment, RolloutError
 from prime_rl.orchestrator.envs.checked import (
     EnvironmentBroken,
     EnvironmentFault,
@@ -61,6 +62,7 @@ class RolloutWorker:
     Args:
         is_noted: whether what comes next depends on each group as soon as it is made. On several nodes it depends on
             the groups of all nodes, once these are joined.
+        max_rollout_bytes: the share of one rollout in a batch.
     """
 
     turns: TurnSampler
@@ -70,6 +72,7 @@ class RolloutWorker:
     rollouts_per_example: int
     seed: int
     is_noted: bool = True
+    max_rollout_bytes: int = MAX_BATCH_BYTES
 
     async def group(self, index: int, note_version: Callable[[int], None] = lambda version: None) -> Group:
         """All rollouts of the example at `index`; `note_version` gets the version of each request beforehand.
@@ -117,12 +120,13 @@ class RolloutWorker:
                 first_turn=None if attempt else first_turn,
                 number=number,
                 note_version=note_version,
+                max_bytes=self.max_rollout_bytes,
             )
             try:
                 return await session.rollout(self.envs[pick.env_name], pick.example)
             except ExampleUnusable:
                 raise
-            except EnvironmentFault as fault:
+            except (EnvironmentFault, RolloutError) as fault:
                 num_faults += not isinstance(fault, Interrupted)
                 if num_faults > MAX_REPLACEMENTS or (is_last and isinstance(fault, TimedOut)):
                     raise

@@ -28,7 +28,15 @@ from prime_rl.configs.admitted import config_in_effect
 from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
 from prime_rl.contract.files import make_folder, read_file, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.types import JoinRequest, JoinResult, MakeRequest, RankEntry, RankFileWriter, read_rank_file
+from prime_rl.contract.types import (
+    JoinRequest,
+    JoinResult,
+    MakeRequest,
+    RankEntry,
+    RankFileWriter,
+    max_rollout_bytes,
+    read_rank_file,
+)
 from prime_rl.orchestrator.batch import (
     SecondOrchestrator,
     assemble_batch,
@@ -111,6 +119,7 @@ async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, 
         rollouts_per_example=config.rollouts_per_example,
         seed=config.sampling_seed,
         is_noted=False,
+        max_rollout_bytes=max_rollout_bytes(config.batch_size, config.max_branches, request.seq_len),
     )
     return worker.group
 

@@ -21,6 +21,8 @@ from prime_rl.utils.chat_template import ChatTemplate, TokenizerError
 Tools = Sequence[Mapping[str, Any]]
 # Name and arguments, as JSON.
 Found = tuple[str, str]
+# What is no call, and the calls; None for one that cannot be read.
+Parsed = tuple[str, list[Found | None]]
 
 OFFER = """\
 # Tools
@@ -36,84 +38,118 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-THINKING = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _MISTRAL_CALL = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\w+)?\[ARGS\]")
+_BETWEEN_CALLS = re.compile(r"[;\s]*")
+MAX_NAME = 128
+# Of one answer: more are no calls, whatever they look like.
+MAX_CALLS = 128
+
+
+def _call(name: object, arguments: object) -> Found | None:
+    """A call, if it is one: a name, and an object of JSON or its text."""
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME:
+        return None
+    if isinstance(arguments, str):
+        return (name, arguments) if isinstance(_json(arguments), dict) else None
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, RecursionError):
+        return None
+    return (name, text) if isinstance(arguments, dict) else None
 
 
 def _of_object(call: object, key: str = "arguments") -> Found | None:
     """The call in {"name": ..., "arguments": {...}}; arguments may be JSON in a string."""
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        return None
-    arguments = call.get(key) or {}
-    if isinstance(arguments, str):
-        return (call["name"], arguments) if isinstance(_json(arguments), dict) else None
-    return (call["name"], json.dumps(arguments)) if isinstance(arguments, dict) else None
+    return _call(call.get("name"), call.get(key) or {}) if isinstance(call, dict) else None
 
 
 def _json(text: str) -> Any:
+    """None for what is not JSON, and for what cannot be written as UTF-8."""
     try:
-        return json.loads(text)
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        return found
     except (ValueError, RecursionError):
         return None
 
 
-def _hermes(text: str, tools: Tools) -> tuple[str, list[Found]]:
+def _between(text: str, start: str, end: str) -> tuple[str, list[str], bool]:
+    """What is outside of `start` ... `end`, what is in each, whether the last is closed; else `text` ends it."""
+    outside: list[str] = []
+    inside: list[str] = []
+    at = 0
+    while (begin := text.find(start, at)) >= 0:
+        outside.append(text[at:begin])
+        stop = text.find(end, begin + len(start))
+        if stop < 0:
+            return "".join(outside), [*inside, text[begin + len(start) :]], False
+        inside.append(text[begin + len(start) : stop])
+        at = stop + len(end)
+    return "".join([*outside, text[at:]]), inside, True
+
+
+def _hermes(text: str, tools: Tools) -> Parsed:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, as often as needed."""
-    calls = [_of_object(_json(body)) for body in _TOOL_CALL.findall(text)]
-    return _TOOL_CALL.sub("", text), [call for call in calls if call] if all(calls) else []
+    outside, bodies, _ = _between(text, "<tool_call>", "</tool_call>")
+    return outside, [_of_object(_json(body)) for body in bodies]
 
 
-def _qwen_xml(text: str, tools: Tools) -> tuple[str, list[Found]]:
+def _qwen_xml(text: str, tools: Tools) -> Parsed:
     """<function=NAME><parameter=KEY>VALUE</parameter></function> in <tool_call>; a value has its type in the schema."""
-    calls = []
-    for name, body in _FUNCTION.findall(text):
-        schema = next((_function(tool) for tool in tools if _function(tool).get("name") == name), {})
-        types = (schema.get("parameters") or {}).get("properties") or {}
-        given = {key: _typed(value, types.get(key)) for key, value in _PARAMETER.findall(body)}
-        calls.append((name, json.dumps(given)))
-    return _TOOL_CALL.sub("", text), calls
+    outside, bodies, is_closed = _between(text, "<function=", "</function>")
+    calls = [_of_xml(body, tools) for body in bodies]
+    outside = outside.replace("<tool_call>", "").replace("</tool_call>", "")
+    return outside, calls if is_closed else [None]
 
 
-def _typed(value: str, schema: Any) -> Any:
-    if isinstance(schema, dict) and schema.get("type") not in (None, "string"):
-        found = _json(value)
-        return value if found is None and value.strip() != "null" else found
-    return value
+def _of_xml(body: str, tools: Tools) -> Found | None:
+    name, _, rest = body.partition(">")
+    schema = next((each for each in map(_function, tools) if each.get("name") == name), {})
+    types = _dict(_dict(schema.get("parameters")).get("properties"))
+    between, parameters, is_closed = _between(rest, "<parameter=", "</parameter>")
+    given = {}
+    for parameter in parameters:
+        key, found, value = parameter.partition(">")
+        given[key] = _typed(value.removeprefix("\n").removesuffix("\n"), _dict(types.get(key)))
+        is_closed = is_closed and bool(found)
+    return _call(name, given) if is_closed and not between.strip() else None
 
 
-def _llama(text: str, tools: Tools) -> tuple[str, list[Found]]:
+def _typed(value: str, schema: Mapping[str, Any]) -> Any:
+    kind = schema.get("type")
+    if kind is None or kind == "string" or (isinstance(kind, list) and "string" in kind):
+        return value
+    found = _json(value)
+    return value if found is None and value.strip() != "null" else found
+
+
+def _llama(text: str, tools: Tools) -> Parsed:
     """{"name": ..., "parameters": {...}}, alone or several with ";" between, maybe behind <|python_tag|>."""
     before, _, body = text.rpartition("<|python_tag|>")
-    decoder, at, calls = json.JSONDecoder(), 0, []
-    body = body.strip()
+    decoder, at, calls = json.JSONDecoder(), _BETWEEN_CALLS.match(body).end(), []  # type: ignore[union-attr]
     while at < len(body):
         try:
             found, end = decoder.raw_decode(body, at)
         except (ValueError, RecursionError):
-            return text, []
-        call = _of_object(found, "parameters") if isinstance(found, dict) and "parameters" in found else None
-        call = call or _of_object(found)
-        if call is None:
-            return text, []
-        calls.append(call)
-        at = end + len(body[end:]) - len(body[end:].lstrip("; \n"))
+            return text, [None]
+        key = "parameters" if isinstance(found, dict) and "parameters" in found else "arguments"
+        calls.append(_of_object(found, key))
+        at = _BETWEEN_CALLS.match(body, end).end()  # type: ignore[union-attr]
     return before, calls
 
 
-def _mistral(text: str, tools: Tools) -> tuple[str, list[Found]]:
+def _mistral(text: str, tools: Tools) -> Parsed:
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}], or since Tekken 13 [TOOL_CALLS]NAME[ARGS]{...}."""
     before, *bodies = text.split("[TOOL_CALLS]")
     calls: list[Found | None] = []
     for body in bodies:
         if head := _MISTRAL_CALL.match(body):
-            calls.append(_of_object({"name": head[1], "arguments": body[head.end() :].strip()}))
+            calls.append(_call(head[1], body[head.end() :].strip()))
         else:
             found = _json(body)
             calls += [_of_object(each) for each in (found if isinstance(found, list) else [found])]
-    return before, [call for call in calls if call] if all(calls) else []
+    return before, calls
 
 
 @dataclass(frozen=True)
@@ -123,14 +159,16 @@ class ToolForm:
     Attributes:
         family: its name for people.
         native: the template takes `tools`; else they are offered in the form of Hermes in plain messages.
-        parse: of an answer's text, what is no call, and the calls; none when one of them cannot be read.
+        parse: of an answer's text, what is no call, and the calls.
         thinks: an answer may begin with what the model thinks, up to </think>.
+        single: the template has a place for one call in a turn, no more.
     """
 
     family: str
     native: bool
-    parse: Callable[[str, Tools], tuple[str, list[Found]]] | None
+    parse: Callable[[str, Tools], Parsed] | None
     thinks: bool = False
+    single: bool = False
 
     @classmethod
     def of(cls, template: ChatTemplate) -> ToolForm:
@@ -140,7 +178,7 @@ class ToolForm:
             return cls("Hermes and Qwen", False, _hermes, thinks)
         for family, mark, parse in FAMILIES:
             if mark in template.source:
-                return cls(family, True, parse, thinks)
+                return cls(family, True, parse, thinks, "single tool-call" in template.source)
         return cls("unknown", True, None, thinks)
 
     def chat(self, turns: Sequence[Turn], tools: Tools, *, begins: bool = True) -> list[dict[str, Any]]:
@@ -163,13 +201,17 @@ class ToolForm:
         return _offered(chat, tools) if tools and begins else chat
 
     def read(self, text: str, tools: Tools, *, may_call: bool, prefix: str) -> Turn:
-        """The turn that the model wrote. `prefix` begins the ids of its calls."""
-        thought = THINKING.match(text) if self.thinks else None
-        rest = text[thought.end() :] if thought else text
-        content, found = self.parse(rest, tools) if may_call and tools and self.parse else (rest, [])
-        calls = tuple(ToolCall(f"{prefix}{number}", *each) for number, each in enumerate(found))
-        content = content.strip() if calls else rest
-        return Turn("assistant", content, thought[1].strip() if thought else "", calls)
+        """The turn that the model wrote. `prefix` begins the ids of its calls.
+
+        All of it is content when one of its calls cannot be read, or the template cannot show them to the model again.
+        """
+        thought, content = _thought(text) if self.thinks else ("", text)
+        outside, found = self.parse(content, tools) if may_call and tools and self.parse else (content, [])
+        read = [each for each in found if each]
+        if not 0 < len(found) == len(read) <= (1 if self.single else MAX_CALLS):
+            return Turn("assistant", content, thought)
+        calls = tuple(ToolCall(f"{prefix}{number}", *each) for number, each in enumerate(read))
+        return Turn("assistant", outside.strip(), thought, calls)
 
     @staticmethod
     def _native(turn: Turn) -> dict[str, Any]:
@@ -190,9 +232,21 @@ class ToolForm:
         return message
 
 
+def _thought(text: str) -> tuple[str, str]:
+    """What the model thought, and what it said; its template may have begun the thought, and the end may be cut off."""
+    thought, ended, said = text.partition("</think>")
+    begun = thought.lstrip()
+    if not ended and not begun.startswith("<think>"):
+        return "", text
+    return begun.removeprefix("<think>").strip(), said.lstrip()
+
+
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = tool.get("function")
-    return found if isinstance(found, dict) else {}
+    return _dict(tool.get("function"))
+
+
+def _dict(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _object(arguments: str) -> Any:
@@ -208,7 +262,7 @@ def _short(call_id: str) -> str:
 
 def _written(turn: Turn) -> str:
     calls = (
-        f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
+        f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments or "{}"}}}\n</tool_call>'
         for call in turn.calls
     )
     return "\n".join(part for part in (turn.content, *calls) if part)

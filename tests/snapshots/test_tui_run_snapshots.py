@@ -9,7 +9,7 @@ from textual.pilot import Pilot
 
 from prime_rl.contract.layout import RunDir
 from tests.budgets import in_full
-from tests.rollouts_support import add_batches
+from tests.rollouts_support import add_batches, add_branches
 from tests.snapshots.test_tui_snapshots import LARGE, LOOKS, SMALL, Compare, Steps
 from tests.tui_run_support import RUN
 from tests.tui_support import add_history, build_workspace, frozen_clock, has_looked, roomy_disk, settled, until
@@ -94,6 +94,14 @@ def test_rollouts_with_their_tokens(
     run_id = "run_sort-rank16"
     add_batches(RunDir(app.setting.output_dir / run_id), 30)
     assert snap_compare(app, terminal_size=size, run_before=opened(ROLLOUTS, *keys, run_id=run_id))
+
+
+def test_the_branches_of_a_rollout(snap_compare: Compare, app: PrlApp) -> None:
+    run_id = "run_sort-rank16"
+    run = RunDir(app.setting.output_dir / run_id)
+    add_batches(run, 3)
+    add_branches(run, 4)
+    assert snap_compare(app, terminal_size=SMALL, run_before=opened(ROLLOUTS, "n", "n", run_id=run_id))
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from prime_rl.configs.orchestrator import AdvantageConfig
 from prime_rl.configs.reports import SamplesConfig
 from prime_rl.contract.samples import (
+    MAX_KEPT_BRANCHES,
     BatchRatios,
     BatchRewards,
     Keeping,
@@ -29,10 +30,10 @@ from prime_rl.contract.samples import (
     spread,
     token_ratios,
 )
-from prime_rl.contract.types import read_batch
+from prime_rl.contract.types import read_batch, rollouts_of
 from prime_rl.orchestrator.batch import assemble_batch
 from prime_rl.orchestrator.policy import ChatTokenizer
-from prime_rl.orchestrator.recorder import pieces
+from prime_rl.orchestrator.recorder import Branch, Rollout, pieces
 from prime_rl.orchestrator.report import SampleKeeper, shorten
 from tests.orchestrator_support import make_run
 from tests.unit.test_orchestrator_pure import a_group
@@ -173,6 +174,38 @@ def test_a_conversation_keeps_its_turns_apart(tmp_path: Path) -> None:
     (sample,) = read_samples(run.samples, 9)
     assert sample.prompt == "ab"
     assert [(turn.by_policy, turn.text) for turn in sample.turns] == [(True, "cd"), (False, "efg"), (True, "h")]
+
+
+def in_branches(rollout: Rollout, num: int) -> Rollout:
+    """Three tokens of prompt, then in each branch two of a message and two of an answer; the second goes on from it."""
+    first = Branch([0, 1, 2, 3, 4], [False] * 3 + [True] * 2, [0.0] * 3 + [-1.0] * 2, 3, [1])
+    more = [
+        Branch([0, 1, 2, 3, 4, 5, 6, 7 + at, 8], [False] * 7 + [True] * 2, [0.0] * 7 + [-1.0] * 2, 3, [2], [], 5 + at)
+        for at in range(num - 1)
+    ]
+    return dataclasses.replace(rollout, branches=[first, *more])
+
+
+def test_each_branch_of_a_kept_rollout_is_a_line_with_what_it_does_not_share(tmp_path: Path) -> None:
+    run, group = make_run(tmp_path), a_group(0, [0.0, 1.0], version=1)
+    many = in_branches(group.rollouts_G[0], MAX_KEPT_BRANCHES + 2)
+    groups = [dataclasses.replace(group, rollouts_G=[many, group.rollouts_G[1]]), a_group(1, [0.5, 0.5], version=1)]
+    keeper = SampleKeeper(run, SamplesConfig(per_step=2, keep_steps=2), as_letters)
+    for step in (3, 4):
+        batch = assemble_batch("run_a", step, groups, advantage=AdvantageConfig(type="mean"), temperature=1.0)
+        assert [len(each) for each in rollouts_of(batch.samples)] == [MAX_KEPT_BRANCHES + 2, 1, 1, 1]
+        keeper.keep(groups, batch)
+    (kept,) = read_batches(run.samples, run.ratios, 9, step=3)
+    assert kept.rewards == (0.0, 1.0, 0.5, 0.5), "of each rollout once"
+    assert [(each.place, each.branch) for each in kept.samples] == [*((at, at) for at in range(8)), (10, 0)]
+    first, second, *_, last = kept.samples
+    assert (first.prompt, first.completion, first.num_branches, first.num_shared) == ("abc", "de", 10, 0)
+    assert (second.prompt, second.completion, second.num_shared) == ("fg", "hi", 5)
+    assert (second.num_completion_tokens, second.num_tokens, second.policy_versions) == (2, 9, [2])
+    assert second.tokens is not None and second.tokens.pieces == ["h", "i"]
+    assert (last.branch, last.num_branches, last.group) == (0, 1, 0)
+    for limit, wanted in ((1, [10]), (2, [*range(8), 10]), (3, [10, *range(8), 10]), (9, [*range(8), 10] * 2)):
+        assert [each.place for each in read_samples(run.samples, limit)] == wanted, "so many rollouts, each whole"
 
 
 @given(st.lists(st.floats(0, 1), min_size=8, max_size=8).map(lambda rewards: rewards * 3), st.integers(0, 30))

@@ -25,6 +25,7 @@ from tui.readers.rollouts import (
     RolloutsReader,
     RolloutsRequest,
     TokenLine,
+    arrange,
     group_of,
     step_rewards,
 )
@@ -34,10 +35,12 @@ from tui.widgets.rollouts_view import (
     GroupPicture,
     bars,
     count_bins,
+    describe,
     draw_group,
     draw_rewards,
     legend,
     level_text,
+    list_row,
     next_place,
     reward_range,
 )
@@ -210,6 +213,55 @@ def test_the_legend_names_the_colours_or_that_there_are_no_tokens() -> None:
     assert "/2 /1.25 /1.05 *1.05 *1.25 *2" in legend(picture_of(samples, tint="log-ratio")).plain
     assert legend(picture_of(samples, tint="advantage")).plain.endswith("-0.200 -0.100 <0 >0 +0.100 +0.200")
     assert "no tokens of step 1" in legend(picture_of(samples, tokens={})).plain
+
+
+def branches(place: int, num: int, **more: Any) -> list[Sample]:
+    """One rollout, from this place on."""
+    return [
+        msgspec.structs.replace(
+            a_sample(place + at, text=f"answer {at}", **more),
+            prompt="What is 1+1?" if not at else f"message {at}",
+            branch=at,
+            num_branches=num,
+            num_shared=312 * bool(at),
+            output="[the end]" if at == num - 1 else "",
+        )
+        for at in range(num)
+    ]
+
+
+def test_branches_stand_below_their_rollout_in_every_order() -> None:
+    samples = [a_sample(0, reward=0.1), *branches(1, 3, reward=0.9), a_sample(4, reward=0.5)]
+    samples += branches(0, 2, step=2, reward=0.2)
+    for order, wanted in (
+        ("newest", [(2, 0), (2, 1), (1, 4), (1, 1), (1, 2), (1, 3), (1, 0)]),
+        ("highest reward", [(1, 1), (1, 2), (1, 3), (1, 4), (2, 0), (2, 1), (1, 0)]),
+        ("lowest advantage", [(1, 0), (2, 0), (2, 1), (1, 4), (1, 1), (1, 2), (1, 3)]),
+    ):
+        assert [(each.step, each.place) for each in arrange(samples, order)] == wanted
+    rows = [list_row(each, wide=False).plain for each in samples[1:4]]
+    assert rows == ["     1   0.900   +0.400", "        ├ branch 2 of 3", "        └ branch 3 of 3"]
+    wide = list_row(samples[2], wide=True).plain
+    assert wide.index("v0") == list_row(samples[0], wide=True).plain.index("v0")
+
+
+def test_the_beginning_that_a_branch_shares_is_one_line() -> None:
+    first, second, third = branches(1, 3)
+    assert "branch 1 of 3 · v0" in describe(first).plain and "as in branch" not in describe(first).plain
+    text = describe(second).plain
+    assert "── the first 312 tokens as in branch 1 ──\n\n── prompt ──\nmessage 1\n" in text and "answer 1" in text
+    assert "output of the agent" not in text
+    assert describe(third).plain.endswith("── output of the agent ──\n[the end]\n")
+    assert parse_search("end]").matches(third) and not parse_search("end]").matches(second)
+
+
+def test_a_rollout_counts_once_in_its_group_and_among_the_rewards() -> None:
+    samples = [a_sample(0, reward=0.1), *branches(1, 3, reward=0.9), a_sample(4, reward=0.5)]
+    assert [each.place for each in group_of(samples, samples[0])] == [0, 1, 4]
+    assert [each.place for each in group_of(samples, samples[3])] == [0, 3, 4], "the chosen branch of its rollout"
+    assert step_rewards(RolloutsData("run_a", samples=tuple(samples))) == {1: (0.1, 0.9, 0.5)}
+    text = drawn(picture_of(group_of(samples, samples[2]), 1), 180)
+    assert "3 rollouts" in text and "branch 2 of 3" in text and "answer 1" in text and "answer 0" not in text
 
 
 @pytest.mark.parametrize(

@@ -323,12 +323,13 @@ class SampleQuery:
     errors: tuple[str, ...] = ()
 
     def matches(self, sample: Sample) -> bool:
-        """True when all tests hold and each word is in the prompt, the completion or a turn, in any case."""
+        """True when all tests hold and each word is in one of the sample's texts, in any case."""
         if not all(test(sample) for test in self.tests):
             return False
         if not self.words:
             return True
-        found = "\n".join((sample.prompt, sample.completion, *(turn.text for turn in sample.turns))).lower()
+        texts = (sample.prompt, sample.completion, sample.output, *(turn.text for turn in sample.turns))
+        found = "\n".join(texts).lower()
         return all(word in found for word in self.words)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -156,14 +156,22 @@ def _rewards(path: Path) -> dict[int, tuple[float, ...]]:
 
 
 def arrange(samples: Sequence[Sample], order: str) -> list[Sample]:
-    """In one of ORDERS; equals stay newest first."""
-    newest_first = list(reversed(samples))
-    if order == "newest":
-        return newest_first
-    sign = -1.0 if order.startswith("highest") else 1.0
-    if order.endswith("reward"):
-        return sorted(newest_first, key=lambda sample: sign * sample.reward)
-    return sorted(newest_first, key=lambda sample: sign * sample.advantage)
+    """In one of ORDERS, by the first branch of each rollout, the others below it; equals stay newest first."""
+    rollouts = by_rollout(samples)[::-1]
+    if order != "newest":
+        sign = -1.0 if order.startswith("highest") else 1.0
+        is_reward = order.endswith("reward")
+        rollouts.sort(key=lambda each: sign * (each[0].reward if is_reward else each[0].advantage))
+    return [sample for each in rollouts for sample in each]
+
+
+def by_rollout(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """The branches of each rollout, in the order of the first of them."""
+    found: dict[object, list[Sample]] = {}
+    for number, sample in enumerate(samples):
+        is_branch = sample.num_branches > 1 and sample.place >= sample.branch
+        found.setdefault((sample.step, sample.place - sample.branch) if is_branch else number, []).append(sample)
+    return [sorted(each, key=lambda sample: sample.branch) for each in found.values()]
 
 
 def group_key(sample: Sample) -> GroupKey:
@@ -172,26 +180,33 @@ def group_key(sample: Sample) -> GroupKey:
 
 
 def group_of(samples: Sequence[Sample], chosen: Sample) -> list[Sample]:
-    """All kept rollouts of its example, in the order of their batch."""
+    """All kept rollouts of its example, in the order of their batch: of each its first branch, or `chosen`."""
     key = group_key(chosen)
-    return sorted((each for each in samples if group_key(each) == key), key=lambda sample: sample.place)
+    rollouts = by_rollout(each for each in samples if group_key(each) == key)
+    shown = (chosen if chosen in branches else branches[0] for branches in rollouts)
+    return sorted(shown, key=lambda sample: sample.place)
 
 
 def step_rewards(data: RolloutsData) -> dict[int, tuple[float, ...]]:
     """All rewards by step, ascending; without them those of the kept rollouts."""
     if data.rewards:
         return data.rewards
-    by_step = sorted(data.samples, key=lambda sample: sample.step)
+    by_step = sorted((each[0] for each in by_rollout(data.samples)), key=lambda sample: sample.step)
     grouped = itertools.groupby(by_step, key=lambda sample: sample.step)
     return {step: tuple(sample.reward for sample in each if math.isfinite(sample.reward)) for step, each in grouped}
 
 
 def turns(sample: Sample) -> list[Turn]:
-    """The prompt and the turns of a rollout, in order; a completion without turns is one turn of the policy."""
+    """The prompt and the turns of a sample, in order; a completion without turns is one turn of the policy."""
     found = [Turn("prompt", sample.prompt.strip("\n"))]
     if not sample.turns:
         return [*found, Turn("policy", sample.completion)]
     return found + [Turn("policy" if turn.by_policy else "environment", turn.text.strip("\n")) for turn in sample.turns]
+
+
+def branch_of(sample: Sample) -> str:
+    """`branch 2 of 3`; "" of a rollout that has one."""
+    return f"branch {sample.branch + 1} of {sample.num_branches}" if sample.num_branches > 1 else ""
 
 
 def versions(sample: Sample) -> str:

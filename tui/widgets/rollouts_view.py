@@ -32,6 +32,8 @@ from tui.readers.rollouts import (
     RolloutsRequest,
     TokenLine,
     arrange,
+    branch_of,
+    by_rollout,
     group_key,
     group_of,
     step_rewards,
@@ -47,14 +49,18 @@ LIST, GROUP, REWARDS = VIEWS = ("list", "group", "rewards")
 
 
 def list_row(sample: Sample, *, wide: bool, is_hit: bool = False) -> Text:
-    """`   87  0.333  -0.577`: step, reward, advantage; wide also environment, versions and length."""
-    text = Text.assemble(
-        (f"{sample.step:>6}", "muted"),
-        ("*" if is_hit else " ", "bold accent"),
-        f"{fmt.reward(sample.reward):>7} ",
-        (f"{fmt.gain(sample.advantage):>8}", "success" if sample.advantage > 0 else "warning"),
-        no_wrap=True,
-    )
+    """`   87  0.333  -0.577`: step, reward, advantage; wide also environment, versions and length.
+
+    A branch stands below the first one of its rollout, as `├ branch 2 of 3`.
+    """
+    step = "" if sample.branch else sample.step
+    text = Text.assemble((f"{step:>6}", "muted"), ("*" if is_hit else " ", "bold accent"), no_wrap=True)
+    if sample.branch:
+        mark = "└" if sample.branch + 1 == sample.num_branches else "├"
+        text.append(f" {mark} {branch_of(sample)}".ljust(16), "muted")
+    else:
+        text.append(f"{fmt.reward(sample.reward):>7} ")
+        text.append(f"{fmt.gain(sample.advantage):>8}", "success" if sample.advantage > 0 else "warning")
     if wide:
         text.append(f"  {versions(sample):<12} {sample.num_completion_tokens:>5}  ", "muted")
         text.append(fmt.shorten(sample.env, 40))
@@ -62,21 +68,27 @@ def list_row(sample: Sample, *, wide: bool, is_hit: bool = False) -> Text:
 
 
 def describe(sample: Sample, words: Sequence[str] = ()) -> Text:
-    """The rollout turn by turn, with `words` marked."""
+    """The sample turn by turn, with `words` marked: what it shares with an earlier branch in one line."""
+    facts = [f"step {sample.step}", branch_of(sample), versions(sample), f"{sample.num_completion_tokens} tokens"]
     text = Text.assemble(
         ("reward ", "muted"),
         (fmt.reward(sample.reward), "bold"),
         ("  advantage ", "muted"),
         (fmt.gain(sample.advantage), "bold success" if sample.advantage > 0 else "bold warning"),
-        (f"\nstep {sample.step} · {versions(sample)} · {sample.num_completion_tokens} tokens", "muted"),
+        ("\n" + " · ".join(filter(None, facts)), "muted"),
         (f"\n{fmt.shorten(sample.env, 60)} · {fmt.shorten(sample.example_id, 80)}\n", "muted"),
     )
     colours = {"prompt": "primary", "policy": "accent", "environment": "secondary"}
+    if sample.num_shared:
+        shared = f"the first {fmt.counted(sample.num_shared, 'token')} as in branch {sample.shared_with + 1}"
+        text.append(f"\n── {shared} ──\n", "muted")
     conversation = turns(sample)
     for number, turn in enumerate(conversation):
         place = f" {number} of {len(conversation) - 1}" if number and len(conversation) > 2 else ""
         text.append(f"\n── {turn.speaker}{place} ──\n", f"bold {colours[turn.speaker]}")
         text.append(turn.text or "(nothing)", "" if turn.text else "muted").append("\n")
+    if sample.output:
+        text.append("\n── output of the agent ──\n", "bold secondary").append(sample.output.strip("\n")).append("\n")
     if words:
         text.highlight_words(words, "bold reverse", case_sensitive=False)
     return text
@@ -293,7 +305,8 @@ class RolloutsView(Vertical, can_focus=False):
         hits = {index for index, each in enumerate(arranged) if search.matches(each)} if search.text else set()
         self._hits = sorted(hits)
         head = "  step  reward   advant." + ("  version      tokens environment" if wide else "")
-        heading = (Text(f"{len(arranged)}, {self.order} first" if arranged else ""), Text(head))
+        num = len(by_rollout(arranged))
+        heading = (Text(f"{num}, {self.order} first" if arranged else ""), Text(head))
         self.list.show(
             arranged,
             lambda index: list_row(arranged[index], wide=wide, is_hit=index in hits),
@@ -333,7 +346,8 @@ class RolloutsView(Vertical, can_focus=False):
         if self.search.errors:
             return f"/{self.search.text}: {self.search.errors[0]}"
         cursor, hits = self.list.cursor, self._hits
-        place = f"{hits.index(cursor) + 1} of {len(hits)}" if cursor in hits else fmt.counted(len(hits), "rollout")
+        num = len(by_rollout(self.list.keys[hit] for hit in hits))
+        place = f"{hits.index(cursor) + 1} of {len(hits)}" if cursor in hits else fmt.counted(num, "rollout")
         return f"/{self.search.text}: {place if hits else 'not'} found"
 
     def _draw(self, sample: Sample | None, *, is_new: bool) -> None:
@@ -438,7 +452,8 @@ def legend(picture: GroupPicture) -> Text:
 
 def draw_group(picture: GroupPicture, width: int) -> RenderableType:
     """The prompt, then the rollouts: as many beside each other as there is room for."""
-    first, (number, num_groups) = picture.group[0], picture.place
+    number, num_groups = picture.place
+    first = next((each for each in picture.group if not each.branch), picture.group[0])
     num_rollouts = fmt.counted(len(picture.group), "rollout")
     head = Text.assemble(
         (f"step {first.step} · example {number} of {num_groups} · {num_rollouts}", "bold"),
@@ -470,6 +485,7 @@ def _column(picture: GroupPicture, sample: Sample) -> Text:
         ("  adv. ", "muted"),
         (fmt.gain(sample.advantage), "bold success" if sample.advantage > 0 else "bold warning"),
         (f"  {versions(sample)} {sample.num_completion_tokens} tok\n", "muted"),
+        (f" {branch_of(sample)}\n" if sample.num_branches > 1 else "", "muted"),
     )
     body = _body(picture, sample)
     if picture.words:
