@@ -37,6 +37,8 @@ MAX_BODY_BYTES = 64 * 2**20
 # Of all requests that are in work. What is beyond it is read to its end without being kept, so the client sees why.
 MAX_HELD_BYTES = 8 * MAX_BODY_BYTES
 BODY_TIMEOUT_S = 60.0
+# Each waits until the client has taken most of what was sent before it.
+PART_BYTES = 2**16
 KEEP_ALIVE_S = 10.0
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 FORMS: dict[str, type[Form]] = {
@@ -48,8 +50,8 @@ FORMS: dict[str, type[Form]] = {
 
 
 class _Opening(msgspec.Struct):
-    example: str = ""
-    group: str = ""
+    example: str | None = None
+    group: str | None = None
 
 
 class _Reward(msgspec.Struct):
@@ -154,7 +156,7 @@ class _Gateway:
             raise Refusal(404, "not_found", str(error)) from error
         self._check_key(request, run_key(self._secret, run_id))
         asked = decoded(await _body(request) or b"{}", _Opening)
-        opened = await self._backend.ask(run_id, Open(asked.example, asked.group))
+        opened = await self._backend.ask(run_id, Open(asked.example or "", asked.group or ""))
         assert isinstance(opened, Opened)
         base, key = f"{request.base_url}s/{opened.session}", session_key(self._secret, opened.session)
         where = {"base_url": f"{base}/v1", "anthropic_base_url": base, "api_key": key}
@@ -228,9 +230,9 @@ class _Exchange:
         if not self._body.stream:
             encoded = msgspec.json.encode(whole)
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(encoded))]
-            parts = [encoded]
+            parts = [encoded[at : at + PART_BYTES] for at in range(0, len(encoded), PART_BYTES)]
         else:
-            headers, parts = STREAM_HEADERS, [*self._body.events(whole), b""]
+            headers, parts = STREAM_HEADERS, [*self._body.events(whole)]
         if not is_begun:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         for part in parts[:-1]:
