@@ -388,6 +388,25 @@ async def test_an_answer_that_the_client_did_not_take_is_not_delivered() -> None
     assert served.backend.delivered == [1]
 
 
+async def test_a_client_that_leaves_its_body_unfinished_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async with gateway() as served, client() as http:
+        for path in ("v1/messages", "reward"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))
+            lines = [f"POST /s/{SESSION}/{path} HTTP/1.1", "host: localhost", "content-length: 100"]
+            lines += [f"{name}: {value}" for name, value in headers().items()]
+            writer.write("\r\n".join([*lines, "", "{"]).encode())
+            await writer.drain()
+            writer.close()
+            assert await reader.read() == b""
+        done = await http.get(f"{served.base()}/v1/models", headers={**headers(), "host": "a b:\t?#"})
+        assert done.status_code in (200, 400)
+        opened = await http.post(
+            f"{served.url}/v1/runs/{RUN}/sessions", json={}, headers={**RUN_HEADERS, "host": "a b/?#@[::1"}
+        )
+        assert opened.status_code in (200, 400)
+    assert served.backend.calls == [] and caplog.records == []
+
+
 async def test_fields_that_are_null_are_as_if_they_were_not_there() -> None:
     """litellm fills them in."""
     nulls = dict.fromkeys(["id", "role", "content", "name", "arguments", "output", "call_id", "phase", "summary"])
