@@ -514,7 +514,7 @@ def check_draft(output_dir: Path, text: str, run_id: str, source: Path | None = 
         if not problems:
             config = actions.validate_file(output_dir, path, beside=source)
             envs = ", ".join(env.name or env.id for env in config.env)
-            summary = f"{envs} · {config.max_steps} steps of {config.batch_size} samples · lr {config.optim.lr:g}"
+            summary = f"{envs} · {config.max_steps} steps of {config.batch_size} rollouts · lr {config.optim.lr:g}"
     command = add_command(output_dir, text, run_id, source)
     return Check(tuple(problems), one_line(summary, 300), command, tuple(doubts))
 

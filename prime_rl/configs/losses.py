@@ -14,8 +14,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from prime_rl.configs.base import BaseConfig
 
-# What a token's part is divided by: the loss tokens of the batch; those of its sample and the number of samples; or a
-# constant length and the number of samples.
+# What a token's part is divided by: the loss tokens of the batch; those of its rollout and the number of rollouts; or a
+# constant length and the number of rollouts.
 LossMean = Literal["token", "sequence", "constant"]
 
 LossT = TypeVar("LossT", bound="BaseLossConfig")
@@ -148,7 +148,7 @@ class GspoLossConfig(ClippedLossConfig):
     mean: ClassVar[LossMean] = "sequence"
 
     type: Literal["gspo"]
-    """-min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean log r) of the sample; mean over samples."""
+    """-min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean log r) of the sample; mean over rollouts."""
 
     clip_low: float = Field(3e-4, ge=0, le=1)
     """How far s may fall below 1 before a sample stops counting."""
@@ -193,7 +193,7 @@ class DrGrpoLossConfig(ClippedLossConfig):
     mean: ClassVar[LossMean] = "constant"
 
     type: Literal["dr_grpo"]
-    """-min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), summed and divided by samples * length."""
+    """-min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), summed and divided by rollouts * length."""
 
     clip_low: float = Field(0.2, ge=0, le=1)
     """How far r may fall below 1 before a token stops counting."""

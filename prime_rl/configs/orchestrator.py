@@ -287,7 +287,7 @@ class OrchestratorConfig(RunLifetime):
     """`control/orch.toml`: the config of one run."""
 
     batch_size: int = Field(ge=1)
-    """Samples per update, a multiple of `rollouts_per_example`."""
+    """Rollouts per update, a multiple of `rollouts_per_example`."""
 
     rollouts_per_example: int = Field(ge=1, le=int(RANGES["n"].highest))
     """Rollouts per example: the group over which advantages are computed."""

@@ -34,7 +34,19 @@ def test_metrics_of_a_batch() -> None:
     assert (values["async_level/max"], values["async_level/mean"]) == (1, 0.5)
     assert (values["completion_len/mean"], values["prompt_len/mean"], values["truncated/mean"]) == (2, 3, 0)
     assert (values["completion_len/max"], values["prompt_len/max"]) == (2, 3)
+    assert (values["branches/mean"], values["branches/max"]) == (1, 1)
     assert (values["time/step"], values["time/wait_for_policy"], values["groups_dropped"]) == (4.0, 1.0, 2)
+
+
+def test_a_rollout_in_branches_counts_once() -> None:
+    group = a_group(0, [0.0, 1.0], version=1)
+    first = group.rollouts_G[0]
+    many = replace(first, branches=first.branches * 4)
+    values = batch_metrics(3, [replace(group, rollouts_G=[many, group.rollouts_G[1]])], NO_TIME, num_dropped=0)
+    assert (values["branches/mean"], values["branches/max"], values["reward/mean"]) == (2.5, 4, 0.5)
+    assert (values["completion_len/max"], values["prompt_len/max"]) == (8, 3) and not undocumented(
+        "orchestrator", [values]
+    )
 
 
 def test_single_rewards_have_a_mean_each_and_never_too_many() -> None:

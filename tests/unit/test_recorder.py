@@ -22,10 +22,11 @@ from tokenizers import Tokenizer, models
 from prime_rl.configs.base import SamplingConfig
 from prime_rl.contract.calls import Answer, Call, ToolCall, Turn
 from prime_rl.contract.types import MAX_BRANCHES, sample_bytes
-from prime_rl.orchestrator.envs.base import Outcome, RolloutError
+from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, RolloutError, Split
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.recorder import PolicySession, Rollout
+from prime_rl.orchestrator.rollout import GroupFailed
 from tests.budgets import examples
 from tests.orchestrator_support import (
     CHATML,
@@ -35,6 +36,7 @@ from tests.orchestrator_support import (
     make_model,
     make_policy,
     make_run,
+    make_worker,
     publish,
     serving,
 )
@@ -503,3 +505,40 @@ def test_a_rollout_has_room_for_so_many_branches_and_bytes(native: World) -> Non
     native.run(ask(bench, MAX_BRANCHES + 1))
     with pytest.raises(RolloutError, match="257 branches, at most 256 can be trained on: lower max_turns"):
         bench.finish()
+
+
+class Forks:
+    """An environment that begins so many conversations in each of its rollouts, the numbers one after the other."""
+
+    id = "forks"
+
+    def __init__(self, *numbers: int) -> None:
+        self._numbers = iter(numbers)
+        self._example = Example("e", [{"role": "user", "content": "q"}], "")
+
+    def examples(self, split: Split) -> list[Example]:
+        return [self._example]
+
+    async def rollout(self, example: Example, policy: Policy) -> Outcome:
+        for number in range(next(self._numbers)):
+            await policy.complete([{"role": "user", "content": f"q{number}"}])
+        return Outcome(0.5)
+
+
+async def test_a_rollout_that_no_batch_has_room_for_is_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(tmp_path / "model")
+    async with serving(FakeInference(model)) as url:
+        client = make_client(url, tmp_path)
+        policy = make_policy(client, make_run(tmp_path), model)
+        settings: dict[str, Any] = {"rollouts_per_example": 1, "max_rollout_bytes": 2 * sample_bytes(64)}
+        worker = make_worker(client, policy, model, {"forks": Forks(0, 9, 3, 2)}, **settings)
+        (rollout,) = (await worker.group(0)).rollouts_G
+        worker = make_worker(client, policy, model, {"forks": Forks(*[9] * 9)}, **settings)
+        with pytest.raises(GroupFailed, match="RolloutError: its 9 branches take"):
+            await worker.group(0)
+        await client.close()
+    assert len(rollout.branches) == 2
+    for words in ("the environment ended without asking the policy", "its 9 branches take", "its 3 branches take"):
+        assert f"env forks, e: rollout dropped: {words}" in caplog.text
