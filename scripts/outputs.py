@@ -112,6 +112,7 @@ OUTPUTS: dict[str, Keys] = {
         "disk": {"num_bytes": int, "complete": bool, "folders": dict[str, int]},
     },
     "prl runs samples ID": {"samples": [Sample]},
+    "prl runs endpoint ID": {"url": str | None, "key": str},
     "prl runs validate FILE": {
         "file": str,
         "valid": bool,

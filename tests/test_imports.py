@@ -61,7 +61,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "prime_rl/orchestrator/envs": (*LAYER_1, "prime_rl.orchestrator.envs", "httpx", "reasoning_gym"),
     "prime_rl/multinode": (*LAYER_1, "prime_rl.multinode"),
-    "daemons": (*LAYER_1, "daemons", "prime_rl.results", "psutil", "typer"),
+    "daemons": (
+        *LAYER_1,
+        "daemons",
+        "prime_rl.gateway.keys",
+        "prime_rl.gateway.secret",
+        "prime_rl.results",
+        "psutil",
+        "typer",
+    ),
     "prime_rl/results.py": (*LAYER_1, *READS, "daemons.details", "daemons.errors"),
     "tui": (*LAYER_1, *READS, *ACTS, "tui", "textual"),
 }

@@ -47,7 +47,7 @@ from tests.unit.test_daemons_forks import put_version
 ROOT = Path(__file__).parent.parent
 RUN = str(EXAMPLES / "demo" / "reverse.toml")
 # Commands that hand their flags or their work to another process. What `prl fit` prints is checked with its figures.
-ELSEWHERE = {"prl fit", "prl eval TARGET", "prl multinode start"}
+ELSEWHERE = {"prl fit", "prl eval TARGET", "prl multinode start", "prl runs endpoint ID"}
 
 
 @pytest.mark.parametrize("page", reference.PAGES)

@@ -45,17 +45,20 @@ from daemons.commands.common import (
     watch,
 )
 from daemons.details import RunDetails, read_details
-from daemons.errors import WrongUseError
+from daemons.errors import ActionError, WrongUseError
 from daemons.machine import DiskView
 from daemons.pidfile import SupervisorInfo
 from daemons.trash import acting_on
 from daemons.workspace import RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
+from prime_rl.configs.admitted import config_in_effect
 from prime_rl.configs.base import NOT_FOUND, ConfigError, ConfigProblem, load_toml, merge, parse_set
 from prime_rl.configs.validate import key_of
 from prime_rl.contract.layout import OutputDir, check_run_id
 from prime_rl.contract.samples import Sample, read_samples
-from prime_rl.contract.status import STALLED, InferenceStatus, RunState, utc
+from prime_rl.contract.status import STALLED, GatewayStatus, InferenceStatus, RunState, read_status, utc
+from prime_rl.gateway.keys import run_key
+from prime_rl.gateway.secret import workspace_secret
 from prime_rl.utils.text import clean_strings, clean_text, counted, one_line, size_text
 
 _STYLES = {
@@ -381,6 +384,26 @@ def samples(
             say(f"{run_id} has no rollouts: {told}; those that are dropped are not kept: {more}")
         else:
             say(f"{run_id} has no rollouts yet: each batch adds some, unless samples.per_step is 0")
+
+
+@runs_app.command()
+def endpoint(run_id: RunIdArgument, output_dir: OutputDirOption = None, as_json: JsonOption = False) -> None:
+    """Print where an application opens sessions of a run, and the key that it needs.
+
+    The run has an environment with id "sessions". The key is good for all sessions of the run, and stays the same.
+
+    Example: prl runs endpoint run_support
+    """
+    with acting_on(existing_output(output_dir).path, run_id, "reading") as (output, run):
+        if not any(env.sessions for env in config_in_effect(run).env):
+            raise ActionError(f'{run_id} takes no sessions from outside: it has no [[env]] with id = "sessions"')
+        status, key = read_status(output.gateway_status, GatewayStatus), run_key(workspace_secret(output), run_id)
+    url = f"{status.base_url}/v1/runs/{run_id}/sessions" if status and status.state == "running" else None
+    if as_json:
+        print_json({"url": url, "key": key})
+        return
+    say(f"url  {url or 'the gateway is not running: it starts with the run (prl status)'}")
+    say(f"key  {key}")
 
 
 @runs_app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import httpx
 import openai
 import pytest
 
+from daemons.cli import run
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import RunStatus, read_status
+from prime_rl.contract.status import GatewayStatus, RunStatus, StatusWriter, read_status
 from prime_rl.contract.types import TrainingSample, read_batch
 from prime_rl.gateway.keys import run_key
 from prime_rl.gateway.secret import workspace_secret
@@ -78,17 +80,17 @@ class Application:
 @contextlib.asynccontextmanager
 async def a_run(tmp_path: Path, **changes: Any) -> AsyncIterator[tuple[Application, asyncio.Task[int], FakeInference]]:
     """A run with sessions from outside, its orchestrator at work."""
-    model, run = make_model(tmp_path / "model"), make_run(tmp_path)
+    model, folder = make_model(tmp_path / "model"), make_run(tmp_path)
     fake = FakeInference(model)
     async with serving(fake) as inference, gateway_of(tmp_path) as url:
         own = {"env": [{"id": "sessions"}], "client": {"base_url": inference}, **changes}
         config = run_config(model, **BATCH, **own)
-        trainer = asyncio.create_task(stand_in_trainer(run))
-        orchestrator = asyncio.create_task(run_to_the_end(config, run, lambda: False))
+        trainer = asyncio.create_task(stand_in_trainer(folder))
+        orchestrator = asyncio.create_task(run_to_the_end(config, folder, lambda: False))
         application = Application(url, run_key(workspace_secret(OutputDir(tmp_path)), "run_a"))
 
         def waits() -> bool:
-            status = read_status(run.status, RunStatus)
+            status = read_status(folder.status, RunStatus)
             return status is not None and "somebody to open a session" in (status.waiting_on or "")
 
         await until(waits, "the run to wait for sessions")
@@ -102,8 +104,8 @@ async def a_run(tmp_path: Path, **changes: Any) -> AsyncIterator[tuple[Applicati
 
 
 def samples_of(tmp_path: Path) -> list[TrainingSample]:
-    run = OutputDir(tmp_path).run("run_a")
-    return [sample for step in (1, 2) for sample in read_batch(run.rollout_file(step)).samples]
+    folder = OutputDir(tmp_path).run("run_a")
+    return [sample for step in (1, 2) for sample in read_batch(folder.rollout_file(step)).samples]
 
 
 async def test_an_application_trains_the_run_with_what_its_users_do(tmp_path: Path) -> None:
@@ -123,6 +125,24 @@ async def test_an_application_trains_the_run_with_what_its_users_do(tmp_path: Pa
     asked = [body["prompt"] for path, body in fake.requests if path == "/v1/completions"]
     trained = [sample.token_ids for sample in samples]
     assert len(asked) == 16 and all(any(ids[: len(prompt)] == prompt for ids in trained) for prompt in asked)
+
+
+def test_prl_tells_where_a_run_takes_sessions_and_which_key_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = OutputDir(tmp_path)
+    for run_id, env in (("run_a", "sessions"), ("run_b", "reverse-text")):
+        text = f'batch_size = 4\nrollouts_per_example = 1\nmodel.name = "m"\n[[env]]\nid = "{env}"\n'
+        make_run(tmp_path, run_id).orch_toml.write_text(text)
+    where = ["--output-dir", str(tmp_path)]
+    assert run(["runs", "endpoint", "run_a", "--json", *where]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"version": 1, "url": None, "key": run_key(workspace_secret(output), "run_a")}
+    StatusWriter(output.gateway_status, GatewayStatus(base_url="http://127.0.0.1:9", state="running")).update()
+    assert run(["runs", "endpoint", "run_a", *where]) == 0
+    assert "http://127.0.0.1:9/v1/runs/run_a/sessions" in capsys.readouterr().out
+    assert run(["runs", "endpoint", "run_b", *where]) == 1
+    assert "takes no sessions from outside" in capsys.readouterr().err
 
 
 async def test_sessions_of_one_group_are_compared_with_each_other(tmp_path: Path) -> None:
