@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from daemons.cli import run
+from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import GatewayStatus, RunStatus, StatusWriter, read_status
+from prime_rl.contract.status import GatewayStatus, RunStatus, read_status
 from prime_rl.contract.types import TrainingSample, read_batch
 from prime_rl.gateway.keys import run_key
 from prime_rl.gateway.secret import workspace_secret
@@ -138,7 +140,8 @@ def test_prl_tells_where_a_run_takes_sessions_and_which_key_it_needs(
     assert run(["runs", "endpoint", "run_a", "--json", *where]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == {"version": 1, "url": None, "key": run_key(workspace_secret(output), "run_a")}
-    StatusWriter(output.gateway_status, GatewayStatus(base_url="http://127.0.0.1:9", state="running")).update()
+    status = GatewayStatus(base_url="http://127.0.0.1:9", state="running")
+    write_atomic(output.gateway_status, msgspec.json.encode(status))
     assert run(["runs", "endpoint", "run_a", *where]) == 0
     assert "http://127.0.0.1:9/v1/runs/run_a/sessions" in capsys.readouterr().out
     assert run(["runs", "endpoint", "run_b", *where]) == 1
