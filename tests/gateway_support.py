@@ -20,7 +20,6 @@ from prime_rl.contract.calls import (
     Done,
     Open,
     Opened,
-    Refusal,
     Reply,
     Request,
     Reward,
@@ -51,7 +50,7 @@ def answer(turn: Turn | str = "hello", **changes: Any) -> Answer:
 class Scripted:
     """A `Backend`. Calls get what `script` has, an answer once it is empty; `hold` keeps them until it is set."""
 
-    script: deque[Answer | Refusal] = field(default_factory=deque)
+    script: deque[Answer | Exception] = field(default_factory=deque)
     asked: list[tuple[str, Request]] = field(default_factory=list)
     hold: asyncio.Event | None = None
     num_cancelled: int = 0
@@ -67,7 +66,7 @@ class Scripted:
                     self.num_cancelled += 1
                     raise
                 reply = self.script.popleft() if self.script else answer(number=len(self.calls) - 1)
-                if isinstance(reply, Refusal):
+                if isinstance(reply, Exception):
                     raise reply
                 return reply
             case Count():
@@ -107,7 +106,7 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def gateway(*script: Answer | Refusal, keep_alive_s: float = PATIENCE_S) -> AsyncIterator[Served]:
+async def gateway(*script: Answer | Exception, keep_alive_s: float = PATIENCE_S) -> AsyncIterator[Served]:
     """A gateway on the loopback."""
     backend = Scripted(deque(script))
     async with serving(build_app(backend, SECRET, keep_alive_s=keep_alive_s)) as url:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -291,6 +292,9 @@ async def test_a_reward_ends_a_session_or_is_that_of_an_answer() -> None:
         await post({"reward": 0.25, "answer": None, "done": False})
         await post({"reward": None, "error": "the test could not be run"})
         for wrong in (
+            {"rewards": {"x" * 300: 1}},
+            {"rewards": {str(number): 1 for number in range(100)}},
+            {"reward": 1, "answer": 2**70},
             {"reward": "1"},
             {"rewards": [1]},
             {"reward": 1, "answer": -1},
@@ -388,7 +392,7 @@ async def test_an_answer_that_the_client_did_not_take_is_not_delivered() -> None
     assert served.backend.delivered == [1]
 
 
-async def test_a_client_that_leaves_its_body_unfinished_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_leaves_its_body_unfinished_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     async with gateway() as served, client() as http:
         for path in ("v1/messages", "reward"):
             reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))
@@ -404,7 +408,7 @@ async def test_a_client_that_leaves_its_body_unfinished_is_no_error(caplog: pyte
             f"{served.url}/v1/runs/{RUN}/sessions", json={}, headers={**RUN_HEADERS, "host": "a b/?#@[::1"}
         )
         assert opened.status_code in (200, 400)
-    assert served.backend.calls == [] and caplog.records == []
+    assert served.backend.calls == [] and capsys.readouterr().err == ""
 
 
 async def test_fields_that_are_null_are_as_if_they_were_not_there() -> None:
@@ -427,3 +431,14 @@ async def test_fields_that_are_null_are_as_if_they_were_not_there() -> None:
             assert done.status_code == 200, done.text
     assert [call.messages[0] for call in served.backend.calls] == [Turn("user", "hi")] * 3
     assert [turn.role for turn in served.backend.calls[0].messages] == ["user", "assistant", "tool"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_fault_of_the_backend_is_told_in_the_form(
+    is_streamed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with gateway() as served, served.openai(max_retries=0) as sdk:
+        served.backend.script.append(ZeroDivisionError("inner matters"))
+        with pytest.raises(openai.InternalServerError, match="failed: see the log") as caught:
+            await sdk.chat.completions.create(model="m", messages=CHAT["messages"], stream=is_streamed)
+        assert "inner matters" not in str(caught.value) and "inner matters" in capsys.readouterr().err
