@@ -7,7 +7,6 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -27,14 +26,8 @@ from prime_rl.contract.calls import (
     ToolCall,
     Turn,
 )
-from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import GatewayStatus, StatusWriter
 from prime_rl.gateway.app import build_app
 from prime_rl.gateway.keys import run_key, session_key
-from prime_rl.gateway.link import LinkServer
-from prime_rl.gateway.secret import workspace_secret
-from prime_rl.gateway.serve import serving as serving_app
-from prime_rl.utils.runtime import LOOPBACK, bound_socket
 from tests.orchestrator_support import serving
 from tests.patience import PATIENCE_S
 
@@ -126,21 +119,3 @@ def headers(key: str | None = None) -> dict[str, str]:
 
 
 RUN_HEADERS = headers(run_key(SECRET, RUN))
-
-
-@contextlib.asynccontextmanager
-async def gateway_of(workspace: Path) -> AsyncIterator[str]:
-    """The gateway of a workspace, in this process: its URL before /s/ID. Orchestrators find it by its status file."""
-    output = OutputDir(workspace)
-    secret = workspace_secret(output)
-    server = LinkServer(secret)
-    with bound_socket(LOOPBACK, 0) as sock, bound_socket(LOOPBACK, 0) as links:
-        url, link = (f"http://127.0.0.1:{each.getsockname()[1]}" for each in (sock, links))
-        told = GatewayStatus(base_url=url, link=link.removeprefix("http://"), state="running")
-        status = StatusWriter(output.gateway_status, told)
-        async with server.listening(links), serving_app(build_app(server, secret), sock):
-            await asyncio.to_thread(status.update, state="running")
-            try:
-                yield url
-            finally:
-                status.close(state="stopped")

@@ -79,12 +79,12 @@ def publish_random_adapter(run: RunDir, version: int) -> None:
 
 
 @contextlib.contextmanager
-def server(workspace: Path, model: Path) -> Iterator[subprocess.Popen[bytes]]:
+def server(workspace: Path, model: Path, max_model_len: int = 256) -> Iterator[subprocess.Popen[bytes]]:
     workspace.mkdir(exist_ok=True)
     toml = workspace.parent / f"{workspace.name}.toml"
     toml.write_text(
         f'output_dir = "{workspace}"\nport = 0\nnum_threads = 1\nmax_num_seqs = 16\nmax_concurrent_runs = 1\n'
-        f'[model]\nname = "{model}"\nmax_model_len = 256\n'
+        f'[model]\nname = "{model}"\nmax_model_len = {max_model_len}\n'
         f'[model.lora]\nrank = {RANK}\ntarget_modules = ["q_proj", "v_proj"]\n'
     )
     log = (workspace.parent / f"{workspace.name}.log").open("ab")

@@ -23,7 +23,7 @@ from prime_rl.contract.types import TrainingSample, read_batch
 from prime_rl.gateway.keys import run_key
 from prime_rl.gateway.secret import workspace_secret
 from prime_rl.orchestrator.orchestrator import run_to_the_end
-from tests.gateway_support import gateway_of
+from tests.gateway_daemon import gateway_here
 from tests.orchestrator_support import (
     FakeInference,
     make_model,
@@ -84,12 +84,14 @@ async def a_run(tmp_path: Path, **changes: Any) -> AsyncIterator[tuple[Applicati
     """A run with sessions from outside, its orchestrator at work."""
     model, folder = make_model(tmp_path / "model"), make_run(tmp_path)
     fake = FakeInference(model)
-    async with serving(fake) as inference, gateway_of(tmp_path) as url:
+    async with serving(fake) as inference, gateway_here(tmp_path):
         own = {"env": [{"id": "sessions"}], "client": {"base_url": inference}, **changes}
         config = run_config(model, **BATCH, **own)
         trainer = asyncio.create_task(stand_in_trainer(folder))
         orchestrator = asyncio.create_task(run_to_the_end(config, folder, lambda: False))
-        application = Application(url, run_key(workspace_secret(OutputDir(tmp_path)), "run_a"))
+        status = read_status(OutputDir(tmp_path).gateway_status, GatewayStatus)
+        assert status is not None
+        application = Application(status.base_url, run_key(workspace_secret(OutputDir(tmp_path)), "run_a"))
 
         def waits() -> bool:
             status = read_status(folder.status, RunStatus)
