@@ -23,18 +23,18 @@ class _Block(msgspec.Struct):
     """Text, what was thought, a call of a tool or what it returned."""
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
-    text: str = ""
-    thinking: str = ""
-    id: str = ""
-    name: str = ""
-    input: dict[str, Any] = {}
-    tool_use_id: str = ""
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
     content: str | list[Part] | None = None
     is_error: bool | None = None
 
     def result(self) -> Turn:
         text = text_of(self.content)
-        return Turn("tool", f"Error: {text}" if self.is_error else text, call_id=self.tool_use_id)
+        return Turn("tool", f"Error: {text}" if self.is_error else text, call_id=self.tool_use_id or "")
 
 
 class _Message(msgspec.Struct):
@@ -47,11 +47,13 @@ class _Message(msgspec.Struct):
             yield Turn(ROLES[self.role], self.content)
             return
         results = [block.result() for block in self.content if block.type == "tool_result"]
-        texts = [block.text for block in self.content if block.type == "text"]
-        thought = "".join(block.thinking for block in self.content)
+        texts = [block.text or "" for block in self.content if block.type == "text"]
+        thought = "".join(block.thinking or "" for block in self.content)
         used = ((at, block) for at, block in enumerate(self.content) if block.type == "tool_use")
-        given = ((block, forms.plain(block.input, f"{field}.content[{at}].input")) for at, block in used)
-        calls = tuple(ToolCall(block.id, block.name, msgspec.json.encode(each).decode()) for block, each in given)
+        given = ((block, forms.plain(block.input or {}, f"{field}.content[{at}].input")) for at, block in used)
+        calls = tuple(
+            ToolCall(block.id or "", block.name or "", msgspec.json.encode(each).decode()) for block, each in given
+        )
         yield from results
         if texts or calls or thought or not results:
             yield Turn(ROLES[self.role], "\n".join(texts), thought, calls)

@@ -13,7 +13,7 @@ import hmac
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from prime_rl.contract.calls import Answer, Backend, Call, Count, Delivered, Done, Open, Opened, Refusal, Reward
 from prime_rl.contract.layout import LayoutError, check_run_id
 from prime_rl.gateway.anthropic_forms import Messages
-from prime_rl.gateway.forms import Form, decoded, sse
+from prime_rl.gateway.forms import BodyError, Form, decoded, sse
 from prime_rl.gateway.keys import run_key, run_of, session_key
 from prime_rl.gateway.openai_forms import Chat, Completion, Histories, Responses
 from prime_rl.utils.runtime import cancel_all, http_refusal
@@ -37,6 +37,8 @@ MAX_BODY_BYTES = 64 * 2**20
 # Of all requests that are in work. What is beyond it is read to its end without being kept, so the client sees why.
 MAX_HELD_BYTES = 8 * MAX_BODY_BYTES
 BODY_TIMEOUT_S = 60.0
+# Each waits until the client has taken most of what was sent before it.
+PART_BYTES = 2**16
 KEEP_ALIVE_S = 10.0
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 FORMS: dict[str, type[Form]] = {
@@ -47,19 +49,22 @@ FORMS: dict[str, type[Form]] = {
 }
 
 
+_Name = Annotated[str, msgspec.Meta(max_length=256)]
+
+
 class _Opening(msgspec.Struct):
-    example: str = ""
-    group: str = ""
+    example: _Name | None = None
+    group: _Name | None = None
 
 
 class _Reward(msgspec.Struct):
     """`answer` is the number of one; without it the reward is that of the session, and ends it by default."""
 
     reward: float | None = None
-    rewards: dict[str, float] = {}
-    answer: int | None = None
+    rewards: Annotated[dict[_Name, float], msgspec.Meta(max_length=64)] = {}
+    answer: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
     done: bool | None = None
-    error: str = ""
+    error: Annotated[str, msgspec.Meta(max_length=1000)] = ""
 
 
 def build_app(backend: Backend, secret: bytes, *, keep_alive_s: float = KEEP_ALIVE_S) -> Starlette:
@@ -95,7 +100,7 @@ class _Gateway:
                 route("DELETE", base, self._close),
             ],
             middleware=[Middleware(_Guard)],
-            exception_handlers={HTTPException: _unknown},
+            exception_handlers={HTTPException: _failed, Exception: _failed},
         )
         self.app.router.redirect_slashes = False
 
@@ -133,8 +138,8 @@ class _Gateway:
         session = self._session(request)
         given = decoded(await _body(request), _Reward)
         closes = given.answer is None if given.done is None else given.done
-        if given.answer is not None and not (given.reward is not None and 0 <= given.answer < 2**63):
-            raise Refusal(400, "invalid_request", "answer: must be the number of an answer, with a reward")
+        if given.answer is not None and given.reward is None:
+            raise BodyError("reward", "must be a number with `answer`")
         reward = Reward(given.reward, given.rewards, given.answer, closes, given.error)
         return await self._done(session, reward)
 
@@ -154,7 +159,7 @@ class _Gateway:
             raise Refusal(404, "not_found", str(error)) from error
         self._check_key(request, run_key(self._secret, run_id))
         asked = decoded(await _body(request) or b"{}", _Opening)
-        opened = await self._backend.ask(run_id, Open(asked.example, asked.group))
+        opened = await self._backend.ask(run_id, Open(asked.example or "", asked.group or ""))
         assert isinstance(opened, Opened)
         base, key = f"{request.base_url}s/{opened.session}", session_key(self._secret, opened.session)
         where = {"base_url": f"{base}/v1", "anthropic_base_url": base, "api_key": key}
@@ -228,9 +233,9 @@ class _Exchange:
         if not self._body.stream:
             encoded = msgspec.json.encode(whole)
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(encoded))]
-            parts = [encoded]
+            parts = [encoded[at : at + PART_BYTES] for at in range(0, len(encoded), PART_BYTES)]
         else:
-            headers, parts = STREAM_HEADERS, [*self._body.events(whole), b""]
+            headers, parts = STREAM_HEADERS, [*self._body.events(whole)]
         if not is_begun:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         for part in parts[:-1]:
@@ -317,7 +322,9 @@ def _refused(error: Refusal, form: type[Form]) -> Response:
     return _json(form.error(error), error.status, headers)
 
 
-def _unknown(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return _refused(Refusal(error.status_code, "not_found", message), Form)
+def _failed(request: Request, error: Exception) -> Response:
+    """The answer where no route has one: the path is unknown, or there is a fault, which the log has as well."""
+    path = f"{request.method} {request.url.path}"
+    if isinstance(error, HTTPException):
+        return _refused(Refusal(error.status_code, "not_found", f"{path}: {error.detail}"), Form)
+    return _refused(Refusal(500, "internal_error", f"{path}: failed: see the log of this server"), Form)

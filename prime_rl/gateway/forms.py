@@ -18,8 +18,9 @@ from prime_rl.contract.files import UNDECODABLE
 from prime_rl.contract.served import MAX_STOP_CHARS, MAX_STOPS
 from prime_rl.utils.text import one_line
 
-# Each takes time in which no other request is read. Commas of texts count too.
-MAX_VALUES, MAX_LEVELS = 2**20, 64
+# Of a body: each takes time in which no other request is read. Those of texts count too.
+MAX_BRACKETS, MAX_COMMAS = 2**16, 2**20
+MAX_LEVELS = 64
 CHUNK_CHARS = 256
 MAX_MESSAGE_CHARS = 1000
 # What mini-swe-agent looks for: it repeats any other refusal.
@@ -97,8 +98,8 @@ class Function(msgspec.Struct, omit_defaults=True):
 
 def decoded(body: bytes, kind: type[T]) -> T:
     """The body as `kind`. Raises BodyError."""
-    if sum(map(body.count, (b"[", b"{", b","))) > MAX_VALUES:
-        raise BodyError("body", f"must have at most {MAX_VALUES} brackets and commas")
+    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS or body.count(b",") > MAX_COMMAS:
+        raise BodyError("body", f"must have at most {MAX_BRACKETS} brackets and {MAX_COMMAS} commas")
     try:
         return msgspec.json.decode(body, type=kind)
     except UNDECODABLE as error:
@@ -106,21 +107,19 @@ def decoded(body: bytes, kind: type[T]) -> T:
         raise BodyError(place.strip(".`") or "body", problem) from None
 
 
-def plain(value: T, field: str) -> T:
+def plain(value: dict[str, Any], field: str) -> dict[str, Any]:
     """`value`, whose form is the client's own affair. Raises BodyError when it could not be passed on."""
     try:
         msgspec.msgpack.encode(value)
-        fits = _levels(value) <= MAX_LEVELS
     except (OverflowError, RecursionError):
-        fits = False
-    if not fits:
-        raise BodyError(field, f"must have integers of 64 bits, and at most {MAX_LEVELS} values in one another")
-    return value
-
-
-def _levels(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_levels, inner), default=0)
+        raise BodyError(field, "must have integers of at most 64 bits") from None
+    level: list[Any] = [value]
+    for _ in range(MAX_LEVELS):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for values in inner for each in values if isinstance(each, (dict, list))]
+        if not level:
+            return value
+    raise BodyError(field, f"must have at most {MAX_LEVELS} objects and lists in one another")
 
 
 def text_of(content: str | Sequence[Part] | None) -> str:

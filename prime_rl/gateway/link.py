@@ -2,7 +2,7 @@
 
 The orchestrator dials and proves that it knows the workspace's secret. A newer connection of a run replaces the older
 one. Messages are frames (`utils.frames`): the gateway's begin with `Challenge`, the orchestrator's with `Hello`; then
-`Ask` and `Cancel`, `Replied` and `Refused`, and from both ends `Beat`. `key` is a request. Whatever is wrong with a
+`Ask` and `Cancel`, `Replied`, and from both ends `Beat`. `key` is a request. Whatever is wrong with a
 connection ends that one only.
 """
 
@@ -16,12 +16,11 @@ import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from prime_rl.contract.calls import Backend, Open, Refusal, Reply, Request
+from prime_rl.contract.calls import Backend, Call, Open, Refusal, Reply, Request
 from prime_rl.contract.files import UNDECODABLE
 from prime_rl.gateway.keys import run_of
 from prime_rl.utils.frames import frame, read_payload
@@ -50,7 +49,7 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """A request in a session, or for `Open` of a run. `Replied` or `Refused` follows."""
+    """A request in a session, or for `Open` of a run. `Replied` follows."""
 
     key: int
     session: str
@@ -77,25 +76,24 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     max_model_len: int | None = None
 
 
-class Replied(msgspec.Struct, frozen=True, tag=True):
-    """The reply to an `Ask`."""
-
-    key: int
-    reply: Reply
-
-
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The refusal of an `Ask`, as `calls.Refusal` has it."""
+    """As `calls.Refusal` has it."""
 
-    key: int
     status: int
     code: str
     message: str
     retry_after_s: float | None = None
 
 
+class Replied(msgspec.Struct, frozen=True, tag=True):
+    """The reply to an `Ask`, or its refusal."""
+
+    key: int
+    reply: Reply | Refused
+
+
 decode_asked = msgspec.msgpack.Decoder(Challenge | Ask | Cancel | Beat).decode
-decode_replied = msgspec.msgpack.Decoder(Hello | Replied | Refused | Beat).decode
+decode_replied = msgspec.msgpack.Decoder(Hello | Replied | Beat).decode
 
 
 def _proof(secret: bytes, run_id: str, nonce: str) -> str:
@@ -167,15 +165,16 @@ class _Peer:
         finally:
             del self._waiting[key]
 
-    def take(self, message: Replied | Refused | Beat) -> None:
+    def take(self, message: Replied | Beat) -> None:
         """Hand out what the orchestrator said."""
         if isinstance(message, Beat):
             self.num_sessions = message.num_sessions
-        elif (reply := self._waiting.get(message.key)) is not None and not reply.done():
-            if isinstance(message, Replied):
-                reply.set_result(message.reply)
+        elif (waiting := self._waiting.get(message.key)) is not None and not waiting.done():
+            reply = message.reply
+            if isinstance(reply, Refused):
+                waiting.set_exception(Refusal(reply.status, reply.code, reply.message, reply.retry_after_s))
             else:
-                reply.set_exception(Refusal(message.status, message.code, message.message, message.retry_after_s))
+                waiting.set_result(reply)
 
     def end(self) -> None:
         """Refuse what waits: asked again, it joins what is still being answered."""
@@ -189,11 +188,11 @@ class LinkServer:
     """The gateway's end: a `contract.calls.Backend` that asks the orchestrators that are connected.
 
     Attributes:
-        num_asked: requests since the start.
+        num_calls: those asked since the start.
     """
 
     def __init__(self, secret: bytes) -> None:
-        self.num_asked = 0
+        self.num_calls = 0
         self._secret = secret
         self._peers: dict[str, _Peer] = {}
         self._strangers: dict[Wire, None] = {}
@@ -227,7 +226,7 @@ class LinkServer:
     async def ask(self, session: str, request: Request) -> Reply:
         """The reply of the run's orchestrator. Raises Refusal."""
         run_id = session if isinstance(request, Open) else run_of(session) or ""
-        self.num_asked += 1
+        self.num_calls += isinstance(request, Call)
         if (peer := self._peers.get(run_id)) is None:
             raise _away(run_id)
         return await peer.ask(session, request)
@@ -306,6 +305,13 @@ async def answer_link(
     `greeted` is called once the gateway believes who this is. Requests under way go on without the connection.
     """
     wire, under_way = Wire(reader, writer), dict[int, asyncio.Task[None]]()
+
+    async def answer(asked: Ask) -> None:
+        try:
+            wire.send(Replied(asked.key, await _reply(asked, backend)))
+        finally:
+            del under_way[asked.key]
+
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(wire.close)
         challenge = await wire.read(decode_asked, HELLO_TIMEOUT_S, MAX_HELLO_BYTES)
@@ -318,24 +324,17 @@ async def answer_link(
         greeted()
         while True:
             if isinstance(message, Ask):
-                task = under_way[message.key] = asyncio.create_task(_answer(wire, message, backend))
-                task.add_done_callback(partial(_forget, under_way, message.key))
+                under_way[message.key] = asyncio.create_task(answer(message))
             elif isinstance(message, Cancel) and (found := under_way.get(message.key)):
                 found.cancel()
             message = await wire.read(decode_asked, LOST_AFTER_S)
 
 
-def _forget(under_way: dict[int, asyncio.Task[None]], key: int, task: asyncio.Task[None]) -> None:
-    under_way.pop(key, None)
-
-
-async def _answer(wire: Wire, asked: Ask, backend: Backend) -> None:
+async def _reply(asked: Ask, backend: Backend) -> Reply | Refused:
     try:
-        reply = await backend.ask(asked.session, asked.request)
-        wire.send(Replied(asked.key, reply))
+        return await backend.ask(asked.session, asked.request)
     except Refusal as refusal:
-        words = one_line(refusal.message, 2000)
-        wire.send(Refused(asked.key, refusal.status, refusal.code, words, refusal.retry_after_s))
+        return Refused(refusal.status, refusal.code, one_line(refusal.message, 2000), refusal.retry_after_s)
     except Exception as error:  # a fault of ours: the gateway's client must not wait for ever
         logger.exception("a request of the gateway failed")
-        wire.send(Refused(asked.key, 500, "error", one_line(f"{type(error).__name__}: {error}", 1000)))
+        return Refused(500, "error", one_line(f"{type(error).__name__}: {error}", 1000))

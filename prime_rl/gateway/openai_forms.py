@@ -203,7 +203,7 @@ class _Item(msgspec.Struct):
     """A message, a thought, a call of a function or what it returned."""
 
     type: Literal["message", "reasoning", "function_call", "function_call_output"] | None = None
-    role: Name = "user"
+    role: Name | None = None
     content: str | list[Part] | None = None
     summary: list[Part] | None = None
     call_id: str | None = None
@@ -236,7 +236,7 @@ def _turns(items: Sequence[_Item]) -> list[Turn]:
                 found.append(last := _Draft())
             last.calls.append(ToolCall(item.call_id or "", item.name or "", item.arguments or ""))
         elif item.role != "assistant":
-            found.append(Turn(forms.ROLES[item.role], text_of(item.content)))
+            found.append(Turn(forms.ROLES[item.role or "user"], text_of(item.content)))
         elif last and last.content is None and not last.calls:
             last.content = text_of(item.content)
         else:

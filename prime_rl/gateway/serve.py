@@ -64,6 +64,7 @@ async def serving(app: ASGIApp, sock: socket.socket) -> AsyncIterator[None]:
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=DRAIN_S,
+        timeout_keep_alive=round(HEAD_TIMEOUT_S),  # longer than SDKs keep theirs, so none meets a closed one
         backlog=BACKLOG,
         lifespan="off",
         ws="none",

@@ -106,7 +106,7 @@ async def serve(
                     waiting_on=None if server.num_runs else "the orchestrator of a run to connect",
                     num_runs=server.num_runs,
                     num_sessions=server.num_sessions,
-                    calls_per_min=round(60 * rate.per_s(server.num_asked), 1),
+                    calls_per_min=round(60 * rate.per_s(server.num_calls), 1),
                 )
             await asyncio.sleep(POLL_S)
         await asyncio.to_thread(status.update, state="stopping", waiting_on="the answers under way")

@@ -349,7 +349,7 @@ class Link:
             if status is not None and status.link:
                 try:
                     await self._connected(status)
-                except (OSError, Lost) as error:
+                except (OSError, ValueError, Lost) as error:
                     trouble = f"the gateway at {status.link} ({one_line(str(error), 200)})"
             was_served = self._sessions.waiting_on is None
             self._sessions.served_at(None, trouble)
