@@ -149,11 +149,6 @@ class AgentArgs(RowsArgs):
         return self.reward if self.reward and FUNCTION.fullmatch(self.reward) else None
 
     @property
-    def verifier(self) -> list[str]:
-        """The command that gives the reward."""
-        return self.reward_command or list(TEST)
-
-    @property
     def is_tested(self) -> bool:
         """True when each task's own tests give the reward."""
         return self.way == "command" and not self.reward_command

@@ -27,6 +27,7 @@ from prime_rl.configs.jsonl import packed, place_of
 from prime_rl.configs.orchestrator import AdvantageConfig
 from prime_rl.configs.reports import SamplesConfig
 from prime_rl.configs.validate import load_run_config
+from prime_rl.contract.calls import Reward
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import MAX_BRANCHES
 from prime_rl.orchestrator.batch import assemble_batch
@@ -40,6 +41,7 @@ from prime_rl.orchestrator.envs.agent_env import (
 from prime_rl.orchestrator.envs.agent_judge import read_score
 from prime_rl.orchestrator.envs.base import Example, Outcome
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFault, TimedOut, Transient
+from prime_rl.orchestrator.envs.child import Posted, RemotePolicy
 from prime_rl.orchestrator.envs.process import ProcessEnvironment
 from prime_rl.orchestrator.recorder import Branch, Rollout
 from prime_rl.orchestrator.report import SampleKeeper
@@ -61,16 +63,6 @@ post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", call)
 """
 
 
-class Posted:
-    """What came to the session."""
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-        self.rewards: dict[str, float] = {}
-        self.error = ""
-        self.closed = asyncio.Event()
-
-
 class Server:
     """An endpoint on the loopback that answers one text and keeps what it was sent; rewards go to `posted`."""
 
@@ -86,8 +78,8 @@ class Server:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.seen.append((self.path, self.headers.get("Authorization", ""), body))
                 if self.path.endswith("/reward") and (posted := outer.posted):
-                    posted.value, posted.rewards = body.get("reward"), body.get("rewards", {})
-                    loop.call_soon_threadsafe(posted.closed.set)
+                    reward = Reward(body.get("reward"), body.get("rewards", {}), error=body.get("error", ""))
+                    loop.call_soon_threadsafe(posted.take, reward)
                 data = json.dumps(outer.answers.pop(0) if outer.answers else CHAT).encode()
                 self.send_response(outer.status)
                 self.send_header("Content-Type", "application/json")
@@ -107,16 +99,11 @@ class Server:
         self._server.server_close()
 
 
-class Policy:
-    """The policy of one rollout as its process has it."""
+class Policy(RemotePolicy):
+    """The policy of one rollout as its process has it, with an endpoint that a test serves."""
 
     def __init__(self, url: str = "http://127.0.0.1:9") -> None:
-        self.answer_lens = [3]
-        self.endpoint = (f"{url}/s/run_a.Ab1/v1", "secret")
-        self.posted = Posted()
-
-    async def complete(self, messages: Any) -> str:
-        raise AssertionError("an agent asks through its endpoint")
+        super().__init__(1, lambda report: None, (f"{url}/s/run_a.Ab1/v1", "secret"))
 
 
 @pytest.fixture
@@ -271,6 +258,10 @@ async def test_a_posted_reward_counts_and_ends_what_does_not_end(rows: Path, mon
     finally:
         server.close()
     assert (outcome.reward, outcome.rewards) == (0.25, {"form": 1.0})
+    failed = Policy()
+    failed.posted.take(Reward(0.5, error="the tool is broken"))
+    with pytest.raises(EnvironmentFault, match=r"^it posted the tool is broken$"):
+        await once(rows, "", failed, reward="posted")
     with pytest.raises(EnvironmentFault, match=r"^it posted no reward; its last output: bye$"):
         await once(rows, "print('bye')", reward="posted")
 
@@ -454,7 +445,6 @@ async def test_a_program_that_asks_nothing_is_a_fault(rows: Path) -> None:
 
     config = EnvConfig.model_validate({"id": "agent", "args": {"command": ["x"], "path": str(rows)}})
     policy = Policy()
-    policy.answer_lens = []
     env = CheckedEnvironment(Silent(), config, max_failure_share=1.0)
     with pytest.raises(EnvironmentFault, match=r"without asking the policy; its last output: I did \| nothing"):
         await env.rollout(Example("e", [], ""), policy)

@@ -16,17 +16,18 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tarfile
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from prime_rl.configs.agents import AGENT, AgentArgs, read_tasks
+from prime_rl.configs.agents import AGENT, TEST, AgentArgs, read_tasks
 from prime_rl.configs.base import build
 from prime_rl.configs.jsonl import MAX_FOLDER_BYTES, Row, packed, read_rows
 from prime_rl.contract.files import UNDECODABLE, closing, open_lock, read_file
@@ -37,6 +38,9 @@ from prime_rl.orchestrator.envs.jsonl_env import Scored, example_of, own_code
 from prime_rl.orchestrator.envs.process import environment_of_its_own
 from prime_rl.utils import process as keeper
 from prime_rl.utils.text import one_line
+
+if TYPE_CHECKING:
+    from prime_rl.orchestrator.envs.child import RemotePolicy
 
 MAX_REWARD_BYTES = 64 << 10
 # Of what a program prints, the newest is kept.
@@ -103,13 +107,12 @@ class AgentEnvironment:
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         """One run of the program, and its score. Raises EnvironmentFault."""
-        endpoint = cast("tuple[str, str] | None", getattr(policy, "endpoint", None))
+        endpoint, posted = cast("RemotePolicy", policy).endpoint, cast("RemotePolicy", policy).posted
         if endpoint is None:
             raise EnvironmentFault("there is no endpoint for the program to ask the policy")
         place = self._root / str(next(self._numbers))
         try:
             await asyncio.to_thread(self._prepare, example, place)
-            posted = cast("Posted | None", getattr(policy, "posted", None))
             ended = await self._run(self._args.command, place, self._variables(endpoint), posted)
             if ended.code and not self._args.allow_failure:
                 hint = f" ({LIMITED[ended.code]})" if ended.code in LIMITED else ""
@@ -223,28 +226,24 @@ class AgentEnvironment:
             if process.returncode is None:
                 keeper.kill_tree(process.pid)
             if self._args.runtime != "process":
-                remover = await asyncio.create_subprocess_exec(
-                    *(self._args.runtime, "rm", "--force", name),
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.DEVNULL,
-                )
-                await remover.wait()
+                remove = [self._args.runtime, "rm", "--force", name]
+                with contextlib.suppress(OSError, subprocess.SubprocessError):
+                    await asyncio.to_thread(subprocess.run, remove, capture_output=True, timeout=END_GRACE_S)
         async with self._starting:
             keeper.end_orphans(self._keepers)
         await process.wait()
         self._keepers.discard(process.pid)
         working.cancel()
 
-    async def _score(self, example: Example, place: Path, ended: Ended, posted: Posted | None) -> Outcome:
+    async def _score(self, example: Example, place: Path, ended: Ended, posted: Posted) -> Outcome:
         """The score of what a program left. Raises EnvironmentFault, and what a function of the run's own raises."""
         way, folder = self._args.way, place / "work"
         if way == "file":
             return reward_file(folder / "reward.json")
         if way == "posted":
-            if posted is None or posted.total is None or posted.error:
-                reason = posted and posted.error
-                raise EnvironmentFault(f"it posted {'no reward' if not reason else one_line(reason, 300)}")
-            return Outcome(posted.total, rewards=dict(posted.rewards))
+            if posted.total is None or posted.error:
+                raise EnvironmentFault(f"it posted {one_line(posted.error, 300) or 'no reward'}")
+            return Outcome(posted.total, rewards=posted.rewards)
         if way == "command":
             return await self._verified(example, place)
         if way == "judge":
@@ -269,7 +268,7 @@ class AgentEnvironment:
             "PRL_EXAMPLE": str(folder / "example.json") if is_process else "/work/example.json",
             "PRL_VERIFIER_DIR": str(logs) if is_process else "/logs/verifier",
         }
-        ended = await self._run(self._args.verifier, place, variables)
+        ended = await self._run(self._args.reward_command or TEST, place, variables)
         for name in ("reward.txt", "reward.json"):
             if (logs / name).exists():
                 return reward_file(logs / name)
@@ -339,8 +338,9 @@ def folder_of_its_own() -> tuple[Path, int]:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(old, ignore_errors=True)
     root = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-    lock = open_lock(root / LOCK)
+    lock = open_lock(root / "new")
     fcntl.flock(lock, fcntl.LOCK_EX)
+    (root / "new").rename(root / LOCK)  # nobody finds it without its lock
     return root, lock
 
 

@@ -76,21 +76,17 @@ class Judge:
             except httpx.HTTPError as error:
                 reason = f"{type(error).__name__} {error}"
                 continue
-            if response.status_code == 200:
-                return _answer(response)
             reason = f"HTTP {response.status_code} {one_line(response.text, 200)}"
+            try:
+                if response.status_code == 200:
+                    found: Any = response.json()
+                    tokens = (found.get("usage") or {}).get("total_tokens") or 0
+                    return str(found["choices"][0]["message"]["content"]), int(tokens)
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+                raise Transient(f"the judge's answer is not a chat completion: {reason}") from None
             if response.status_code not in (408, 409, 429) and response.status_code < 500:
                 raise EnvironmentFault(f"the judge at {url} refuses: {reason}")
         raise Transient(f"the judge at {url} does not answer: {reason}")
-
-
-def _answer(response: httpx.Response) -> tuple[str, int]:
-    try:
-        found: Any = response.json()
-        content, usage = found["choices"][0]["message"]["content"], found.get("usage") or {}
-        return str(content), int(usage.get("total_tokens") or 0)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise Transient(f"the judge's answer is not a chat completion: {one_line(response.text, 200)}") from None
 
 
 def read_score(answer: str) -> float | None:
