@@ -21,7 +21,7 @@ from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.types import TrainingSample, read_batch
 from prime_rl.orchestrator.envs import ProcessEnvironment
 from prime_rl.orchestrator.orchestrator import run_to_the_end
-from tests.gateway_support import gateway_here
+from tests.gateway_daemon import gateway_here
 from tests.orchestrator_support import (
     IM_END,
     FakeInference,

@@ -21,7 +21,7 @@ from prime_rl.orchestrator.policy import ChatTokenizer, TurnSampler
 from prime_rl.orchestrator.recorder import PolicySession
 from prime_rl.orchestrator.sessions import Link, OpenSession, Sessions
 from prime_rl.utils.runtime import bound_socket
-from tests.gateway_support import Gateway
+from tests.gateway_daemon import Gateway
 from tests.orchestrator_support import FakeInference, connected, make_model, make_run, serving, until
 from tests.patience import PATIENCE_S
 

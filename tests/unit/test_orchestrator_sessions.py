@@ -28,7 +28,7 @@ from prime_rl.orchestrator.recorder import PolicySession
 from prime_rl.orchestrator.sessions import MAX_ANSWERS_KEPT, MAX_AT_ONCE, Link, OpenSession, Sessions
 from prime_rl.utils.frames import frame
 from prime_rl.utils.secrets import SecretError
-from tests.gateway_support import gateway_here
+from tests.gateway_daemon import gateway_here
 from tests.orchestrator_support import FakeInference, connected, make_model, make_run, serving, until
 
 SECRET = b"s" * 43
