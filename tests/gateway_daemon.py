@@ -1,121 +1,68 @@
-"""A gateway of a workspace for tests: its daemon, and one in this process."""
+"""A workspace's gateway for tests: the daemon as a process, or its parts in this one."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections import deque
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
+import msgspec
+import tomli_w
 
-from prime_rl.contract.calls import (
-    Answer,
-    Call,
-    Count,
-    Delivered,
-    Done,
-    Open,
-    Opened,
-    Reply,
-    Request,
-    Reward,
-    ToolCall,
-    Turn,
-)
+from prime_rl.contract.files import write_atomic
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import GatewayStatus, read_status
 from prime_rl.gateway.app import build_app
-from prime_rl.gateway.keys import run_key, session_key
-from tests.orchestrator_support import serving
+from prime_rl.gateway.link import LinkServer
+from prime_rl.gateway.secret import workspace_secret
+from prime_rl.gateway.serve import serving
+from prime_rl.utils.runtime import bound_socket
 from tests.patience import PATIENCE_S
 
-SECRET = b"a secret of the workspace"
-RUN = "run_a.b"
-SESSION = f"{RUN}.abcd1234"
-WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-CALLED = Turn("assistant", calls=(ToolCall("call_1", "weather", '{"city": "Bern"}'),))
-THOUGHT = Turn("assistant", "It is cold.", "Winter, so cold.")
 
+class Gateway:
+    """The daemon of a workspace, as the supervisor starts it."""
 
-def answer(turn: Turn | str = "hello", **changes: Any) -> Answer:
-    """An answer of two tokens."""
-    turn = Turn("assistant", turn) if isinstance(turn, str) else turn
-    given: dict[str, Any] = {"turn": turn, "finish": "stop", "num_prompt_tokens": 5, "token_ids": [7, 8]}
-    return Answer(**{**given, "logprobs": [-0.5, -1.5], "version": 3, **changes})
+    def __init__(self, workspace: Path, **config: Any) -> None:
+        self.output = OutputDir(workspace)
+        self._config = workspace / "gateway.toml"
+        self._config.write_text(tomli_w.dumps({"output_dir": str(workspace), **config}))
+        self.process: subprocess.Popen[bytes] | None = None
 
+    def start(self) -> None:
+        command = [sys.executable, "-m", "prime_rl.gateway.server", "@", str(self._config)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE)
 
-@dataclass
-class Scripted:
-    """A `Backend`. Calls get what `script` has, an answer once it is empty; `hold` keeps them until it is set."""
-
-    script: deque[Answer | Exception] = field(default_factory=deque)
-    asked: list[tuple[str, Request]] = field(default_factory=list)
-    hold: asyncio.Event | None = None
-    num_cancelled: int = 0
-
-    async def ask(self, session: str, request: Request) -> Reply:
-        self.asked.append((session, request))
-        match request:
-            case Call():
-                try:
-                    if self.hold:
-                        await self.hold.wait()
-                except asyncio.CancelledError:
-                    self.num_cancelled += 1
-                    raise
-                reply = self.script.popleft() if self.script else answer(number=len(self.calls) - 1)
-                if isinstance(reply, Exception):
-                    raise reply
-                return reply
-            case Count():
-                return Done(11)
-            case Open():
-                return Opened(f"{session}.0123456789", {"question": request.example})
-            case Delivered() | Reward():
-                return Done()
-
-    def max_model_len(self, session: str) -> int | None:
-        return 4096
+    def end(self, number: signal.Signals) -> tuple[int, str]:
+        """Exit code and log."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        _, log = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, log.decode()
 
     @property
-    def calls(self) -> list[Call]:
-        return [request for _, request in self.asked if isinstance(request, Call)]
+    def status(self) -> GatewayStatus:
+        found = read_status(self.output.gateway_status, GatewayStatus)
+        assert found is not None
+        return found
 
-    @property
-    def delivered(self) -> list[int]:
-        return [request.number for _, request in self.asked if isinstance(request, Delivered)]
-
-
-@dataclass
-class Served:
-    """A gateway that listens, and its backend."""
-
-    backend: Scripted
-    url: str
-
-    def base(self, session: str = SESSION) -> str:
-        return f"{self.url}/s/{session}"
-
-    def openai(self, key: str = session_key(SECRET, SESSION), **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.base()}/v1", api_key=key, timeout=PATIENCE_S, **options)
-
-    def anthropic(self, key: str = session_key(SECRET, SESSION), **options: Any) -> anthropic.AsyncAnthropic:
-        return anthropic.AsyncAnthropic(base_url=self.base(), api_key=key, timeout=PATIENCE_S, **options)
+    def is_up(self) -> bool:
+        status, process = read_status(self.output.gateway_status, GatewayStatus), self.process
+        return status is not None and process is not None and (status.pid, status.state) == (process.pid, "running")
 
 
 @contextlib.asynccontextmanager
-async def gateway(*script: Answer | Exception, keep_alive_s: float = PATIENCE_S) -> AsyncIterator[Served]:
-    """A gateway on the loopback."""
-    backend = Scripted(deque(script))
-    async with serving(build_app(backend, SECRET, keep_alive_s=keep_alive_s)) as url:
-        yield Served(backend, url.removesuffix("/v1"))
-
-
-def headers(key: str | None = None) -> dict[str, str]:
-    """Of a request with a key: that of the session, unless another one is given."""
-    return {"authorization": f"Bearer {key or session_key(SECRET, SESSION)}", "content-type": "application/json"}
-
-
-RUN_HEADERS = headers(run_key(SECRET, RUN))
+async def gateway_here(workspace: Path) -> AsyncIterator[LinkServer]:
+    """All of a gateway but its process; orchestrators find it by its status file."""
+    output = OutputDir(workspace)
+    secret = workspace_secret(output)
+    server, sock, links = LinkServer(secret), bound_socket("127.0.0.1", 0), bound_socket("127.0.0.1", 0)
+    address, link = (f"127.0.0.1:{each.getsockname()[1]}" for each in (sock, links))
+    status = GatewayStatus(base_url=f"http://{address}", address=address, link=link, state="running")
+    async with server.listening(links), serving(build_app(server, secret), sock):
+        write_atomic(output.gateway_status, msgspec.json.encode(status))
+        yield server

@@ -121,11 +121,14 @@ async def test_a_call_goes_on_while_somebody_waits_and_ends_with_the_last(tmp_pa
             lost = asyncio.create_task(ask(hasty, other, asks("a")))
             await until(lambda: len(at.inference.completions) == 2, "the request of the hasty one")
             lost.cancel()
+            await until(lambda: not other.asked, "the call to be given up")
+            again = asyncio.create_task(ask(hasty, other, asks("a")))  # while the first still ends
             await until(lambda: at.inference.num_cancelled == 1, "the place to be free")
+            await until(lambda: len(at.inference.completions) == 3, "the request of the next one")
             let_go.set()
             answer = await retry
-            assert len(at.inference.completions) == 2 and await ask(patient, session, asks("a")) == answer
-            assert (await ask(hasty, other, asks("a"))).number == 0
+            assert await ask(patient, session, asks("a")) == answer and (await again).number == 0
+            assert len(at.inference.completions) == 3
 
 
 async def test_what_is_beyond_a_limit_is_refused_so_that_every_client_ends(tmp_path: Path) -> None:
