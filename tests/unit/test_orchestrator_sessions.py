@@ -187,7 +187,7 @@ async def test_a_closed_session_refuses_and_has_its_reward(tmp_path: Path) -> No
             assert (await refused(sessions, session.id, asks("a"))).code == "closed"
         gone = await refused(sessions, session.id, asks("a"))
         assert (gone.status, gone.retry_after_s) == (410, None)
-        assert (await refused(sessions, "run_a", Open())).status == 400
+        assert (await refused(sessions, "run_a", Open())).status == 404
         await until(lambda: at.inference.num_cancelled == 1, "the place to be free")
 
 
