@@ -162,6 +162,28 @@ async def test_a_body_has_a_limit() -> None:
     assert len(served.backend.calls) == 1
 
 
+async def test_large_bodies_in_work_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.gateway.app.MAX_BODY_BYTES", 700_000)
+    monkeypatch.setattr("prime_rl.gateway.app.MAX_HELD_BYTES", 1_000_000)
+
+    def sized(size: int) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": "x" * size}]}
+
+    async with gateway() as served, client() as http:
+        url = f"{served.base()}/v1/messages"
+        for _ in range(2):
+            served.backend.hold = asyncio.Event()
+            first = asyncio.create_task(http.post(url, json=sized(600_000), headers=headers()))
+            await until(lambda: len(served.backend.calls) % 3 == 1, "the first call")
+            refused = await http.post(url, json=sized(600_000), headers=headers())
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert (await http.post(url, json=sized(800_000), headers=headers())).status_code == 413
+            served.backend.hold.set()
+            assert (await first).status_code == 200
+            for _ in range(2):
+                assert (await http.post(url, json=sized(600_000), headers=headers())).status_code == 200
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "body",
