@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.loop_async import async_figures
 from benchmarks.loop_engines import embedded_vs_vllm_figures, first_token_figures
+from benchmarks.loop_gateway import gateway_figures
 from benchmarks.loop_orchestrator import idle_50_orchestrators_cpu, rollouts_per_s
 from benchmarks.loop_prefix import prefix_figures
 from benchmarks.loop_publish import publish_figures
@@ -20,4 +21,5 @@ def run() -> dict[str, float]:
         **first_token_figures(),
         **prefix_figures(),
         **stall_figures(),
+        **gateway_figures(),
     }
