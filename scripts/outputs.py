@@ -140,6 +140,7 @@ OUTPUTS: dict[str, Keys] = {
                         "rewards": dict[str, float],
                         "metrics": dict[str, float],
                         "error": str | None,
+                        "output": str,
                     }
                 ],
             }
