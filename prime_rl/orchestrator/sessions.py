@@ -43,6 +43,8 @@ _LETTERS = string.ascii_letters + string.digits
 MAX_AT_ONCE = 16
 # The newest answers of a session, by which repeated requests are known.
 MAX_ANSWERS_KEPT = 64
+# Rewards of one session.
+MAX_POSTED = 1024
 # A client that hung up comes back within this, when it does: SDKs try again after a half to several seconds.
 LINGER_S = 5.0
 # All clients end on an error whose message has these words in it.
@@ -52,7 +54,7 @@ NO_LIMITS = SessionLimits()
 
 @dataclass(eq=False)
 class _Asked:
-    """One call that is being answered or was. `leaving`: nobody waits for it, so it will be cancelled."""
+    """One call that is being answered or was. `leaving`: nobody waits for it, so it will be given up."""
 
     task: asyncio.Task[Answer]
     num_waiting: int = 0
@@ -72,6 +74,8 @@ class OpenSession:
 
     Attributes:
         base_url, key: for the client.
+        asked: its newest calls, by their content.
+        tasks: those in flight.
     """
 
     id: str
@@ -85,11 +89,13 @@ class OpenSession:
     num_answers: int = 0
     num_tokens: int = 0
     asked: dict[bytes, _Asked] = field(default_factory=dict)
+    tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
 
-    @property
-    def tasks(self) -> list[asyncio.Task[Answer]]:
-        """The calls in flight."""
-        return [each.task for each in self.asked.values() if not each.task.done()]
+    def give_up(self, key: bytes, asked: _Asked) -> None:
+        """End a call. The same one, asked again, is another one from now on."""
+        if self.asked.get(key) is asked:
+            del self.asked[key]
+        asked.task.cancel()
 
 
 class Sessions:
@@ -191,7 +197,7 @@ class Sessions:
         asked = session.asked.get(key)
         if asked is None or (asked.is_delivered and not call.again):
             asked = session.asked[key] = self._begin(session, key, call)
-        answer = await self._wait(asked)
+        answer = await self._wait(session, key, asked)
         if call.pieces and self._tokenizer is not None:
             return msgspec.structs.replace(answer, pieces=pieces(answer.token_ids, self._tokenizer.decode))
         return answer
@@ -200,9 +206,7 @@ class Sessions:
         """Start to sample. Raises Refusal at a limit of the session."""
         limits, num_at_once = session.limits, len(session.tasks)
         if num_at_once >= MAX_AT_ONCE:
-            raise Refusal(
-                429, "busy", f"{num_at_once} calls of this session are in flight: at most that many may be", 1
-            )
+            raise Refusal(429, "busy", f"{num_at_once} calls of this session are in flight, as many as may be", 1)
         left = None if limits.max_tokens_total is None else limits.max_tokens_total - session.num_tokens
         if limits.max_turns is not None and session.num_answers + num_at_once >= limits.max_turns:
             reached = f"max_turns = {limits.max_turns}"
@@ -212,6 +216,8 @@ class Sessions:
             max_tokens = call.max_tokens if left is None else min(call.max_tokens or left, left)
             asked = msgspec.structs.replace(call, max_tokens=max_tokens, pieces=False)
             task = asyncio.get_running_loop().create_task(self._sample(session, asked))
+            session.tasks.add(task)
+            task.add_done_callback(session.tasks.discard)
             task.add_done_callback(lambda task: _keep(session, key, task))
             return _Asked(task)
         raise Refusal(400, "limit", f"No more answers, as beyond the {TOO_LONG}: the session has reached {reached}")
@@ -230,8 +236,8 @@ class Sessions:
         session.num_tokens += len(answer.token_ids)
         return answer
 
-    async def _wait(self, asked: _Asked) -> Answer:
-        """Its answer. A call for which nobody waits any more is cancelled after a while."""
+    async def _wait(self, session: OpenSession, key: bytes, asked: _Asked) -> Answer:
+        """Its answer. A call for which nobody waits any more is given up after a while."""
         asked.num_waiting += 1
         if asked.leaving is not None:
             asked.leaving.cancel()
@@ -244,7 +250,7 @@ class Sessions:
         finally:
             asked.num_waiting -= 1
             if not asked.num_waiting and not asked.task.done():
-                asked.leaving = asyncio.get_running_loop().call_later(self._linger_s, asked.task.cancel)
+                asked.leaving = asyncio.get_running_loop().call_later(self._linger_s, session.give_up, key, asked)
 
     def _count(self, call: Call) -> int:
         if self._tokenizer is None:
@@ -260,6 +266,8 @@ class Sessions:
     def _rewarded(session: OpenSession, reward: Reward) -> Done:
         if problem := reward_problem(reward, session.num_answers):
             raise Refusal(400, "invalid_request", problem)
+        if len(session.rewards) == MAX_POSTED:
+            raise Refusal(400, "limit", f"this session has had {MAX_POSTED} rewards, as many as it may")
         session.rewards.append(reward)
         session.on_reward(reward)
         if reward.closes:

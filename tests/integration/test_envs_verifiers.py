@@ -21,6 +21,7 @@ from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.types import TrainingSample, read_batch
 from prime_rl.orchestrator.envs import ProcessEnvironment
 from prime_rl.orchestrator.orchestrator import run_to_the_end
+from tests.gateway_daemon import gateway_here
 from tests.orchestrator_support import (
     IM_END,
     FakeInference,
@@ -98,7 +99,7 @@ async def test_a_run_on_a_taskset_with_a_tool(tmp_path: Path, monkeypatch: pytes
     fake = LooksIntoTheBox(model)
     # The rewards of tasks 2 and 5 raise.
     args = {"taskset": {"num_tasks": 6, "faults": ["raise", "lose"], "credits": True}, "num_eval_examples": 1}
-    async with serving(fake) as url:
+    async with serving(fake) as url, gateway_here(tmp_path):
         config = run_config(
             model,
             env=[{"id": "verifiers:word-box", "args": args}],

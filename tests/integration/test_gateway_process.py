@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,50 +12,18 @@ from typing import Any
 
 import httpx
 import pytest
-import tomli_w
 
 from prime_rl.configs.base import SamplingConfig
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.status import GatewayStatus, read_status
 from prime_rl.gateway.secret import workspace_secret
 from prime_rl.orchestrator.envs.base import Outcome
 from prime_rl.orchestrator.policy import ChatTokenizer, TurnSampler
 from prime_rl.orchestrator.recorder import PolicySession
 from prime_rl.orchestrator.sessions import Link, OpenSession, Sessions
 from prime_rl.utils.runtime import bound_socket
+from tests.gateway_daemon import Gateway
 from tests.orchestrator_support import FakeInference, connected, make_model, make_run, serving, until
 from tests.patience import PATIENCE_S
-
-
-class Gateway:
-    """The daemon of a workspace, as the supervisor starts it."""
-
-    def __init__(self, workspace: Path, **config: Any) -> None:
-        self.output = OutputDir(workspace)
-        self._config = workspace / "gateway.toml"
-        self._config.write_text(tomli_w.dumps({"output_dir": str(workspace), **config}))
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "prime_rl.gateway.server", "@", str(self._config)]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE)
-
-    def end(self, number: signal.Signals) -> tuple[int, str]:
-        """Exit code and log."""
-        assert self.process is not None
-        self.process.send_signal(number)
-        _, log = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, log.decode()
-
-    @property
-    def status(self) -> GatewayStatus:
-        found = read_status(self.output.gateway_status, GatewayStatus)
-        assert found is not None
-        return found
-
-    def is_up(self) -> bool:
-        status, process = read_status(self.output.gateway_status, GatewayStatus), self.process
-        return status is not None and process is not None and (status.pid, status.state) == (process.pid, "running")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.orchestrator import run_to_the_end
-from tests.integration.test_gateway_process import Gateway
+from tests.gateway_daemon import Gateway
 from tests.orchestrator_support import (
     FakeInference,
     look_often,
