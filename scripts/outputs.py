@@ -141,6 +141,7 @@ OUTPUTS: dict[str, Keys] = {
                         "rewards": dict[str, float],
                         "metrics": dict[str, float],
                         "error": str | None,
+                        "output": str,
                     }
                 ],
             }

@@ -159,6 +159,7 @@ def env_view(env: Mapping[str, Any]) -> str:
         if each["prompt_text"] is not None:
             tokens = counted(len(each["prompt_tokens"]), "token")
             asked = [{"role": f"prompt ({tokens})", "content": each["prompt_text"]}]
-        for message in [*asked, *each["turns"]]:
+        printed = [{"role": "output of the program", "content": each["output"]}] if each["output"] else []
+        for message in [*asked, *each["turns"], *printed]:
             lines += [f"  {message['role']}:", *(f"    {line}" for line in message["content"].splitlines() or [""])]
     return "\n".join(lines)

@@ -139,12 +139,13 @@ async def _rollout(
 ) -> dict[str, Any]:
     """One rollout, with the reason where it has no reward."""
     recorder, start_s = Recorder(policy), time.monotonic()
-    result: dict[str, Any] = {"reward": None, "rewards": {}, "metrics": {}, "error": None}
+    result: dict[str, Any] = {"reward": None, "rewards": {}, "metrics": {}, "error": None, "output": ""}
     prompt_ids: list[int] | None = None
     try:
         async with asyncio.timeout(TRY_TIMEOUT_S):
             outcome = await env.rollout(example, recorder)
         result |= {"reward": outcome.reward, "rewards": dict(outcome.rewards), "metrics": outcome.metrics}
+        result["output"] = outcome.output
     except TimeoutError:
         result["error"] = f"no answer within {TRY_TIMEOUT_S:g} s"
     except (EnvironmentFault, EnvironmentBroken, RolloutError, InferenceError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from daemons.commands.envs import env_view
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.orchestrator import run_to_the_end
@@ -59,6 +60,7 @@ async def test_the_example_is_tried_with_a_real_client(monkeypatch: pytest.Monke
     ((rollout),) = env["rollouts"]
     assert (env["num_train"], env["num_eval"], rollout["error"]) == (27, 3, None)
     assert (rollout["reward"], rollout["metrics"]) == (0.0, {"tries": 0.0})
+    assert "  output of the program:\n    no call of the tool" in env_view(env)
     assert rollout["prompt"] == [{"role": "user", "content": "Find my number from 1 to 30 with the tool guess."}]
     assert rollout["turns"][-1]["role"] == "assistant"
 

@@ -705,7 +705,11 @@ async def test_the_example_guesses_with_a_real_client(monkeypatch: pytest.Monkey
     finally:
         await env.close()
         server.close()
-    assert (outcome.reward, outcome.metrics, outcome.output) == (0.1, {"tries": 1.0}, '{"number": 31} -> lower')
+    assert (outcome.reward, outcome.metrics, outcome.output.splitlines()) == (
+        0.1,
+        {"tries": 1.0},
+        ['{"number": 31} -> lower', "no call of the tool"],
+    )
     assert server.seen[1][2]["messages"][-1] == {"role": "tool", "tool_call_id": "call_1", "content": "lower"}
 
 

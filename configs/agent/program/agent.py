@@ -25,6 +25,7 @@ while tries < MAX_TRIES and not found:
     message = answer.choices[0].message
     messages.append(message.model_dump(exclude_none=True))
     if not message.tool_calls:
+        print("no call of the tool")
         break
     for call in message.tool_calls:
         tries += 1
