@@ -105,7 +105,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         group: which example of its batch; -1 likewise.
         branch, num_branches: which of the branches of its rollout it is, from 0, and how many there are.
         num_shared: tokens with which the branch `shared_with` begins as well; `prompt` has what follows them.
-        output: what the agent wrote beside its calls.
+        output: the end of what an agent's program printed; it may be cut in its middle.
     """
 
     step: int
