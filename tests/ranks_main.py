@@ -72,6 +72,9 @@ RUNS: dict[str, dict[str, Any]] = {
     },
 }
 # One has fewer samples than there are ranks.
+GROUPED = ("run_adamw", "run_muon")
+# A group is in one pass.
+ROOMY = {"max_tokens_per_micro_batch": 160}
 NUM_SAMPLES = {"run_adamw": 3, "run_sgd": 12, "run_muon": 8}
 
 
@@ -148,6 +151,31 @@ def scenario_together(group: Group) -> None:
     if group.world.is_master:
         runs = [put_run(workspace, group.model, run_id) for run_id in RUNS]
     group.train("together", lambda: all(published(run) == NUM_STEPS for run in runs), max_concurrent_runs=2)
+
+
+def put_groups(workspace: Path, model: Path) -> list[RunDir]:
+    """Two of RUNS with batches of groups, whose prompts are computed once."""
+    runs = [write_run(workspace, run_id, model, max_steps=NUM_STEPS, **RUNS[run_id]) for run_id in GROUPED]
+    for number, run in enumerate(runs):
+        put_batches(run, NUM_STEPS, num_samples=8, seed=number, group=4)
+    return runs
+
+
+def scenario_groups(group: Group) -> None:
+    workspace = group.workspace("groups")
+    runs = (
+        put_groups(workspace, group.model) if group.world.is_master else [RunDir(workspace / each) for each in GROUPED]
+    )
+    group.train("groups", lambda: all(published(run) == NUM_STEPS for run in runs), **ROOMY)
+
+
+def scenario_groups_in_sixteen_bits(group: Group) -> None:
+    workspace = group.workspace("groups_bf16")
+    runs = (
+        put_groups(workspace, group.model) if group.world.is_master else [RunDir(workspace / each) for each in GROUPED]
+    )
+    changes = {**ROOMY, "model": {"dtype": "bfloat16"}}
+    group.train("groups_bf16", lambda: all(published(run) == NUM_STEPS for run in runs), **changes)
 
 
 def scenario_evicted(group: Group) -> None:
@@ -230,8 +258,11 @@ def scenario_other_half(group: Group) -> None:
 
 
 SCENARIOS = {
-    2: [scenario_together, scenario_evicted, scenario_paused, scenario_half, scenario_whole, scenario_whole_half],
-    4: [scenario_together, scenario_other_half, scenario_whole_other_half],
+    2: [
+        *(scenario_together, scenario_evicted, scenario_paused, scenario_half, scenario_whole, scenario_whole_half),
+        *(scenario_groups, scenario_groups_in_sixteen_bits),
+    ],
+    4: [scenario_together, scenario_groups, scenario_other_half, scenario_whole_other_half],
 }
 
 

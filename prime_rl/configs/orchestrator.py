@@ -103,7 +103,7 @@ def with_live_keys(config: RunT, changed: RunLifetime) -> RunT:
 ServerUrl = Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 RewardName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,63}$")]
-AdvantageType = Literal["mean", "grpo", "rloo", "dr_grpo", "maxrl"]
+AdvantageType = Literal["mean", "grpo", "rloo", "dr_grpo", "maxrl", "batch"]
 
 
 class RunLoRAConfig(BaseConfig):
@@ -182,7 +182,8 @@ class AdvantageConfig(BaseConfig):
 
     type: AdvantageType = "grpo"
     """mean and dr_grpo: A = R - mean. grpo: (R - mean) / (std + 1e-6). rloo: R - mean of the others. maxrl: (R - mean)
-    / mean. See `docs/advantages.md`."""
+    / mean. batch: R - mean of all others of the environment in the batch, for one rollout an example. See
+    `docs/advantages.md`."""
 
     length_penalty: float = Field(0.0, ge=0, lt=1)
     """Share of its reward that a right answer loses for being long, compared with the right answers of its group;

@@ -134,6 +134,9 @@ def doubts(config: OrchestratorConfig, limits: TrainerLimits | None) -> list[Con
     if config.groups_per_batch == 1:
         words = f"found {config.batch_size}, as rollouts_per_example: each update sees a single example"
         found.append(ConfigProblem("batch_size", f"{words}; 4 or more examples are usual"))
+    if config.rollouts_per_example == 1 and config.advantage.type != "batch":
+        words = f"found {config.advantage.type!r} with rollouts_per_example = 1: a group of one has no advantage"
+        found.append(ConfigProblem("advantage.type", f'{words}; "batch" compares with the other rollouts of the batch'))
     return found
 
 

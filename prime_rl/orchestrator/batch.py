@@ -19,7 +19,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -125,15 +125,21 @@ def assemble_batch(
     A group whose rewards are all equal may be among them: its advantage is zero, and it counts in the loss's mean. One
     without rollouts may be among them too.
     """
-    samples = [sample for group in groups if group.rollouts_G for sample in _samples(group, advantage, temperature)]
+    made = [group for group in groups if group.rollouts_G]
+    advantages = _advantages_of(made, advantage)
+    samples = [
+        sample
+        for group, values_G in zip(made, advantages, strict=True)
+        for sample in _samples(group, values_G, advantage, temperature)
+    ]
     next_index = groups[-1].index + 1
     state = sampler.state(next_index) if sampler else {"next_index": next_index}
     return TrainingBatch(run_id, step, samples, state)
 
 
 def has_signal(group: Group, advantage: AdvantageConfig) -> bool:
-    """True when any of the group's advantages is not zero."""
-    return any(
+    """True when any of the group's advantages is not zero, or may be not beside the other groups of its batch."""
+    return advantage.type == "batch" or any(
         not _is_masked(rollout, advantage) and any(branch.token_advantages_T or [value])
         for rollout, value in zip(group.rollouts_G, _advantages(group, advantage), strict=True)
         for branch in rollout.branches
@@ -155,10 +161,12 @@ def publish_batch(run: RunDir, batch: TrainingBatch) -> None:
     correct_state(run, batch)
 
 
-def _samples(group: Group, advantage: AdvantageConfig, temperature: float) -> list[TrainingSample]:
+def _samples(
+    group: Group, advantages_G: Sequence[float], advantage: AdvantageConfig, temperature: float
+) -> list[TrainingSample]:
     """The samples of each rollout: its branches."""
     samples = []
-    for number, (rollout, value) in enumerate(zip(group.rollouts_G, _advantages(group, advantage), strict=True)):
+    for number, (rollout, value) in enumerate(zip(group.rollouts_G, advantages_G, strict=True)):
         rollout_id = f"{group.index}.{number}" if len(rollout.branches) > 1 else ""
         for branch in rollout.branches:
             sample = TrainingSample(
@@ -186,6 +194,17 @@ def _samples(group: Group, advantage: AdvantageConfig, temperature: float) -> li
 
 def _is_masked(rollout: Rollout, advantage: AdvantageConfig) -> bool:
     return advantage.mask_truncated and rollout.truncated
+
+
+def _advantages_of(groups: Sequence[Group], advantage: AdvantageConfig) -> list[list[float]]:
+    """Those of each rollout of each group; with "batch" all rollouts of an environment are one group."""
+    if advantage.type != "batch":
+        return [_advantages(group, advantage) for group in groups]
+    values: dict[str, Iterator[float]] = {}
+    for name in {group.env_name for group in groups}:
+        together = [rollout for group in groups if group.env_name == name for rollout in group.rollouts_G]
+        values[name] = iter(_advantages(Group(0, name, "", together), advantage))
+    return [[next(values[group.env_name]) for _ in group.rollouts_G] for group in groups]
 
 
 def _advantages(group: Group, advantage: AdvantageConfig) -> list[float]:
@@ -290,6 +309,7 @@ FORMULAS: dict[AdvantageType, Callable[[Sequence[float]], list[float]]] = {
     "rloo": leave_one_out,
     "dr_grpo": centred,
     "maxrl": over_mean,
+    "batch": leave_one_out,
 }
 
 

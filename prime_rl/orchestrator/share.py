@@ -194,13 +194,21 @@ async def _sampler_of(
         return make_sampler(config, envs, progress)
 
 
+def decode_group(data: bytes) -> Group:
+    """A group as `make` encodes it. In one of a program before branches each rollout has the fields of its branch."""
+    fields = msgspec.msgpack.decode(data)
+    for rollout in fields["rollouts_G"]:
+        rollout.setdefault("branches", [rollout.copy()])
+    return msgspec.convert(fields, Group)
+
+
 def read_groups(sources: Mapping[str, str]) -> list[Group]:
     """The groups of all tasks, each from its own file, ascending by task."""
     found = {}
     for name in sorted(set(sources.values())):
         for entry in read_rank_file(Path(name)):
             if sources.get(entry.task) == name:
-                found[int(entry.task)] = msgspec.msgpack.decode(entry.result, type=Group)
+                found[int(entry.task)] = decode_group(entry.result)
     return [found[int(task)] for task in sorted(sources, key=int)]
 
 

@@ -14,8 +14,26 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.contract.samples import read_ratios
 from prime_rl.contract.types import read_batch
 from tests.patience import PATIENCE_S
-from tests.ranks_main import NUM_STEPS, RUNS, SHORT_TIMEOUT_S, TIGHT, put_run, put_whole_run, tight_config
-from tests.trainer_support import adapter, published, relative_difference, tiny_model, train_until, whole_config
+from tests.ranks_main import (
+    NUM_STEPS,
+    ROOMY,
+    RUNS,
+    SHORT_TIMEOUT_S,
+    TIGHT,
+    put_groups,
+    put_run,
+    put_whole_run,
+    tight_config,
+)
+from tests.trainer_support import (
+    adapter,
+    published,
+    relative_difference,
+    tiny_model,
+    train_until,
+    trainer_config,
+    whole_config,
+)
 from tests.warm import ROOT, warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
@@ -69,6 +87,29 @@ def test_a_group_ends_as_it_should(folder: Path, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_ranks_reach_what_one_rank_and_one_run_reach(folder: Path, alone: Adapters, size: int) -> None:
     check(folder / f"together_{size}", alone, list(RUNS))
+
+
+def computed(run: RunDir) -> list[int]:
+    lines = run.trainer_metrics.read_text().splitlines()
+    return [json.loads(line)["tokens/computed"] for line in lines]
+
+
+@pytest.mark.numeric
+def test_prompts_that_many_ranks_compute_once_train_as_those_that_one_computes_for_each(
+    folder: Path, tmp_path: Path
+) -> None:
+    runs = put_groups(tmp_path, folder / "model")
+    padded = trainer_config(tmp_path, folder / "model", **TIGHT | ROOMY, model={"packed_rows": False})
+    train_until(padded, lambda: all(published(run) == NUM_STEPS for run in runs))
+    for run in runs:
+        for size in (2, 4):
+            other = RunDir(folder / f"groups_{size}" / run.run_id)
+            assert relative_difference(adapter(other, NUM_STEPS), adapter(run, NUM_STEPS)) <= TOLERANCE, size
+            assert all(few < many for few, many in zip(computed(other), computed(run), strict=True)), size
+        # In sixteen bits a row depends on what is beside it: the same path, not the same numbers.
+        rounded = RunDir(folder / "groups_bf16_2" / run.run_id)
+        assert computed(rounded) == computed(RunDir(folder / "groups_2" / run.run_id))
+        assert grad_norms(rounded) == pytest.approx(grad_norms(run), rel=0.25)
 
 
 @pytest.mark.parametrize("run_id", RUNS)

@@ -18,7 +18,8 @@ from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType, Orches
 from prime_rl.orchestrator.batch import EPSILON, assemble_batch, compute_advantages, has_signal, weighted_advantages
 from prime_rl.orchestrator.envs.checked import EnvironmentFault
 from prime_rl.orchestrator.rollout import Group
-from tests.unit.test_orchestrator_pure import a_group, a_rollout
+from prime_rl.orchestrator.share import decode_group
+from tests.unit.test_orchestrator_pure import a_group, a_rollout, with_advantages
 
 TYPES: tuple[AdvantageType, ...] = get_args(AdvantageType)
 # Graded rewards on a grid, as a reward of 1e-300 would tell about rounding and not about advantages.
@@ -46,8 +47,22 @@ REFERENCES: dict[AdvantageType, Callable[[NDArray[np.float64]], NDArray[np.float
     "dr_grpo": lambda r: (np.eye(len(r)) - 1 / len(r)) @ r,
     "grpo": lambda r: (r - r.mean()) / (np.sqrt(np.mean(r**2) - r.mean() ** 2) + EPSILON),
     "rloo": lambda r: r - without_each(r),
+    "batch": lambda r: r - without_each(r),
     "maxrl": lambda r: len(r) * (r / r.sum() - 1 / len(r)),
 }
+
+
+@given(rewards=st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 4)), min_size=2, max_size=12))
+def test_groups_of_one_are_compared_with_the_others_of_their_environment(rewards: list[tuple[str, int]]) -> None:
+    groups = [a_group(number, [float(reward)], env=env) for number, (env, reward) in enumerate(rewards)]
+    config = AdvantageConfig(type="batch")
+    batch = assemble_batch("run_a", 1, groups, advantage=config, temperature=1.0)
+    for env in ("a", "b"):
+        own = np.array([reward for name, reward in rewards if name == env], dtype=float)
+        expected = own - without_each(own) if len(own) > 1 else np.zeros(len(own))
+        found = [each.advantage for each in batch.samples if each.example_id.startswith(f"{env}/")]
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert all(has_signal(group, config) for group in groups), "only the batch knows"
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -151,7 +166,7 @@ def test_maxrl_is_refused_where_rewards_may_be_negative() -> None:
 def test_an_environment_s_own_advantages_stand_in_for_those_of_the_group() -> None:
     plain = a_group(4, [0.0, 1.0, 0.5])
     own_T = [0.0, 0.0, 0.0, 2.0, -0.5]
-    group = replace(plain, rollouts_G=[replace(plain.rollouts_G[0], token_advantages_T=own_T), *plain.rollouts_G[1:]])
+    group = replace(plain, rollouts_G=[with_advantages(plain.rollouts_G[0], own_T), *plain.rollouts_G[1:]])
     first, *others = assemble_batch(
         "run_a", 3, [group], advantage=AdvantageConfig(type="mean"), temperature=1.0
     ).samples
@@ -159,27 +174,31 @@ def test_an_environment_s_own_advantages_stand_in_for_those_of_the_group() -> No
     assert [(sample.token_advantages, sample.advantage) for sample in others] == [([], 0.5), ([], 0.0)]
     # A signal where the rewards have none; and none where the rollout is masked.
     equal = a_group(5, [0.5, 0.5])
-    balanced = replace(equal.rollouts_G[0], token_advantages_T=[0.0, 0.0, 0.0, 1.0, -1.0], truncated=True)
+    balanced = replace(with_advantages(equal.rollouts_G[0], [0.0, 0.0, 0.0, 1.0, -1.0]), truncated=True)
     signal = replace(equal, rollouts_G=[balanced, equal.rollouts_G[1]])
     assert has_signal(signal, AdvantageConfig()) and not has_signal(equal, AdvantageConfig())
     masks = AdvantageConfig(mask_truncated=True)
     assert not has_signal(signal, masks)
     cut = assemble_batch("run_a", 3, [signal], advantage=masks, temperature=1.0).samples[0]
     assert (cut.advantage, cut.token_advantages, any(cut.loss_mask)) == (0.0, [], False)
-    zeros = replace(plain.rollouts_G[0], token_advantages_T=[0.0] * 5)
+    zeros = with_advantages(plain.rollouts_G[0], [0.0] * 5)
     assert not has_signal(replace(plain, rollouts_G=[zeros]), AdvantageConfig())
 
 
 def test_groups_go_through_rank_files_with_rewards_and_advantages() -> None:
-    rollout = replace(a_rollout(), rewards={"a": 1.0}, token_advantages_T=[0.0, 0.0, 0.0, 2.0, -0.5])
+    rollout = replace(with_advantages(a_rollout(), [0.0, 0.0, 0.0, 2.0, -0.5]), rewards={"a": 1.0})
     group = Group(3, "talk", "talk/e3", [rollout, a_rollout()])
     data = msgspec.msgpack.encode(group)
-    assert msgspec.msgpack.decode(data, type=Group) == group
+    assert decode_group(data) == group
     fields = msgspec.msgpack.decode(data)
-    for each in fields["rollouts_G"]:  # as the program before wrote them
+    for each in fields["rollouts_G"]:  # as the programs before branches wrote them
+        (branch,) = each.pop("branches")
+        each |= {**branch, "oldest_version": 0}
+    before = decode_group(msgspec.msgpack.encode(fields))
+    assert before == group
+    for each in fields["rollouts_G"]:
         del each["rewards"], each["token_advantages_T"]
-    before = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Group)
-    assert before.rollouts_G == [a_rollout(), a_rollout()]
+    assert decode_group(msgspec.msgpack.encode(fields)).rollouts_G == [a_rollout(), a_rollout()]
 
 
 def test_named_rewards_have_their_advantages_by_themselves() -> None:

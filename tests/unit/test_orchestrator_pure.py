@@ -47,6 +47,12 @@ def a_rollout(reward: float = 0.5, version: int = 0, num_completion: int = 2) ->
     return Rollout([branch], reward, {"exact_match": float(reward == 1)}, truncated=False)
 
 
+def with_advantages(rollout: Rollout, own_T: list[float]) -> Rollout:
+    """The same with its environment's own advantages."""
+    (branch,) = rollout.branches
+    return replace(rollout, branches=[replace(branch, token_advantages_T=own_T)])
+
+
 def a_group(index: int, rewards: list[float] | None = None, version: int = 0, env: str = "talk") -> Group:
     return Group(index, env, f"{env}/e{index}", [a_rollout(r, version) for r in rewards or [0.0, 1.0]])
 
