@@ -52,6 +52,20 @@ def test_the_ratios_are_those_of_the_kept_tokens(tiny: Path, tmp_path: Path, max
 
 
 @pytest.mark.numeric
+def test_of_a_rollout_in_branches_each_sample_has_its_own(tiny: Path, tmp_path: Path) -> None:
+    """Eight rollouts of two branches in groups of four: of the second group the rewards differ."""
+    run = write_run(tmp_path, "run_a", tiny, batch_size=8, max_steps=1, samples={"per_step": 4})
+    batch = make_batch("run_a", 1, num_samples=16, branches=2, group=2)
+    rewarded = [replace(one, reward=float(at in (8, 9))) for at, one in enumerate(batch.samples)]
+    put_batch(run, replace(batch, samples=rewarded))
+    train_until(trainer_config(tmp_path, tiny), lambda: published(run) == 1)
+    (ratios,) = read_ratios(run.ratios).values()
+    assert sorted(ratios) == list(range(8, 16)), "places of samples, not of rollouts"
+    for place, values in ratios.items():
+        assert (torch.tensor(values) - expected(batch.samples[place])).abs().max() < 1e-3
+
+
+@pytest.mark.numeric
 def test_before_the_first_update_they_compare_the_base_model_with_the_sampler(tiny: Path, tmp_path: Path) -> None:
     run = write_run(tmp_path, "run_a", tiny, max_steps=1, samples={"per_step": 4})
     batch = make_batch("run_a", 1)

@@ -380,17 +380,23 @@ async def three_turns(bench: Bench, change: Callable[[Turn], Turn]) -> tuple[Ans
     return first, second, third
 
 
+@pytest.mark.parametrize("text", [ALL_AT_ONCE, "  the letters\n "], ids=["calls", "words"])
 @pytest.mark.parametrize("name", SAME)
-def test_a_turn_that_says_the_same_goes_on_from_its_tokens(runner: asyncio.Runner, tmp_path: Path, name: str) -> None:
+def test_a_turn_that_says_the_same_goes_on_from_its_tokens(
+    runner: asyncio.Runner, tmp_path: Path, name: str, text: str
+) -> None:
     world = World(runner, tmp_path, THINKING)
-    world.texts = (ALL_AT_ONCE,)
+    world.texts = (text,)
     bench = world.bench()
     _, second, third = world.run(three_turns(bench, SAME[name]))
-    assert second.turn.reasoning == "so it is" and second.turn.content == "I add it."
-    assert [call.arguments for call in second.turn.calls] == ['{"a": 1, "b": "x y"}', "{}"]
+    if text == ALL_AT_ONCE:
+        assert second.turn.reasoning == "so it is" and second.turn.content == "I add it."
+        assert [call.arguments for call in second.turn.calls] == ['{"a": 1, "b": "x y"}', "{}"]
     (branch,) = bench.finish().branches
     tokens = [*bench.prompt_of(second), *second.token_ids]
     assert bench.prompt_of(third)[: len(tokens)] == tokens == branch.token_ids_T[: len(tokens)]
+    new = bench.tokenizer.decode(bench.prompt_of(third)[len(tokens) :], special=True)
+    assert new.startswith("\n<|im_start|>"), "the end of the turn is there once"
     world.close()
 
 

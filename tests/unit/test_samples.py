@@ -8,10 +8,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daemons.commands.runs import sample_view
 from prime_rl.configs.orchestrator import AdvantageConfig
 from prime_rl.configs.reports import SamplesConfig
 from prime_rl.contract.samples import (
@@ -206,6 +208,16 @@ def test_each_branch_of_a_kept_rollout_is_a_line_with_what_it_does_not_share(tmp
     assert (last.branch, last.num_branches, last.group) == (0, 1, 0)
     for limit, wanted in ((1, [10]), (2, [*range(8), 10]), (3, [10, *range(8), 10]), (9, [*range(8), 10] * 2)):
         assert [each.place for each in read_samples(run.samples, limit)] == wanted, "so many rollouts, each whole"
+
+
+def test_a_branch_is_told_as_text() -> None:
+    assert "branch" not in sample_view(a_sample(1)) and "output" not in sample_view(a_sample(1))
+    branch = msgspec.structs.replace(a_sample(1), branch=1, num_branches=3, num_shared=312, output="x\x1b\ny")
+    assert sample_view(branch) == (
+        "step 1  talk/e1  reward 0.500  advantage -0.500  policy version 0, 1  4 tokens  branch 2 of 3\n"
+        "  the first 312 tokens as in branch 1\n"
+        "  prompt:\n    prompt\n  completion:\n    text\n  output:\n    x\n    y"
+    )
 
 
 @given(st.lists(st.floats(0, 1), min_size=8, max_size=8).map(lambda rewards: rewards * 3), st.integers(0, 30))
