@@ -106,10 +106,12 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def gateway(*script: Answer | Exception, keep_alive_s: float = PATIENCE_S) -> AsyncIterator[Served]:
-    """A gateway on the loopback."""
+async def gateway(
+    *script: Answer | Exception, keep_alive_s: float = PATIENCE_S, told: str = ""
+) -> AsyncIterator[Served]:
+    """A gateway on the loopback; `told` is the URL that clients are told."""
     backend = Scripted(deque(script))
-    async with serving(build_app(backend, SECRET, keep_alive_s=keep_alive_s)) as url:
+    async with serving(build_app(backend, SECRET, url=told, keep_alive_s=keep_alive_s)) as url:
         yield Served(backend, url.removesuffix("/v1"))
 
 

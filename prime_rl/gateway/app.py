@@ -67,14 +67,14 @@ class _Reward(msgspec.Struct):
     error: Annotated[str, msgspec.Meta(max_length=1000)] = ""
 
 
-def build_app(backend: Backend, secret: bytes, *, keep_alive_s: float = KEEP_ALIVE_S) -> Starlette:
-    """The application. `secret` is what all keys follow from."""
-    return _Gateway(backend, secret, keep_alive_s).app
+def build_app(backend: Backend, secret: bytes, *, url: str = "", keep_alive_s: float = KEEP_ALIVE_S) -> Starlette:
+    """The application. `secret` is what all keys follow from, `url` what clients are told; "": as they came."""
+    return _Gateway(backend, secret, url, keep_alive_s).app
 
 
 class _Gateway:
-    def __init__(self, backend: Backend, secret: bytes, keep_alive_s: float) -> None:
-        self._backend, self._secret, self._keep_alive_s = backend, secret, keep_alive_s
+    def __init__(self, backend: Backend, secret: bytes, url: str, keep_alive_s: float) -> None:
+        self._backend, self._secret, self._url, self._keep_alive_s = backend, secret, url, keep_alive_s
         self._histories = Histories()
 
         def route(method: str, path: str, handle: Callable[..., Awaitable[Any]], form: type[Form] = Form) -> Route:
@@ -161,7 +161,8 @@ class _Gateway:
         asked = decoded(await _body(request) or b"{}", _Opening)
         opened = await self._backend.ask(run_id, Open(asked.example or "", asked.group or ""))
         assert isinstance(opened, Opened)
-        base, key = f"{request.base_url}s/{opened.session}", session_key(self._secret, opened.session)
+        url, key = self._url or str(request.base_url).rstrip("/"), session_key(self._secret, opened.session)
+        base = f"{url}/s/{opened.session}"
         where = {"base_url": f"{base}/v1", "anthropic_base_url": base, "api_key": key}
         return _json({"session": opened.session, **where, "example": opened.example})
 

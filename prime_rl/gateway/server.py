@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     status = StatusWriter(output.gateway_status, told)
     try:
         with sock, links:
-            asyncio.run(serve(sock, links, secret, status, stop))
+            asyncio.run(serve(sock, links, secret, told.base_url, status, stop))
     finally:
         status.close(state="stopped", waiting_on=None, num_runs=0, num_sessions=0, calls_per_min=0.0)
     logger.info("stopped%s", f" by {stop.signal_name}" if stop.signal_name else "")
@@ -86,14 +86,14 @@ def bind_again(host: str, port: int, before: str) -> socket.socket:
 
 
 async def serve(
-    sock: socket.socket, links: socket.socket, secret: bytes, status: StatusWriter, stop: Callable[[], bool]
+    sock: socket.socket, links: socket.socket, secret: bytes, url: str, status: StatusWriter, stop: Callable[[], bool]
 ) -> None:
-    """Serve until a stop is asked for."""
+    """Serve until a stop is asked for. `url` is what clients are told."""
     from prime_rl.gateway.app import build_app  # after every check
     from prime_rl.gateway.serve import serving
 
     server, rate = LinkServer(secret), TokenRate(WINDOW_S)
-    async with server.listening(links), serving(build_app(server, secret), sock):
+    async with server.listening(links), serving(build_app(server, secret, url=url), sock):
         for turn in itertools.count():
             if stop():
                 break

@@ -353,6 +353,12 @@ async def test_a_run_opens_sessions_for_others() -> None:
     assert served.backend.calls and served.backend.asked[2][0] == session
 
 
+async def test_sessions_are_opened_at_the_public_url() -> None:
+    async with gateway(told="https://agents.example.org/prl") as served, client() as http:
+        opened = (await http.post(f"{served.url}/v1/runs/{RUN}/sessions", json={}, headers=RUN_HEADERS)).json()
+        assert opened["base_url"] == f"https://agents.example.org/prl/s/{opened['session']}/v1"
+
+
 async def test_another_gateway_with_the_secret_takes_the_keys() -> None:
     async with gateway() as first, gateway() as second, client() as http:
         for served in (first, second):
