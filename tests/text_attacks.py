@@ -117,6 +117,7 @@ STATUS_FILES: Mapping[str, tuple[Callable[[OutputDir], Path], Document]] = {
     "InferenceStatus": (lambda output: output.inference_status, {"state": "serving"}),
     "DaemonStatus": (lambda output: output.daemon_status(RUN), {"name": RUN, "state": "running", "child_pid": None}),
     "NodeStatus": (lambda output: output.node_status(1), {"rank": 1, "state": "waiting", "rl_phase": "both"}),
+    "GatewayStatus": (lambda output: output.gateway_status, {"state": "running"}),
     "GroupStatus": (lambda output: output.group_status, {"state": "running"}),
 }
 
