@@ -91,7 +91,7 @@ prints is in [json.md](json.md), what the TOML files may have in [config.md](con
 | `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, `HF_TOKEN` | daemons, `prl runs export` | those of Hugging Face |
 | `RANK`, `NODE_RANK` | `prl multinode` | the rank of this node, in place of `--master` and `--worker R` |
 | `XDG_STATE_HOME` | `prl-tui` | where it remembers columns, filters and pins: `prl-tui/state.json` below it |
-| `PRL_DAEMON`, `PRL_START`, `PRL_PROXY_API_KEY` | daemons | set by prl for its own processes |
+| `PRL_DAEMON`, `PRL_START` | daemons | set by prl for its own processes |
 | `PRL_SESSION_URL`, `PRL_MODEL`, `PRL_EXAMPLE`, `PRL_VERIFIER_DIR` | agents | set by prl: [agents.md](agents.md) |
 """
 FILES_HEAD = """\
