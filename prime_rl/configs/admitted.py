@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
+from prime_rl.configs.agents import check_owner
 from prime_rl.configs.base import ConfigError, ConfigProblem, build, dump_toml, parse_toml, read_text
 from prime_rl.configs.jsonl import MAX_DATA_BYTES
 from prime_rl.configs.orchestrator import LIVE_KEYS, OrchestratorConfig
@@ -69,7 +70,10 @@ class Effect:
         if self.run_id != run.run_id:
             words = f"its folder is that of {self.run_id}, renamed or copied: use prl runs fork, or put the name back"
             raise ConfigError(str(run.path), [ConfigProblem("", words)])
-        return build(OrchestratorConfig, self.data, str(run.orch_toml))
+        config = build(OrchestratorConfig, self.data, str(run.orch_toml))
+        if any(env.agent for env in config.env):
+            check_owner(run.orch_toml)  # else what another account asks for would be admitted, in a file of our own
+        return config
 
 
 def read_effect(run: RunDir) -> Effect:

@@ -226,7 +226,7 @@ def check_owner(file: Path) -> None:
     if not is_of_a_run(file):
         return
     run = RunDir(file.parent.parent)
-    for config in (run.orch_toml, run.admitted):
+    for config in (run.orch_toml, run.admitted, run.applied):
         with contextlib.suppress(FileNotFoundError), closing(open_file(config)) as fd:
             if not is_own(fd):
                 words = "belongs to another account, or others may write it: its command is not run"

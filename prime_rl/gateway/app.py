@@ -52,12 +52,12 @@ FORMS: dict[str, type[Form]] = {
 _Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
-class _Opening(msgspec.Struct):
+class _Opening(msgspec.Struct, forbid_unknown_fields=True):
     example: _Name | None = None
     group: _Name | None = None
 
 
-class _Reward(msgspec.Struct):
+class _Reward(msgspec.Struct, forbid_unknown_fields=True):
     """`answer` is the number of one; without it the reward is that of the session, and ends it by default."""
 
     reward: float | None = None
@@ -137,6 +137,8 @@ class _Gateway:
     async def _reward(self, request: Request, form: type[Form]) -> Response:
         session = self._session(request)
         given = decoded(await _body(request), _Reward)
+        if given.reward is None and given.done is None and not (given.error or given.rewards):
+            raise BodyError("reward", "must be a number; `error` or `done` end a session without one")
         closes = given.answer is None if given.done is None else given.done
         if given.answer is not None and given.reward is None:
             raise BodyError("reward", "must be a number with `answer`")

@@ -47,6 +47,8 @@ RESTORE_RETRY_S = 1.0
 MAX_RESTORES = 5
 # Some prompts may bring out what is wrong with an adapter; one that has refused so many and answered none is broken.
 MAX_ADAPTER_REFUSALS = 3
+# The longest tokens of the models that are known are runs of spaces.
+MAX_CHARS_A_TOKEN = 128
 
 
 class PolicyVersions:
@@ -173,6 +175,8 @@ class TurnSampler:
         self._policy = policy
         self._sampling = sampling
         self._seq_len = seq_len
+        # No token is longer; more text is not even rendered.
+        self.max_chars = seq_len * MAX_CHARS_A_TOKEN
         self._answered: set[int] = set()  # versions
         self._num_refused = 0  # requests to versions that have answered none
 
@@ -266,7 +270,7 @@ class TurnSampler:
 
 
 # All rollouts of a group ask for the same prompt, one after the other; rendering it is a fifth of what a rollout costs.
-NUM_PROMPTS_KEPT = 32
+NUM_PROMPTS_KEPT, MAX_KEPT_BYTES = 32, 1 << 20
 TOKEN_FIELDS = {"single_word", "lstrip", "rstrip", "normalized", "special"}
 
 
@@ -300,7 +304,7 @@ class ChatTokenizer:
         """Token ids of a conversation, ready for the assistant's next turn. Raises TokenizerError."""
         key = msgspec.msgpack.encode((turns, tools))
         if key not in self._prompts:
-            if len(self._prompts) == NUM_PROMPTS_KEPT:
+            if len(self._prompts) == NUM_PROMPTS_KEPT or sum(map(len, self._prompts)) > MAX_KEPT_BYTES:
                 self._prompts.clear()
             self._prompts[key] = self.encode(self._render(self.form.chat(turns, tools), tools))
         return list(self._prompts[key])

@@ -23,7 +23,7 @@ from prime_rl.contract.calls import Answer, Call, Turn
 from prime_rl.contract.types import MAX_BATCH_BYTES, MAX_BRANCHES, sample_bytes
 from prime_rl.orchestrator.client import Completion
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, RolloutError
-from prime_rl.orchestrator.policy import ChatTokenizer, FirstTurn, TokenizerError, TurnSampler
+from prime_rl.orchestrator.policy import ChatTokenizer, FirstTurn, TokenizerError, TooLong, TurnSampler
 
 # What to do about a rollout that is too large.
 _FEWER = "lower max_turns or max_tokens_total of its environment"
@@ -173,7 +173,7 @@ class PolicySession:
 
     async def call(self, call: Call) -> Answer:
         """The policy's turn as a call asks for it. Raises RolloutError for one that cannot be answered."""
-        answered, text = await self._answer(call, None)
+        answered, text = await self._answer(call, None, is_limited=True)
         completion, turn = answered.completion, Turn("assistant", text)
         if call.messages:
             prefix = f"call_{self._seed:x}_{len(self._answered)}_"
@@ -243,9 +243,16 @@ class PolicySession:
             num_prompt = len(path[0].prompt_ids)
             yield Branch(ids, mask, logprobs, num_prompt, versions, values if advantages else [], *shared)
 
-    async def _answer(self, call: Call, first_turn: FirstTurn | None) -> tuple[_Answered, str]:
-        """Sample what follows `call`: the answer and its text, without what stopped it. Raises RolloutError."""
+    async def _answer(
+        self, call: Call, first_turn: FirstTurn | None, *, is_limited: bool = False
+    ) -> tuple[_Answered, str]:
+        """Sample what follows `call`: the answer and its text, without what stopped it. Raises RolloutError.
+
+        `is_limited`: nothing is sampled that the rollout has no room for; else that is found at its end.
+        """
         number, self._num_calls = self._num_calls, self._num_calls + 1
+        if sum(len(turn.content) for turn in call.messages) + len(call.prompt) > self._turns.max_chars:
+            raise TooLong(f"the messages have more than {self._turns.max_chars} characters")
         try:
             parent, new_ids = self._new_tokens(call)
         except TokenizerError as error:
@@ -256,6 +263,8 @@ class PolicySession:
         seed, prompt_ids = derive_seed(self._seed, number), before + new_ids
         if not prompt_ids:
             raise RolloutError("the prompt is empty")
+        if is_limited:
+            self._check_room(parent, len(prompt_ids))
         if first_turn is not None:
             version, completion = await self._turns.sample_first(
                 first_turn, self._number, prompt_ids, seed=seed, note_version=self._note_version
@@ -277,6 +286,13 @@ class PolicySession:
         self._answered.append(answered)
         self.answer_lens.append(len(completion.token_ids))
         return answered, self._text(completion, special=bool(call.tools))
+
+    def _check_room(self, parent: _Answered | None, num_tokens: int) -> None:
+        """Raise TooLong for a call with which the rollout would be more than a batch has room for."""
+        leaves = [each.num_tokens for each in self._answered if not each.has_next and each is not parent]
+        num_bytes = sum(map(sample_bytes, leaves)) + sample_bytes(num_tokens)
+        if len(leaves) == MAX_BRANCHES or num_bytes > self._max_bytes:
+            raise TooLong(f"the rollout has {len(leaves)} branches, as many as a batch has room for: {_FEWER}")
 
     def _text(self, completion: Completion, *, special: bool = False) -> str:
         """The text of an answer without what ended it; calls of tools may be written with `special` tokens."""

@@ -45,6 +45,8 @@ MAX_AT_ONCE = 16
 MAX_ANSWERS_KEPT = 64
 # Rewards of one session.
 MAX_POSTED = 1024
+# Sessions that are closed, whose last reward is known when it comes again.
+MAX_FINAL_KEPT = 1024
 # A client that hung up comes back within this, when it does: SDKs try again after a half to several seconds.
 LINGER_S = 5.0
 # All clients end on an error whose message has these words in it.
@@ -112,6 +114,7 @@ class Sessions:
         waiting_on: why `served` waits, in words; None when it does not.
         on_open: makes sessions for somebody outside; None where the run takes none.
         num_places: rollouts that wait for somebody outside.
+        num_lost: how often the gateway went away.
     """
 
     def __init__(
@@ -128,18 +131,21 @@ class Sessions:
         self.run_max_model_len = max_model_len
         self.on_open: Callable[[Open], Awaitable[Opened]] | None = None
         self.num_places = 0
+        self.num_lost = 0
         self.waiting_on: str | None = "the gateway"
         self._tokenizer = tokenizer
         self._linger_s = linger_s
         self._open: dict[str, OpenSession] = {}
+        # By the ids of closed sessions.
+        self._final: dict[str, Reward] = {}
         self._base_url = ""
         self._is_served = asyncio.Event()
 
     @property
     def waits_for(self) -> str | None:
         """What its rollouts wait for, in words; None when they do not."""
-        nobody = self.num_places > 0 and not self._open
-        return self.waiting_on or (f"somebody to open a session ({self.num_places} places)" if nobody else None)
+        places = f"somebody to open a session ({self.num_places} places)" if self.num_places else None
+        return self.waiting_on or places
 
     def num_open(self) -> int:
         """How many are open."""
@@ -149,6 +155,7 @@ class Sessions:
         """Note the URL of the gateway that asks here, before /s/ID; None: there is none now."""
         self._base_url, self.waiting_on = base_url or self._base_url, waiting_on
         if base_url is None:
+            self.num_lost += self._is_served.is_set()
             self._is_served.clear()
         else:
             self._is_served.set()
@@ -173,7 +180,17 @@ class Sessions:
         finally:
             del self._open[session_id]
             session.closed.set()
+            if session.rewards and session.rewards[-1].closes:
+                self._final[session_id] = session.rewards[-1]
+                for old in [*self._final][:-MAX_FINAL_KEPT]:
+                    del self._final[old]
             await cancel_all(session.tasks)
+
+    def _last_reward(self, session: str, number: int | None) -> Reward | None:
+        """The newest of a session, for the whole or for one answer; of one that is closed, what closed it."""
+        if (found := self._open.get(session)) is None:
+            return self._final.get(session)
+        return next((each for each in reversed(found.rewards) if each.number == number), None)
 
     def max_model_len(self, session: str) -> int | None:
         """The longest sequence of the run."""
@@ -187,7 +204,7 @@ class Sessions:
                 raise Refusal(404, "invalid_request", words)
             return await self.on_open(request)
         found = self._open.get(session)
-        if found is not None and isinstance(request, Reward) and request in found.rewards:
+        if isinstance(request, Reward) and request == self._last_reward(session, request.number):
             return Done()  # the answer to the first was lost
         if found is None or found.closed.is_set():
             raise Refusal(410, "closed", f"session {one_line(session, 100)} is closed: its rollout has ended")
@@ -381,7 +398,7 @@ class Link:
         """Until the connection ends."""
         sessions, (host, _, port) = self._sessions, status.link.rpartition(":")
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            streams = await asyncio.open_connection(host, int(port))
+            streams = await asyncio.open_connection(host.strip("[]"), int(port))
 
         def greeted() -> None:
             logger.info("the gateway at %s asks for the sessions of %s", status.base_url, sessions.run_id)

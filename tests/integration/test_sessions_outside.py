@@ -174,6 +174,9 @@ async def test_sessions_that_come_to_nothing_cost_nothing(tmp_path: Path) -> Non
         given_up = await application.opened()
         await application.ask(given_up, "hello")
         assert (await application.post(given_up, reward=7.0)).status_code == 400, "out of reward_range"
+        await application.ask(given_up, "hello again")
+        parts = [await application.post(given_up, reward=0.75, answer=number, done=False) for number in (0, 1)]
+        assert [each.status_code for each in parts] == [200, 400], "their sum is out of it"
         assert (await application.post(given_up, error="the user left", done=True)).status_code == 200
         with pytest.raises(openai.APIStatusError) as late:
             await application.ask(given_up, "hello?")
@@ -183,7 +186,13 @@ async def test_sessions_that_come_to_nothing_cost_nothing(tmp_path: Path) -> Non
             await application.ask(limited, f"question {number}")
         with pytest.raises(openai.BadRequestError, match="max_turns = 3"):
             await application.ask(limited, "question 3")
-        assert (await application.post(limited, reward=0.5)).status_code == 200
+        for _ in range(2):  # the answer to the first may be lost
+            assert (await application.post(limited, reward=0.5)).status_code == 200
+        assert (await application.post(limited, reward=0.6)).status_code == 410
+        same = [await application.opened(example="a constant") for _ in range(2)]
+        assert len({each["session"] for each in same}) == 2
+        for each in same:
+            assert (await application.post(each, error="not needed", done=True)).status_code == 200
         await asyncio.gather(*(application.work(f"question {number}", number / 8) for number in range(7)))
         assert await asyncio.wait_for(orchestrator, PATIENCE_S) == 0
         with pytest.raises(openai.APIStatusError):

@@ -23,7 +23,7 @@ from prime_rl.configs.base import SamplingConfig
 from prime_rl.contract.calls import Answer, Call, ToolCall, Turn
 from prime_rl.contract.types import MAX_BRANCHES, sample_bytes
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, RolloutError, Split
-from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler
+from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TooLong, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.recorder import PolicySession, Rollout
 from prime_rl.orchestrator.rollout import GroupFailed
@@ -499,18 +499,20 @@ def test_a_rollout_has_room_for_so_many_branches_and_bytes(native: World) -> Non
     bench = native.bench()
     native.run(ask(bench, 2))
     size = sum(sample_bytes(len(bench.prompt_of(each)) + len(each.token_ids)) for _, each in bench.answers)
-    for max_bytes, num in ((size, 2), (size, 3), (size - 1, 2)):
-        bench = native.bench(max_bytes=max_bytes)
-        native.run(ask(bench, num))
-        if (max_bytes, num) == (size, 2):
-            assert len(bench.finish().branches) == 2
-            continue
-        with pytest.raises(RolloutError, match=r"bytes of a batch, in which each rollout has [\d,]+: lower max_turns"):
-            bench.finish()
-    bench = native.bench()
-    native.run(ask(bench, MAX_BRANCHES + 1))
-    with pytest.raises(RolloutError, match="257 branches, at most 256 can be trained on: lower max_turns"):
+    bench = native.bench(max_bytes=size)
+    native.run(ask(bench, 2))
+    with pytest.raises(TooLong, match="2 branches, as many as a batch has room for: lower max_turns"):
+        native.run(ask(bench, 1))
+    assert len(bench.finish().branches) == 2, "what was sampled before is trained on"
+    bench = native.bench(max_bytes=size - 1)
+    native.run(ask(bench, 2))  # its last answer is what there was no room for
+    with pytest.raises(RolloutError, match=r"bytes of a batch, in which each rollout has [\d,]+: lower max_turns"):
         bench.finish()
+    bench = native.bench()
+    native.run(ask(bench, MAX_BRANCHES))
+    with pytest.raises(TooLong, match="256 branches, as many as a batch has room for"):
+        native.run(ask(bench, 1))
+    assert len(bench.finish().branches) == MAX_BRANCHES
 
 
 class Forks:

@@ -125,13 +125,13 @@ class AgentEnvironment:
         except OSError as error:
             raise Transient(f"the program cannot be run: {error}") from error
         finally:
-            await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+            await asyncio.to_thread(_clear, place)
 
     async def close(self) -> None:
         """Remove what belongs to no rollout."""
         if self._judge:
             await self._judge.close()
-        shutil.rmtree(self._root, ignore_errors=True)
+        _clear(self._root)
         os.close(self._lock)
 
     def _prepare(self, example: Example, place: Path) -> None:
@@ -257,6 +257,8 @@ class AgentEnvironment:
     async def _verified(self, example: Example, place: Path) -> Outcome:
         """What the command of the reward, or a task's tests, make of the folder."""
         folder, logs = place / "work", place / "logs" / "verifier"
+        _remove(place / "logs")  # a program may have left its own verdict there
+        logs.mkdir(parents=True)
         if self._tasks:
             _remove(folder / "tests")
             unpack(self._tasks, folder / "tests", f"{example.id}/tests/")
@@ -359,6 +361,14 @@ def _text(output: bytearray) -> str:
 
 def _bytes(mebibytes: int | None) -> int | None:
     return mebibytes and mebibytes << 20
+
+
+def _clear(folder: Path) -> None:
+    """Remove a folder, also where a program has made what is in it read-only."""
+    for place, _, _ in os.walk(folder):
+        with contextlib.suppress(OSError):
+            os.chmod(place, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:

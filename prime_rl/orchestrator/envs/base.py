@@ -142,7 +142,16 @@ class Posted:
     @property
     def total(self) -> float | None:
         """The reward of the whole rollout, or without one the sum of those of its answers; None: there is neither."""
-        return sum(self.by_answer.values()) if self.value is None and self.by_answer else self.value
+        return self.total_with(Reward())
+
+    def total_with(self, reward: Reward) -> float | None:
+        """The same once `reward` is taken."""
+        value, by_answer = self.value, dict(self.by_answer)
+        if reward.number is None:
+            value = reward.value if reward.value is not None else value
+        elif reward.value is not None:
+            by_answer[reward.number] = reward.value
+        return sum(by_answer.values()) if value is None and by_answer else value
 
 
 @runtime_checkable

@@ -291,10 +291,12 @@ class Sessions(Protocol):
     Attributes:
         on_open: makes one for a client outside; None: the run takes none.
         num_places: rollouts that wait for such a client.
+        num_lost: how often the gateway went away.
     """
 
     on_open: Callable[[calls.Open], Awaitable[calls.Opened]] | None
     num_places: int
+    num_lost: int
 
     async def served(self) -> None:
         """Wait until the gateway is there."""
@@ -384,7 +386,13 @@ class ProcessEnvironment:
         assert isinstance(policy, AnswersCalls)
         async with self._sessions.open(_TellingPolicy(policy, tell), self._limits, tell) as session:
             start.base_url, start.session_key = session.base_url, session.key
-            return await self._in_process(child, start, policy)
+            num_lost = self._sessions.num_lost
+            try:
+                return await self._in_process(child, start, policy)
+            except EnvironmentFault as fault:
+                if self._sessions.num_lost == num_lost:
+                    raise
+                raise Interrupted(f"the gateway went away meanwhile: {fault}") from fault
 
     async def _in_process(self, child: _Child, start: Start, policy: Policy) -> Outcome:
         key = start.key

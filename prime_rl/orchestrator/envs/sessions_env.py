@@ -9,6 +9,7 @@ the same group, or else the same example, by the names that the application give
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ class _Place:
     example_id: str
     taken: asyncio.Future[Open] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     opened: asyncio.Future[Opened] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    posted: Posted = field(default_factory=Posted)
 
 
 class SessionsEnvironment:
@@ -51,6 +53,9 @@ class SessionsEnvironment:
         # By the name that its clients give a group: its example; and how many rollouts of each example there are.
         self._groups: dict[str, str] = {}
         self._num_rollouts: Counter[str] = Counter()
+        # In which order the run needs its examples: one that is made again is needed before all later ones.
+        self._order: dict[str, int] = {}
+        self._numbers = itertools.count()
         sessions.on_open = self.open
 
     def examples(self, split: Split) -> Sequence[Example]:
@@ -64,23 +69,34 @@ class SessionsEnvironment:
             raise Refusal(
                 400, "invalid_request", 'give "group" or "example": the run compares rollouts of one with each other'
             )
-        place = self._place(name or secrets.token_hex(8))
+        place = self._place(name if self._is_compared else secrets.token_hex(8))
         if place is None:
             raise Refusal(429, "busy", "all rollouts that the run makes at a time are taken: try again later", RETRY_S)
         self._waiting.remove(place)
         self._note()
         place.taken.set_result(request)
-        return await asyncio.shield(place.opened)
+        try:
+            return await asyncio.shield(place.opened)
+        except asyncio.CancelledError:
+            if place.opened.cancelled():  # its rollout was stopped at that moment
+                raise Refusal(429, "busy", "the run starts this rollout again: try again", RETRY_S) from None
+            place.posted.take(Reward(error="it went away while its session was opened"))
+            raise
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         """Wait for a client, then for its reward. Raises Interrupted for a session that comes to nothing."""
         place = _Place(example.id)
+        self._order.setdefault(example.id, next(self._numbers))
         self._waiting.append(place)
+        self._waiting.sort(key=lambda each: self._order[each.example_id])
         self._note()
         self._num_rollouts[example.id] += 1
         try:
             request = await place.taken
-            return await self._session(place, request, policy)
+            outcome = await self._session(place, request, policy)
+            if self._num_rollouts[example.id] == 1:
+                self._order.pop(example.id, None)
+            return outcome
         finally:
             if place in self._waiting:
                 self._waiting.remove(place)
@@ -106,12 +122,12 @@ class SessionsEnvironment:
 
     async def _session(self, place: _Place, request: Open, policy: Policy) -> Outcome:
         assert isinstance(policy, AnswersCalls)
-        posted = Posted()
+        posted, (low, high) = place.posted, self._range
 
         def take(reward: Reward) -> None:
-            low, high = self._range
-            if reward.value is not None and reward.number is None and not low <= reward.value <= high:
-                words = f"the reward is {reward.value:g}: reward_range of the run is [{low:g}, {high:g}]"
+            total = posted.total_with(reward)
+            if total is not None and not low <= total <= high:
+                words = f"the reward comes to {total:g}: reward_range of the run is [{low:g}, {high:g}]"
                 raise Refusal(400, "invalid_request", words)
             posted.take(reward)
 
