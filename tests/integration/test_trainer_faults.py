@@ -137,7 +137,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[RunDir, TrainingBatch], None], str]] = {
     "another run's": (with_fields(run_id="run_sgd"), "run_id is 'run_sgd', expected 'run_bad'"),
     "another step's": (with_fields(step=7), "step is 7, expected 2"),
     "another format": (
-        with_bytes(lambda data: data.replace(b"\xa7version\x02", b"\xa7version\x63")),
+        with_bytes(lambda data: data.replace(b"\xa7version\x03", b"\xa7version\x63")),
         "format version 99, this program reads 1, 2 and 3",
     ),
     "half a token": (with_columns(token_ids=b"\0" * 47), "sample 8: token_ids has 47 bytes, expected 4 for each token"),
