@@ -275,7 +275,7 @@ SAME: dict[str, Callable[[Turn], Turn]] = {
     "as it was": lambda turn: turn,
     "stripped": lambda turn: msgspec.structs.replace(turn, content=turn.content.strip()),
     "thought dropped": lambda turn: msgspec.structs.replace(turn, reasoning=""),
-    "respaced": lambda turn: with_arguments(turn, lambda text: json.dumps(json.loads(text), indent=3)),
+    "respaced": lambda turn: with_arguments(turn, lambda text: json.dumps(json.loads(text or "{}"), indent=3)),
     "no arguments": lambda turn: with_arguments(turn, lambda text: "" if text == "{}" else text),
     "other ids": lambda turn: msgspec.structs.replace(
         turn, calls=tuple(ToolCall(f"x{call.id}", call.name, call.arguments) for call in turn.calls)
