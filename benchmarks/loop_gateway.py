@@ -23,7 +23,7 @@ import psutil
 from prime_rl.configs.envs import SessionLimits
 from prime_rl.contract.calls import Answer, Call, Turn
 from prime_rl.contract.layout import OutputDir
-from prime_rl.gateway.secret import workspace_secret
+from prime_rl.gateway.keys import workspace_secret
 from prime_rl.orchestrator.sessions import Link, OpenSession, Sessions
 
 NUM_CALLS = 400

@@ -211,7 +211,7 @@ class Observer:
         )
 
     def _needed(self, run: RunDir) -> frozenset[str]:
-        """Which of WHERE_NEEDED its config asks for."""
+        """Those of WHERE_NEEDED that its config asks for."""
         now, known = (stamp_of(run.orch_toml), stamp_of(run.admitted)), self._needs.get(run.run_id)
         if known is None or known[0] != now:
             known = self._needs[run.run_id] = now, _asks_for(run)

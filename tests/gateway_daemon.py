@@ -17,8 +17,8 @@ from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import GatewayStatus, read_status
 from prime_rl.gateway.app import build_app
+from prime_rl.gateway.keys import workspace_secret
 from prime_rl.gateway.link import LinkServer
-from prime_rl.gateway.secret import workspace_secret
 from prime_rl.gateway.serve import serving
 from prime_rl.utils.runtime import bound_socket
 from tests.patience import PATIENCE_S

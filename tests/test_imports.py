@@ -65,7 +65,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *LAYER_1,
         "daemons",
         "prime_rl.gateway.keys",
-        "prime_rl.gateway.secret",
         "prime_rl.results",
         "psutil",
         "typer",

@@ -57,8 +57,7 @@ from prime_rl.configs.validate import key_of
 from prime_rl.contract.layout import OutputDir, check_run_id
 from prime_rl.contract.samples import Sample, read_samples
 from prime_rl.contract.status import STALLED, GatewayStatus, InferenceStatus, RunState, read_status, utc
-from prime_rl.gateway.keys import run_key
-from prime_rl.gateway.secret import workspace_secret
+from prime_rl.gateway.keys import run_key, workspace_secret
 from prime_rl.utils.text import clean_strings, clean_text, counted, one_line, size_text
 
 _STYLES = {

@@ -46,7 +46,7 @@ class JudgeConfig(BaseConfig):
     """Environment variable with the key of the endpoint; null sends none. The program does not get it."""
 
     rubric: str = Field(min_length=1)
-    """What earns a high score, in words."""
+    """The words by which a high score is earned."""
 
     scale: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest score that the judge gives. The reward is its place between them: 0 to 1."""
@@ -113,7 +113,7 @@ class AgentArgs(RowsArgs):
     tests/test.sh. The number in its last line is the reward, else exit code 0 is 1, any other 0."""
 
     allow_failure: bool = False
-    """Whether a rollout counts whose program ended with an exit code other than 0."""
+    """Count a rollout although its program ended with an exit code other than 0."""
 
     cpu_seconds: int | None = Field(None, ge=1)
     """Processor time of each process, in seconds; null sets no limit."""

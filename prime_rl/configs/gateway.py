@@ -27,7 +27,7 @@ class GatewayConfig(BaseConfig):
     """Port to listen on. 0: any free one, and the same one after a restart if it still is."""
 
     public_url: Annotated[str, Field(pattern=r"^https?://[^/\s?#]+(/[^\s?#]*)?$")] | None = None
-    """What agents are told in place of http://HOST:PORT, for example the name of a proxy."""
+    """The address that agents are told in place of http://HOST:PORT, for example the name of a proxy."""
 
     log: LogConfig = LogConfig()
     """Logging."""

@@ -112,7 +112,7 @@ class JsonlArgs(RowsArgs):
     """`[env.args]` of `jsonl`: a file with one JSON object a line, and how answers are scored."""
 
     scorer: Scorer = "exact"
-    """How an answer of the policy is compared with the right one, for a reward of 1 or 0 (docs/data.md)."""
+    """Comparison of an answer of the policy with the right one, for a reward of 1 or 0 (docs/data.md)."""
 
     reward: str | None = None
     """A function of your own in place of `scorer`: "file.py:function", relative to the config file. `prl runs add`

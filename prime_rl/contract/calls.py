@@ -89,7 +89,7 @@ class Delivered(msgspec.Struct, frozen=True, tag=True):
 
 
 class Count(msgspec.Struct, frozen=True, tag=True):
-    """How many tokens a call has the policy read: `Done.num_tokens`."""
+    """Ask for the number of tokens that a call has the policy read: `Done.num_tokens`."""
 
     call: Call
 
@@ -122,7 +122,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
-    """What was asked for is done."""
+    """The request is done."""
 
     num_tokens: int = 0
 

@@ -106,7 +106,7 @@ class DaemonPaths:
 
     @property
     def gateway_secret(self) -> Path:
-        """What all keys of sessions and runs are made of; for its owner only."""
+        """The secret of which all keys of sessions and runs are made; for its owner only."""
         return self.path / "gateway" / "secret"
 
     @property

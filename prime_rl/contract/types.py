@@ -285,7 +285,7 @@ def max_batch_bytes(num_samples: int, seq_len: int) -> int:
 
 
 def max_rollout_bytes(batch_size: int, max_branches: int, seq_len: int) -> int:
-    """What the samples of one rollout may take, so that the batch file of `batch_size` rollouts has its size."""
+    """The bytes that the samples of one rollout may take, so that a batch file of `batch_size` of them has its size."""
     room = max_batch_bytes(batch_size * max_branches, seq_len) - BYTES_BESIDES
     return max(room // batch_size, sample_bytes(seq_len))
 

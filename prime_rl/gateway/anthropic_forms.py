@@ -42,7 +42,7 @@ class _Message(msgspec.Struct):
     content: str | list[_Block]
 
     def turns(self, field: str) -> Iterator[Turn]:
-        """What tools returned comes first. Raises BodyError, which begins with `field`."""
+        """The turns of a message, results of tools first. Raises BodyError, which begins with `field`."""
         if isinstance(self.content, str):
             yield Turn(ROLES[self.role], self.content)
             return

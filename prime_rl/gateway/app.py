@@ -58,7 +58,7 @@ class _Opening(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Reward(msgspec.Struct, forbid_unknown_fields=True):
-    """`answer` is the number of one; without it the reward is that of the session, and ends it by default."""
+    """`answer` is the number of one; without it the reward is that of the session, which ends with it by default."""
 
     reward: float | None = None
     rewards: Annotated[dict[_Name, float], msgspec.Meta(max_length=64)] = {}
@@ -139,7 +139,8 @@ class _Gateway:
         given = decoded(await _body(request), _Reward)
         if given.reward is None and given.done is None and not (given.error or given.rewards):
             raise BodyError("reward", "must be a number; `error` or `done` end a session without one")
-        closes = given.answer is None if given.done is None else given.done
+        ends = given.answer is None and (given.reward is not None or given.error != "")
+        closes = ends if given.done is None else given.done
         if given.answer is not None and given.reward is None:
             raise BodyError("reward", "must be a number with `answer`")
         reward = Reward(given.reward, given.rewards, given.answer, closes, given.error)

@@ -1,4 +1,4 @@
-"""What the forms of all endpoints have in common: bodies that are checked as they are read, streams, errors.
+"""The common part of the forms of all endpoints: bodies that are checked as they are read, streams, errors.
 
 A form is the type of a body. It makes a `Call` of the body, and of the `Answer` what its client expects, as JSON or as
 the events of a stream. Fields that it does not have are ignored, such as `temperature`, `top_p` and `seed`: the run
@@ -58,11 +58,11 @@ class Form(msgspec.Struct, kw_only=True):
         raise NotImplementedError
 
     def answer(self, answer: Answer) -> dict[str, Any]:
-        """What the client gets, as JSON."""
+        """The answer for the client, as JSON."""
         raise NotImplementedError
 
     def events(self, whole: Mapping[str, Any]) -> Iterator[bytes]:
-        """What `answer` returned, as the events of a stream."""
+        """The result of `answer` as the events of a stream."""
         raise NotImplementedError
 
     @classmethod

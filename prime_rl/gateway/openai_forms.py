@@ -22,7 +22,7 @@ _Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class _Sampled(Form, kw_only=True):
-    """What chats and completions have in common. `required` and a tool's name leave the choice to the policy."""
+    """The common part of chats and completions. `required` and a tool's name leave the choice to the policy."""
 
     n: Literal[1] | None = None
     max_tokens: Limit | None = None
@@ -165,7 +165,7 @@ class Completion(_Sampled, kw_only=True):
 
 
 class Histories:
-    """What was said up to each response, as long as there is room: the session that takes most of it loses its own."""
+    """The turns up to each response, as long as there is room: the session that takes most of it loses its own."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, dict[str, tuple[Turn, ...]]] = {}
@@ -182,7 +182,7 @@ class Histories:
             self.drop(self._num_bytes.most_common(1)[0][0])
 
     def find(self, session: str, response_id: str) -> tuple[Turn, ...]:
-        """What the response of that id ended. Raises Refusal, with OpenAI's code."""
+        """The turns up to the response of that id. Raises Refusal, with OpenAI's code."""
         found = self._sessions.get(session, {}).get(response_id)
         if found is None:
             message = f"previous_response_id: {response_id!r} not found: send the whole input instead"
@@ -278,7 +278,7 @@ class Responses(Form, kw_only=True):
         )
 
     def history(self, call: Call, answer: Answer) -> tuple[Turn, ...]:
-        """What a later request goes on from."""
+        """The turns that a later request goes on from."""
         return (*call.messages[1 if self.instructions else 0 :], answer.turn)
 
     def answer(self, answer: Answer) -> dict[str, Any]:

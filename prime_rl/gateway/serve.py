@@ -1,6 +1,6 @@
 """Serving the gateway's application on a bound socket: in the daemon, and in processes that have no daemons.
 
-Signals belong to the entry file: uvicorn gets none. A connection that is slow before its request begins is closed.
+A connection that is slow before its request begins is closed.
 """
 
 from __future__ import annotations
@@ -8,50 +8,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from prime_rl.contract.calls import Backend
 from prime_rl.gateway.app import build_app
+from prime_rl.utils.http_server import MAX_HEAD_BYTES, QuietServer, TimedConnection
 from prime_rl.utils.runtime import LOOPBACK, bound_socket, origin
 
 # Answers under way may still take so long after a stop.
 DRAIN_S = 2
 BACKLOG = 2048
-# The request line and all headers together, and the time for them from the connection on, or from the last answer.
-MAX_HEAD_BYTES = 32 * 2**10
+# For the head of a request.
 HEAD_TIMEOUT_S = 60.0
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _Connection(H11Protocol):
-    """uvicorn's, which waits for the rest of a request's head for ever."""
-
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._limit()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._limit()
-
-    def _limit(self) -> None:
-        is_waiting = self.cycle is None or self.cycle.response_complete
-        if is_waiting and self._late is None:
-            self._late = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
-        elif not is_waiting and self._late is not None:
-            self._late.cancel()
-            self._late = None
+class _Connection(TimedConnection):
+    @property
+    def head_timeout_s(self) -> float:
+        return HEAD_TIMEOUT_S
 
 
 @contextlib.asynccontextmanager
@@ -69,7 +46,7 @@ async def serving(app: ASGIApp, sock: socket.socket) -> AsyncIterator[None]:
         lifespan="off",
         ws="none",
     )
-    server = _Server(config)
+    server = QuietServer(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         yield

@@ -18,8 +18,8 @@ from prime_rl.configs.base import ConfigError, parse_argv
 from prime_rl.configs.gateway import GatewayConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import GatewayStatus, StatusWriter, read_status
+from prime_rl.gateway.keys import workspace_secret
 from prime_rl.gateway.link import LinkServer
-from prime_rl.gateway.secret import workspace_secret
 from prime_rl.utils.process import StopFlag
 from prime_rl.utils.runtime import (
     StartError,

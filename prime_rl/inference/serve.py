@@ -7,12 +7,11 @@ slowly before its request begins is closed. What an engine counts goes into its 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import resource
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import nlargest, nsmallest
 
@@ -20,11 +19,11 @@ import msgspec
 import uvicorn
 from starlette.requests import Request
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.status import StatusWriter
 from prime_rl.inference.guard import ApiError, run_of
+from prime_rl.utils.http_server import MAX_HEAD_BYTES, QuietServer, TimedConnection
 from prime_rl.utils.runtime import StartError, TokenRate
 
 # How long requests in flight may still take after a stop was asked for; below the supervisor's grace.
@@ -47,12 +46,6 @@ class ServerContext:
     api_key: str | None
     stop: Callable[[], bool]
     status: StatusWriter
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def serve(
@@ -79,7 +72,7 @@ async def serve(
         backlog=BACKLOG,
         ws="none",
     )
-    server, stop, status = _Server(config), context.stop, context.status
+    server, stop, status = QuietServer(config), context.stop, context.status
     task = asyncio.create_task(server.serve(sockets=[context.sock]))
     beat = asyncio.create_task(_report(server, status, EngineReporter(status, stats), tick))
     try:
@@ -158,8 +151,6 @@ class EngineReporter:
         )
 
 
-# The request line and all headers together.
-MAX_HEAD_BYTES = 32 * 2**10
 # From the first byte, or from the connection. The body has a limit of its own (`guard`).
 HEAD_TIMEOUT_S = 10.0
 # A client that has read nothing for so long would hold its answer for ever.
@@ -171,10 +162,9 @@ def _most_connections() -> int:
     return max(limit - OWN_DESCRIPTORS, limit // 2)
 
 
-class Connection(H11Protocol):
+class Connection(TimedConnection):
     """uvicorn's, which waits for the rest of a request for ever, and answers what is not HTTP in a form of its own."""
 
-    _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _made_at = 0.0
 
@@ -193,7 +183,6 @@ class Connection(H11Protocol):
             choose = nsmallest if largest is None else nlargest
             for each in choose(1 + most // 100, theirs, key=lambda each: each._made_at):
                 each.transport.close()
-        self._limit()
 
     @property
     def _run(self) -> str | None:
@@ -202,18 +191,10 @@ class Connection(H11Protocol):
             return None
         return run_of(Request(dict(self.cycle.scope)))
 
-    def data_received(self, data: bytes) -> None:
-        """Take what came. Time counts while no request is answered: for its head, and the rest of a refused body."""
-        super().data_received(data)
-        self._limit()
-
-    def _limit(self) -> None:
-        is_waiting = self.cycle is None or self.cycle.response_complete
-        if is_waiting and self._late is None:
-            self._late = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
-        elif not is_waiting and self._late is not None:
-            self._late.cancel()
-            self._late = None
+    @property
+    def head_timeout_s(self) -> float:
+        """For a head; the body has a limit of its own (`guard`)."""
+        return HEAD_TIMEOUT_S
 
     def pause_writing(self) -> None:
         """Note that the client is behind: it has some time to read on."""

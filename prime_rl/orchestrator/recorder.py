@@ -1,4 +1,4 @@
-"""What one rollout asks of the policy, with every token: a tree of calls, of which each branch is a training sample.
+"""All that one rollout asks of the policy, with every token: a tree of calls, each branch of it a training sample.
 
 `PolicySession` is the policy that an environment or an agent sees. A call whose messages begin with those of an earlier
 call and its answer goes on from these very tokens: what was sampled is never tokenised again. Any other history, or one
@@ -198,7 +198,7 @@ class PolicySession:
         return self.finished(await env.rollout(example, self))
 
     def finished(self, outcome: Outcome) -> Rollout:
-        """What was asked and answered, as a rollout with this outcome.
+        """All calls and answers as a rollout with this outcome.
 
         Raises RolloutError without an answer, and for more than a batch has room for.
         """

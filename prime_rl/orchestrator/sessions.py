@@ -26,9 +26,8 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.calls import Answer, Call, Count, Delivered, Done, Open, Opened, Refusal, Reply, Request, Reward
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import GatewayStatus, read_status
-from prime_rl.gateway.keys import session_key
+from prime_rl.gateway.keys import new_secret, session_key, workspace_secret
 from prime_rl.gateway.link import HELLO_TIMEOUT_S, Lost, answer_link
-from prime_rl.gateway.secret import new_secret, workspace_secret
 from prime_rl.orchestrator.envs.base import MAX_REWARDS, AnswersCalls, RolloutError
 from prime_rl.orchestrator.envs.checked import MAX_REWARD, METRIC_NAME
 from prime_rl.orchestrator.policy import ChatTokenizer, TokenizerError, TooLong
@@ -143,12 +142,12 @@ class Sessions:
 
     @property
     def waits_for(self) -> str | None:
-        """What its rollouts wait for, in words; None when they do not."""
+        """The wait of its rollouts, in words; None when they do not wait."""
         places = f"somebody to open a session ({self.num_places} places)" if self.num_places else None
         return self.waiting_on or places
 
     def num_open(self) -> int:
-        """How many are open."""
+        """The number of open sessions."""
         return len(self._open)
 
     def served_at(self, base_url: str | None, waiting_on: str | None = None) -> None:

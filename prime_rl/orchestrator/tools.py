@@ -75,7 +75,7 @@ def _json(text: str) -> Any:
 
 
 def _between(text: str, start: str, end: str) -> tuple[str, list[str], bool]:
-    """What is outside of `start` ... `end`, what is in each, whether the last is closed; else `text` ends it."""
+    """The text outside of `start` ... `end`, that in each, and True when the last is closed; else `text` ends it."""
     outside: list[str] = []
     inside: list[str] = []
     at = 0
@@ -233,7 +233,7 @@ class ToolForm:
 
 
 def _thought(text: str) -> tuple[str, str]:
-    """What the model thought, and what it said; its template may have begun the thought, and the end may be cut off."""
+    """The thought of a model, and its words; its template may have begun the thought, and the end may be cut off."""
     thought, ended, said = text.partition("</think>")
     begun = thought.lstrip()
     if not ended and not begun.startswith("<think>"):
@@ -250,7 +250,7 @@ def _dict(value: object) -> Mapping[str, Any]:
 
 
 def _object(arguments: str) -> Any:
-    """What templates expect; arguments that are not JSON stay text."""
+    """The arguments as templates expect them; what is not JSON stays text."""
     found = _json(arguments or "{}")
     return arguments if found is None else found
 

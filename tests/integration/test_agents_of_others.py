@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from prime_rl.configs.base import build
 from prime_rl.configs.envs import SessionLimits
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.gateway.secret import new_secret
+from prime_rl.gateway.keys import new_secret
 from prime_rl.gateway.serve import serving_here
 from prime_rl.orchestrator.envs.base import Outcome
 from prime_rl.orchestrator.policy import ChatTokenizer

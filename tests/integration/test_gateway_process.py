@@ -15,7 +15,7 @@ import pytest
 
 from prime_rl.configs.base import SamplingConfig
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.gateway.secret import workspace_secret
+from prime_rl.gateway.keys import workspace_secret
 from prime_rl.orchestrator.envs.base import Outcome
 from prime_rl.orchestrator.policy import ChatTokenizer, TurnSampler
 from prime_rl.orchestrator.recorder import PolicySession

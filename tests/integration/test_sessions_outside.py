@@ -20,8 +20,7 @@ from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import GatewayStatus, RunStatus, read_status
 from prime_rl.contract.types import TrainingSample, read_batch
-from prime_rl.gateway.keys import run_key
-from prime_rl.gateway.secret import workspace_secret
+from prime_rl.gateway.keys import run_key, workspace_secret
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from tests.gateway_daemon import gateway_here
 from tests.orchestrator_support import (
@@ -167,10 +166,9 @@ async def test_sessions_of_one_group_are_compared_with_each_other(tmp_path: Path
 
 
 async def test_sessions_that_come_to_nothing_cost_nothing(tmp_path: Path) -> None:
-    env = {"id": "sessions", "args": {"expire_s": 0.5, "max_turns": 3}}
+    env = {"id": "sessions", "args": {"max_turns": 3}}
     alone = {"rollouts_per_example": 1, "advantage": {"type": "batch"}, "env": [env]}
     async with a_run(tmp_path, **alone) as (application, orchestrator, _):
-        silent = await application.opened()
         given_up = await application.opened()
         await application.ask(given_up, "hello")
         assert (await application.post(given_up, reward=7.0)).status_code == 400, "out of reward_range"
@@ -195,10 +193,27 @@ async def test_sessions_that_come_to_nothing_cost_nothing(tmp_path: Path) -> Non
             assert (await application.post(each, error="not needed", done=True)).status_code == 200
         await asyncio.gather(*(application.work(f"question {number}", number / 8) for number in range(7)))
         assert await asyncio.wait_for(orchestrator, PATIENCE_S) == 0
-        with pytest.raises(openai.APIStatusError):
-            await application.ask(silent, "still there?")
     samples = samples_of(tmp_path)
     rewards = {sample.rollout_id or str(number): sample.reward for number, sample in enumerate(samples)}
     assert sorted(rewards.values()) == sorted([0.5, *(number / 8 for number in range(7))])
     branches = [sample for sample in samples if sample.rollout_id]
     assert len(branches) == 3, "three questions that go on from nothing"
+
+
+async def test_a_session_that_nobody_uses_ends_and_its_place_is_free(tmp_path: Path) -> None:
+    env = {"id": "sessions", "args": {"expire_s": 0.05}}
+    alone = {"rollouts_per_example": 1, "advantage": {"type": "batch"}, "env": [env]}
+    async with a_run(tmp_path, **alone) as (application, _, fake):
+        silent = await application.opened()
+        status = 0
+
+        async def has_ended() -> bool:
+            nonlocal status
+            status = (await application.post(silent, rewards={"unused": 1.0}, done=False)).status_code
+            return status == 410
+
+        while not await has_ended():  # each look is a use of it, so the next one comes later
+            assert status == 200
+            await asyncio.sleep(0.2)
+        others = [await application.opened() for _ in range(4)]
+        assert len({silent["session"], *(each["session"] for each in others)}) == 5 and not fake.completions

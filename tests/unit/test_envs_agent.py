@@ -8,132 +8,36 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncIterator, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from daemons.cli import run as prl
-from daemons.data_files import copy_data, has_data
-from prime_rl.configs.admitted import changed_data
 from prime_rl.configs.agents import AgentArgs
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.envs import EnvConfig
-from prime_rl.configs.jsonl import packed, place_of
-from prime_rl.configs.orchestrator import AdvantageConfig
-from prime_rl.configs.reports import SamplesConfig
-from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.calls import Reward
-from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import MAX_BRANCHES
-from prime_rl.orchestrator.batch import assemble_batch
 from prime_rl.orchestrator.envs.agent_env import (
     FOLDER_PREFIX,
     MAX_OUTPUT_LINES,
-    AgentEnvironment,
     container_argv,
     folder_of_its_own,
 )
 from prime_rl.orchestrator.envs.agent_judge import read_score
 from prime_rl.orchestrator.envs.base import Example, Outcome
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFault, TimedOut, Transient
-from prime_rl.orchestrator.envs.child import Posted, RemotePolicy
 from prime_rl.orchestrator.envs.process import ProcessEnvironment
-from prime_rl.orchestrator.recorder import Branch, Rollout
-from prime_rl.orchestrator.report import SampleKeeper
-from prime_rl.orchestrator.rollout import Group
+from tests.agents_support import ASKS, Policy, Server, agent, once, write_rows, writes
 from tests.orchestrator_support import until
 from tests.patience import until_seen
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-CHAT = {"choices": [{"message": {"content": 'It is {"score": 7}.'}}], "usage": {"total_tokens": 12}}
-# Asks once with urllib, as any client does.
-ASKS = """
-import json, os, sys, urllib.request
-def post(url, body):
-    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head)).read()
-example = json.load(sys.stdin)
-call = {"model": os.environ["PRL_MODEL"], "messages": example["messages"]}
-post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", call)
-"""
-
-
-class Server:
-    """An endpoint on the loopback that answers one text and keeps what it was sent; rewards go to `posted`."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str, Any]] = []
-        self.status = 200
-        self.answers: list[Any] = []
-        self.posted: Posted | None = None
-        loop, outer = asyncio.get_running_loop(), self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.seen.append((self.path, self.headers.get("Authorization", ""), body))
-                if self.path.endswith("/reward") and (posted := outer.posted):
-                    reward = Reward(body.get("reward"), body.get("rewards", {}), error=body.get("error", ""))
-                    loop.call_soon_threadsafe(posted.take, reward)
-                data = json.dumps(outer.answers.pop(0) if outer.answers else CHAT).encode()
-                self.send_response(outer.status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class Policy(RemotePolicy):
-    """The policy of one rollout as its process has it, with an endpoint that a test serves."""
-
-    def __init__(self, url: str = "http://127.0.0.1:9") -> None:
-        super().__init__(1, lambda report: None, (f"{url}/s/run_a.Ab1/v1", "secret"))
 
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"q{at}", "answer": str(at), "hint": "h"}) + "\n" for at in range(12))
-    )
-    return path
-
-
-@contextlib.asynccontextmanager
-async def agent(rows: Path, program: str = "", **args: Any) -> AsyncIterator[AgentEnvironment]:
-    """An environment whose program is Python code."""
-    defaults = {} if "tasks" in args else {"path": str(rows)}
-    env = AgentEnvironment({"command": [sys.executable, "-c", program], **defaults, **args}, seed=1)
-    try:
-        yield env
-    finally:
-        await env.close()
-        assert not env._root.exists()
-
-
-async def once(rows: Path, program: str, policy: Policy | None = None, example: int = 0, **args: Any) -> Outcome:
-    async with agent(rows, program, **args) as env:
-        return await env.rollout(env.examples("train")[example], policy or Policy())
-
-
-def writes(text: str) -> str:
-    return f"open('reward.json', 'w').write({text!r})"
+    return write_rows(tmp_path)
 
 
 # What it gets
@@ -335,6 +239,9 @@ async def test_a_folder_of_tasks_is_tested(rows: Path, tmp_path: Path) -> None:
         assert [each.id for each in (one, two)] == ["one", "two"]
         assert (await env.rollout(one, Policy())).reward == 0.9
         assert (await env.rollout(two, Policy())).reward == 0.0
+    forges = program + "\nopen('../logs/verifier/reward.txt', 'w').write('1')"
+    async with agent(rows, forges, tasks=str(tasks), num_eval_examples=0) as env:
+        assert (await env.rollout(env.examples("train")[1], Policy())).reward == 0.0
     (tasks / "two" / "tests" / "test.sh").unlink()
     with pytest.raises(ValueError, match=r"task 'two' has no tests/test.sh: add it, or set reward or reward_command"):
         await once(rows, program, tasks=str(tasks))
@@ -596,148 +503,3 @@ async def test_a_container_program_is_run(rows: Path, tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", f"{podman.parent}{os.pathsep}{os.environ['PATH']}")
     program = "import os; assert os.environ['OPENAI_API_KEY'] == 'secret'; " + writes("0.5")
     assert (await once(rows, program, runtime="podman", image="img")).reward == 0.5
-
-
-# Configs
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"command": []}, "command"),
-        ({"command": [""]}, "must be a program and its arguments"),
-        ({"command": ["a\0"]}, "must be a program and its arguments"),
-        ({"path": ""}, "name examples with either path or tasks"),
-        ({"tasks": "t"}, "name examples with either path or tasks"),
-        ({"env": ["A=B"]}, "must be the name of an environment variable"),
-        ({"set": {"OPENAI_BASE_URL": "x"}}, "each rollout has its own value of it; remove it"),
-        ({"set": {"A": "\0"}}, "a value has a character 0 in it"),
-        ({"reward": "flie"}, "must be one of file, posted, command, judge, exact, contains"),
-        ({"reward": "command"}, "reward_command: name what is run"),
-        ({"reward_command": ["x"]}, "reward_command: not used with reward = 'file'"),
-        ({"reward": "judge"}, "add a table [env.args.judge] with model, base_url and rubric"),
-        ({"path": "", "tasks": "t", "reward": "number"}, "tasks have no right answers for 'number'"),
-        ({"runtime": "podman"}, "image: name the image for runtime = 'podman'"),
-        ({"image": "i"}, "image: set runtime = 'podman' or 'docker'"),
-        ({"timeout_s": 0}, "timeout_s"),
-        ({"max_turns": 0}, "max_turns"),
-        ({"judge": {"model": "m", "rubric": "r"}}, "the run's own model cannot judge"),
-        ({"judge": {"model": "m", "rubric": "r", "base_url": "http://x", "mode": "rank"}}, "does not exist yet"),
-        ({"judge": {"model": "m", "rubric": "r", "base_url": "http://x", "scale": [1, 1]}}, "the lower one first"),
-        ({"judge": {"model": "m", "rubric": "r", "base_url": "http://x"}}, "judge: not used with reward = 'file'"),
-    ],
-)
-def test_a_wrong_argument_is_told_with_what_to_do(args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build(EnvConfig, {"id": "agent", "args": {"command": ["x"], "path": "p", **args}}, "env")
-    assert message in str(caught.value)
-
-
-def test_an_agent_has_no_prompt_of_the_run() -> None:
-    args = {"command": ["x"], "path": "p"}
-    with pytest.raises(ConfigError, match="prompt: an agent asks the policy itself: remove it"):
-        build(EnvConfig, {"id": "agent", "args": args, "prompt": {"system": "s"}}, "env")
-    assert build(EnvConfig, {"id": "agent", "args": args, "timeout_s": 5.0}, "env").timeout_s == 5.0
-
-
-RUN = """
-batch_size = 8
-rollouts_per_example = 4
-model.name = "models/base"
-[[env]]
-id = "agent"
-args = { command = ["python", "agent.py"], cwd = "agent", path = "rows.jsonl", max_turns = 4 }
-"""
-
-
-def test_a_run_file_is_validated_and_its_folder_is_copied(
-    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, folder = tmp_path / "agent.toml", tmp_path / "agent"
-    file.write_text(RUN)
-    assert prl(["runs", "validate", str(file)]) == 2
-    assert f"env.0.args.cwd: {folder} not found: a path is relative to the config file" in capsys.readouterr().err
-    folder.mkdir()
-    (folder / "agent.py").write_text("print(1)")
-    assert prl(["runs", "validate", str(file)]) == 0
-    first = packed(folder)
-    (folder / "__pycache__").mkdir()
-    assert packed(folder) == first
-    config, run = load_run_config(file), RunDir(tmp_path / "run_a")
-    run.data.mkdir(parents=True)
-    copy_data(config, place_of(file), run, 0o644)
-    assert run.data_file("agent").read_bytes() == first.read_bytes()
-    assert has_data(config, place_of(file), run)
-    (folder / "agent.py").write_text("print(2)")
-    assert not has_data(config, place_of(file), run)
-    assert changed_data(run) == {}
-
-
-async def test_a_run_uses_its_copy(rows: Path, tmp_path: Path) -> None:
-    """Also where others may write it: then it is not run."""
-    (folder := tmp_path / "agent").mkdir()
-    (folder / "agent.py").write_text(writes("0.5"))
-    copy = RunDir(tmp_path / "run_a").data_file("agent")
-    copy.parent.mkdir(parents=True)
-    copy.write_bytes(packed(folder).read_bytes())
-    args = {"command": [sys.executable, "agent.py"], "cwd": str(copy)}
-    assert (await once(rows, "", **args)).reward == 0.5
-    copy.chmod(0o666)
-    with pytest.raises(ValueError, match="or others may write it: its code is not run"):
-        await once(rows, "", **args)
-
-
-async def test_the_example_guesses_with_a_real_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`configs/agent`, with an endpoint whose policy calls the tool with one number, then gives up."""
-    file = CONFIGS / "agent" / "orch.toml"
-    (env_config,) = load_run_config(file).env
-    placed = env_config.placed(place_of(file))
-    guess = {"id": "call_1", "type": "function", "function": {"name": "guess", "arguments": '{"number": 31}'}}
-    first = {"index": 0, "finish_reason": "tool_calls", "message": {"role": "assistant", "tool_calls": [guess]}}
-    last = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "I give up."}}
-    server = Server()
-    form = {"id": "a", "object": "chat.completion", "created": 0, "model": "run_a"}
-    server.answers = [{**form, "choices": [each]} for each in (first, last)]
-    env = AgentEnvironment({**placed.args, "command": [sys.executable, "agent.py"]}, seed=1)
-    try:
-        assert (len(env.examples("train")), len(env.examples("eval"))) == (27, 3)
-        outcome = await env.rollout(env.examples("train")[0], Policy(server.url))
-    finally:
-        await env.close()
-        server.close()
-    assert (outcome.reward, outcome.metrics, outcome.output.splitlines()) == (
-        0.1,
-        {"tries": 1.0},
-        ['{"number": 31} -> lower', "no call of the tool"],
-    )
-    assert server.seen[1][2]["messages"][-1] == {"role": "tool", "tool_call_id": "call_1", "content": "lower"}
-
-
-def test_the_output_is_kept_with_the_rollout(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run_a")
-    run.metrics.mkdir(parents=True)
-    branch = Branch([1, 2, 3], [False, True, True], [0.0, -1.0, -1.0], 1, [0])
-    rollouts = [Rollout([branch], reward, {}, False, output="x" * 200 + "end") for reward in (0.0, 1.0)]
-    groups = [Group(0, "agent", "agent/1", rollouts)]
-    batch = assemble_batch("run_a", 0, groups, advantage=AdvantageConfig(type="mean"), temperature=1.0)
-    SampleKeeper(run, SamplesConfig(per_step=2, max_chars=100), lambda ids: "").keep(groups, batch)
-    lines = [json.loads(line) for line in run.samples.read_text(encoding="utf-8").splitlines()]
-    assert [(len(line["output"]), line["output"][-3:]) for line in lines[1:]] == [(100, "end")] * 2
-
-
-def test_a_run_of_another_account_starts_no_program(rows: Path, tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run_a")
-    run.orch_toml.parent.mkdir(parents=True)
-    run.orch_toml.write_text(RUN)
-    (env,) = load_run_config(run.orch_toml).env
-    placed = env.placed(run.data_file)
-    assert placed.args["cwd"] == str(run.data_file("agent"))
-    run.admitted.write_text(RUN)
-    env.placed(run.data_file)
-    run.admitted.chmod(0o666)
-    with pytest.raises(ConfigError, match=r"admitted.toml.*others may write it"):
-        env.placed(run.data_file)
-    run.admitted.unlink()
-    run.orch_toml.chmod(0o666)
-    with pytest.raises(ConfigError, match="or others may write it: its command is not run"):
-        env.placed(run.data_file)

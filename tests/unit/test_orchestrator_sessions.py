@@ -19,9 +19,8 @@ from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import GatewayStatus
 from prime_rl.gateway import link
-from prime_rl.gateway.keys import run_of, session_key
+from prime_rl.gateway.keys import new_secret, run_of, session_key, workspace_secret
 from prime_rl.gateway.link import Beat, Hello, LinkServer
-from prime_rl.gateway.secret import new_secret, workspace_secret
 from prime_rl.orchestrator.envs.base import Outcome
 from prime_rl.orchestrator.policy import ChatTokenizer, TurnSampler
 from prime_rl.orchestrator.recorder import PolicySession

@@ -63,7 +63,7 @@ class RewardFile(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Ended:
-    """What a program left: its exit code, 128 + N after signal N, None when it was ended; and its newest output."""
+    """The end of a program: its exit code, 128 + N after signal N, None when it was ended; and its newest output."""
 
     code: int | None
     output: str
@@ -162,7 +162,7 @@ class AgentEnvironment:
         return {name: os.environ[name] for name in self._args.env if name in os.environ} | self._args.set
 
     def _variables(self, endpoint: tuple[str, str]) -> dict[str, str]:
-        """What the program gets beside what every process needs, by name."""
+        """The variables of the program beside those that every process needs, by name."""
         base_url, key = endpoint
         url = base_url.removesuffix("/v1")
         own = {
@@ -255,7 +255,7 @@ class AgentEnvironment:
         return await self._scored.call(self._told(example, answer=True), ended.output, folder)
 
     async def _verified(self, example: Example, place: Path) -> Outcome:
-        """What the command of the reward, or a task's tests, make of the folder."""
+        """The score that the command of the reward, or a task's tests, gives the folder."""
         folder, logs = place / "work", place / "logs" / "verifier"
         _remove(place / "logs")  # a program may have left its own verdict there
         logs.mkdir(parents=True)
@@ -315,7 +315,7 @@ def reward_file(path: Path) -> Outcome:
 
 
 def bundle(named: str | None) -> bytes:
-    """What is in a folder that the arguments name, or in the packed one of a run; b"" without one."""
+    """The content of a folder that the arguments name, or of the packed one of a run; b"" without one."""
     if named is None:
         return b""
     path = Path(named)

@@ -55,7 +55,7 @@ class JsonlEnvironment:
 
 
 class Scored:
-    """How answers are scored: by `scorer`, or where that is None by a function of the run's own.
+    """The scoring of answers: by `scorer`, or where that is None by a function of the run's own.
 
     Raises ValueError, OSError and the errors of the function's file.
     """
@@ -68,7 +68,7 @@ class Scored:
         self._function = load_function(Path(self._code), config.function) if self._code else None
 
     async def call(self, *args: Any) -> Outcome:
-        """What the function makes of `args`. Raises what it raises, with its line."""
+        """The outcome that the function gives `args`. Raises what it raises, with its line."""
         assert self._function is not None
         try:
             found = self._function(*args)

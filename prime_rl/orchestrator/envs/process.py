@@ -74,7 +74,7 @@ class Answer(msgspec.Struct, tag=True):
 
 
 class Told(msgspec.Struct, tag=True):
-    """What happened in the session of a rollout: a call was answered with so many tokens, or a reward was posted."""
+    """An event in the session of a rollout: a call was answered with so many tokens, or a reward was posted."""
 
     key: int
     what: int | Reward
@@ -277,7 +277,7 @@ class _Child:
 
 
 class Session(Protocol):
-    """What the client of a rollout needs to ask the policy. `num_requests`: it has made so many."""
+    """The address and key with which the client of a rollout asks the policy; it has made `num_requests`."""
 
     id: str
     base_url: str
