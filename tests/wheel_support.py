@@ -22,8 +22,8 @@ LOAD_ALL = """
 import importlib, pkgutil, sys
 for name in sys.argv[1:]:
     sys.modules[name] = None
-# A daemon, what `prl-tui --serve` loads, and what renders prompts.
-of_extras = ("daemons.monitors.", "tui.serve", "prime_rl.utils.chat_template")
+# A daemon, what `prl-tui --serve` loads, what renders prompts, and what serves over HTTP.
+of_extras = ("daemons.monitors.", "tui.serve", "prime_rl.utils.chat_template", "prime_rl.utils.http_server")
 num = 0
 for package in ("daemons", "tui", "prime_rl.contract", "prime_rl.utils", "prime_rl.configs", "prime_rl.multinode"):
     folder = importlib.import_module(package).__path__
