@@ -41,7 +41,7 @@ def free(monkeypatch: pytest.MonkeyPatch, usable: float) -> None:
 
 
 def asked(workspace: Path, base: Path, **changes: Any) -> TrainerConfig:
-    return trainer_config(workspace, base, **{"max_tokens_per_micro_batch": "auto", **changes})
+    return trainer_config(workspace, base, **{"max_tokens_per_micro_batch": "auto", "seq_len": 1024, **changes})
 
 
 def peak(config: TrainerConfig) -> float:
@@ -95,7 +95,7 @@ def test_tokens_are_as_many_as_fit(tmp_path: Path, model: Path, monkeypatch: pyt
 
 
 def test_slots_are_as_many_as_fit_beside_the_pass(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = asked(tmp_path, model, max_concurrent_runs="auto", max_tokens_per_micro_batch=256)
+    config = asked(tmp_path, model, max_concurrent_runs="auto", max_tokens_per_micro_batch=256, seq_len=64)
     assert with_a_budget(config, solo_world()).max_concurrent_runs == MOST_AUTO_SLOTS, "the model is tiny"
     eight = predict(setting_of(config.model_copy(update={"max_concurrent_runs": 8}), "cpu", 1))
     usable = eight.peak + 0.5 * (eight.adapters + eight.optimizer) / 8
@@ -130,7 +130,7 @@ def test_on_a_gpu_as_little_is_computed_again_as_fits_beside_the_largest_pass(
     shape |= {"num_hidden_layers": num_layers, "layer_types": num_layers * shape["layer_types"][:1]}
     file.write_text(json.dumps(shape))
     changes = {} if lora else {"model": {"lora": None}, "max_concurrent_runs": 1}
-    config = trainer_config(tmp_path, file.parent, max_tokens_per_micro_batch=16_384, seq_len=256, **changes)
+    config = trainer_config(tmp_path, file.parent, max_tokens_per_micro_batch=2048, seq_len=256, **changes)
     config = config.model_copy(update={"model": config.model.model_copy(update={"activation_checkpointing": "auto"})})
 
     def chosen(config: TrainerConfig, usable: float, device: str = "cuda") -> TrainerConfig:
@@ -154,11 +154,11 @@ def test_on_a_gpu_as_little_is_computed_again_as_fits_beside_the_largest_pass(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, r"^max_tokens_per_micro_batch = 'auto': a row of seq_len = 64 does not fit .* lower seq_len"),
+        ({}, r"^max_tokens_per_micro_batch = 'auto': a row of seq_len = 1024 does not fit .* lower seq_len"),
         *in_full(
             (
                 {"max_concurrent_runs": "auto"},
-                r"^max_concurrent_runs = 'auto': one run with a pass of 64 tokens does not",
+                r"^max_concurrent_runs = 'auto': one run with a pass of 1,024 tokens does not",
             )
         ),
         ({"model": {"lora": None}, "max_concurrent_runs": "auto"}, r"or train on more GPUs"),
