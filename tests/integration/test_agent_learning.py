@@ -27,7 +27,7 @@ max_async_level = 1
 [model]
 name = "{model}"
 [optim]
-lr = 0.02
+lr = 0.005
 [sampling]
 max_tokens = 40
 [ckpt]
