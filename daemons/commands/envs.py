@@ -181,15 +181,17 @@ def _said(rollout: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
             yield f"prompt ({counted(len(rollout['prompt_tokens']), 'token')})", rollout["prompt_text"]
         yield from ((message["role"], message["content"]) for message in rollout["turns"])
     for at, branch in enumerate(branches if len(branches) > 1 else [], 1):
-        title = f"branch {at} of {len(branches)}"
-        if branch["num_tokens"]:
-            title += f", {counted(branch['num_tokens'], 'token')}"
+        told = [f"branch {at} of {len(branches)}", _tokens(branch["num_tokens"])]
         if branch["num_shared"]:
-            title += f", the first {branch['num_shared']} as in branch {branch['shared_with'] + 1}"
-        yield title, None
+            told.append(f"the first {branch['num_shared']} as in branch {branch['shared_with'] + 1}")
+        yield ", ".join(filter(None, told)), None
         for turn in branch["turns"]:
-            own = [counted(turn["num_tokens"], "token")] if "num_tokens" in turn else []
-            own += [f"reward {number(turn['reward'])}"] if "reward" in turn else []
-            yield turn["role"] + (f" ({', '.join(own)})" if own else ""), turn["content"]
+            reward = "" if turn["reward"] is None else f"reward {number(turn['reward'])}"
+            own = ", ".join(filter(None, [_tokens(turn["num_tokens"]), reward]))
+            yield turn["role"] + (f" ({own})" if own else ""), turn["content"]
     if rollout["output"]:
         yield "output of the program", rollout["output"]
+
+
+def _tokens(num: int | None) -> str:
+    return "" if num is None else counted(num, "token")

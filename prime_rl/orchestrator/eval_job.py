@@ -166,7 +166,7 @@ class Evaluation:
             await policy.switch_to(VERSION)
         trainer = read_status(output.trainer_status, TrainerStatus)
         seq_len = self.config.seq_len or (trainer.max_seq_len if trainer else None) or NO_LIMIT
-        give_judges([(self.config.eval_envs, self.envs)], BaseModel(client, base, self.tokenizer, seq_len), cleanup)
+        give_judges(self.envs.values(), BaseModel(client, base, self.tokenizer, seq_len), cleanup)
         return TurnSampler(client, policy, self.config.eval_sampling, seq_len=seq_len)
 
     def _examples(self, env: CheckedEnvironment) -> Sequence[Example]:

@@ -140,8 +140,8 @@ async def set_up(
     base = await base_model(client, config.model.name)
     check_temperature(config.sampling, raw=client.reports_raw_logprobs)
     warn_of_narrow_sampling(config.sampling, raw=client.reports_raw_logprobs)
-    judge = BaseModel(client, base, tokenizer, seq_len)
-    judges = give_judges([(config.env, envs), (config.eval_envs, eval_envs)], judge, cleanup)
+    checked = [*envs.values(), *eval_envs.values()]
+    judges = give_judges(checked, BaseModel(client, base, tokenizer, seq_len), cleanup)
     ending = Ending(run, config, RunMeter(run, config, client, judges), step=progress.step)
     policy = PolicyVersions(publication, client, base)
     cleanup.push_async_callback(policy.close)
@@ -162,7 +162,6 @@ async def set_up(
         if config.eval
         else None
     )
-    checked = [*envs.values(), *eval_envs.values()]
     told = partial(environment_figures, checked, changed)
     cleanup.callback(lambda: writer.update(**told()))
     status = make_reporter(writer, scheduler, policy, client, told, sessions)

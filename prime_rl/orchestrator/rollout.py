@@ -18,11 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from prime_rl.configs.base import SamplingConfig
-from prime_rl.configs.envs import EnvConfig
 from prime_rl.contract.served import BASE_WEIGHTS
 from prime_rl.contract.types import MAX_BATCH_BYTES
 from prime_rl.orchestrator.client import AccessDenied, AdapterRefused, CompletionRequest, RequestRefused
-from prime_rl.orchestrator.envs import Environments
 from prime_rl.orchestrator.envs.agent_judge import Endpoint, Judge, Reply
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, RolloutError
 from prime_rl.orchestrator.envs.checked import (
@@ -99,8 +97,7 @@ class RolloutWorker:
                 self._member(pick, index, number, first_turn, limit_reached, note_version)
                 for number in range(self.rollouts_per_example)
             )
-            if (judge := judge_of(self.envs[pick.env_name])) and judge.ranks:
-                rollouts = await judged(self.envs[pick.env_name], pick.example, rollouts, self.tokenizer)
+            rollouts = await judged(self.envs[pick.env_name], pick.example, rollouts, self.tokenizer, ranks=True)
         except (AccessDenied, AdapterRefused, EnvironmentBroken, ExampleUnusable):
             raise
         except Exception as error:  # whatever an environment raises is its own affair
@@ -138,9 +135,7 @@ class RolloutWorker:
             try:
                 env = self.envs[pick.env_name]
                 rollout = await session.rollout(env, pick.example)
-                if (judge := judge_of(env)) and not judge.ranks:
-                    (rollout,) = await judged(env, pick.example, [rollout], self.tokenizer)
-                return rollout
+                return (await judged(env, pick.example, [rollout], self.tokenizer, ranks=False))[0]
             except ExampleUnusable:
                 raise
             except (EnvironmentFault, RolloutError) as fault:
@@ -198,51 +193,44 @@ class BaseModel:
         return Reply(self.tokenizer.decode(found.token_ids), len(prompt), len(found.token_ids))
 
 
-def give_judges(
-    given: Iterable[tuple[Sequence[EnvConfig], Environments]], base: BaseModel | None, cleanup: AsyncExitStack
-) -> list[Judge]:
-    """Give the environments whose tables name a judge theirs; tables with the same one share it. Raises ConfigError.
+def give_judges(envs: Iterable[CheckedEnvironment], base: BaseModel | None, cleanup: AsyncExitStack) -> list[Judge]:
+    """Give the environments whose arguments name a judge theirs. Raises ConfigError.
 
     Args:
         base: None where nothing is sampled: then it does not judge.
     """
-    judges: dict[str, Judge] = {}
-    for env, envs in ((env, envs) for tables, envs in given for env in tables if env.label in envs):
-        if not (config := env.agent and env.agent.judge):
-            continue
-        key = config.model_dump_json()
-        if key not in judges and config.base_url:
+    judges = []
+    for env in envs:
+        config = env.judge_config
+        if config is not None and config.base_url:
             endpoint = Endpoint(config)
             cleanup.push_async_callback(endpoint.close)
-            judges[key] = Judge(config, endpoint.ask)
-        elif key not in judges and base:
+            env.judge = Judge(config, endpoint.ask)
+        elif config is not None and base is not None:
             max_tokens = config.max_tokens or MAX_JUDGE_TOKENS
             ask = functools.partial(base.ask, temperature=config.temperature or 0.0, max_tokens=max_tokens)
-            judges[key] = Judge(config, ask)
-        envs[env.label].judge = judges.get(key)
-    return list(judges.values())
-
-
-def judge_of(env: Environment) -> Judge | None:
-    """The environment's judge, if it has one."""
-    return env.judge if isinstance(env, CheckedEnvironment) else None
+            env.judge = Judge(config, ask)
+        judges += [env.judge] if env.judge else []
+    return judges
 
 
 async def judged(
-    env: Environment, example: Example, rollouts: list[Rollout], tokenizer: ChatTokenizer
+    env: Environment, example: Example, rollouts: list[Rollout], tokenizer: ChatTokenizer, ranks: bool | None = None
 ) -> list[Rollout]:
-    """The rollouts with the rewards of the environment's judge, if it has one. Raises EnvironmentFault."""
-    if (judge := judge_of(env)) is None:
+    """The rollouts with the rewards of the environment's judge, if it has one. Raises EnvironmentFault.
+
+    `ranks`: only by a judge that ranks groups, or only by one that does not.
+    """
+    if not isinstance(env, CheckedEnvironment) or env.judge is None or ranks not in (None, env.judge.ranks):
         return rollouts
-    assert isinstance(env, CheckedEnvironment)
     try:
-        scores, num_tokens = await judge.scores([transcript(each, tokenizer) for each in rollouts])
+        scores, num_tokens = await env.judge.scores([transcript(each, tokenizer) for each in rollouts])
     except EnvironmentFault as fault:
         env.note_lost(example.id, fault, len(rollouts))
         raise
-    metrics = {"judge_tokens": num_tokens / len(rollouts)}
+    cost = {"judge_tokens": num_tokens / len(rollouts)}
     pairs = zip(rollouts, scores, strict=True)
-    return [replace(each, reward=score, metrics={**each.metrics, **metrics}) for each, score in pairs]
+    return [replace(each, reward=score, metrics={**each.metrics, **cost}) for each, score in pairs]
 
 
 def transcript(rollout: Rollout, tokenizer: ChatTokenizer) -> str:

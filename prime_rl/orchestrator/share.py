@@ -101,7 +101,7 @@ async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, 
     cleanup.push_async_callback(client.close)
     base = await base_model(client, config.model.name)
     judge = BaseModel(client, base, tokenizer, request.seq_len)
-    give_judges([(config.env, envs), (config.eval_envs, eval_envs)], judge, cleanup)
+    give_judges([*envs.values(), *eval_envs.values()], judge, cleanup)
     if request.split == "train":
         check_temperature(config.sampling, raw=client.reports_raw_logprobs)
     policy = PolicyVersions(adapters, client, base)

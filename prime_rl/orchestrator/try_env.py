@@ -85,8 +85,12 @@ class Recorder:
 
     def branches(self) -> list[dict[str, Any]]:
         """The conversations that no later one goes on from, without tokens."""
-        ends = [each for at, each in enumerate(self.said) if not any(_starts(o, each) for o in self.said[at + 1 :])]
-        return [{"num_tokens": None, "num_shared": None, "shared_with": 0, "turns": each} for each in ends]
+        ends = [
+            said for at, said in enumerate(self.said) if not any(o[: len(said)] == said for o in self.said[at + 1 :])
+        ]
+        none = {"num_tokens": None, "reward": None}
+        shared = {"num_tokens": None, "num_shared": 0, "shared_with": 0}
+        return [{**shared, "turns": [{**message, **none} for message in said]} for said in ends]
 
     async def call(self, call: Call) -> Answer:
         """The policy's answer to a call, of which the text is noted."""
@@ -95,10 +99,6 @@ class Recorder:
         asked = [_message(turn) for turn in call.messages] or [Message(role="user", content=call.prompt)]
         self.said.append([*asked, _message(answer.turn)])
         return answer
-
-
-def _starts(longer: Sequence[Message], shorter: Sequence[Message]) -> bool:
-    return longer[: len(shorter)] == shorter
 
 
 def _message(turn: Turn) -> Message:
@@ -124,7 +124,7 @@ async def try_all(
     start_s = time.monotonic()
     sessions = await sessions_here(config, _RUN_ID, tokenizer, config.seq_len, cleanup)
     envs, _ = await load_environments(config, None, cleanup, lambda words: None, place, sessions)
-    give_judges([(config.env, envs)], base, cleanup)
+    give_judges(envs.values(), base, cleanup)
     load_s = time.monotonic() - start_s
     found = []
     for env_config in config.env:
@@ -138,20 +138,14 @@ async def try_all(
             policy: Echo | PolicySession = Echo(example.answer or known.get(example.id, ""))
             if turns is not None and tokenizer is not None:
                 policy = PolicySession(turns, tokenizer, seed=seed)
-            is_judged = bool(env_config.agent and env_config.agent.judge)
-            tried.append(await _rollout(env, example, policy, tokenizer, is_judged=is_judged))
+            tried.append(await _rollout(env, example, policy, tokenizer))
         counts = {f"num_{split}": len(each) for split, each in examples.items()}
         found.append({"env": env_config.label, "id": env.id, **counts, "load_s": load_s, "rollouts": tried})
     return found
 
 
 async def _rollout(
-    env: CheckedEnvironment,
-    example: Example,
-    policy: Echo | PolicySession,
-    tokenizer: ChatTokenizer | None,
-    *,
-    is_judged: bool,
+    env: CheckedEnvironment, example: Example, policy: Echo | PolicySession, tokenizer: ChatTokenizer | None
 ) -> dict[str, Any]:
     """One rollout, with the reason where it has no reward."""
     recorder, start_s = Recorder(policy), time.monotonic()
@@ -165,7 +159,7 @@ async def _rollout(
                 (made,) = await judged(env, example, [policy.finished(outcome)], tokenizer)
                 branches = [_branch(each, tokenizer) for each in made.branches]
                 result |= {"reward": made.reward, "metrics": made.metrics}
-            elif is_judged:
+            elif env.judge_config:
                 result["error"] = "a judge reads what a model says: try it with --model base, or a run"
             else:
                 result["reward"] = outcome.reward
@@ -191,10 +185,8 @@ def _branch(branch: Branch, tokenizer: ChatTokenizer) -> dict[str, Any]:
     at, turns, rewards = branch.num_shared, [], iter(branch.turn_rewards)
     for by_policy, mask in itertools.groupby(branch.loss_mask_T[at:]):
         ids = branch.token_ids_T[at : (at := at + len(list(mask)))]
-        reward = next(rewards, None) if by_policy else None
-        role = "assistant" if by_policy else "read"
-        turns.append({"role": role, "content": tokenizer.decode(ids, special=True), "num_tokens": len(ids)})
-        turns[-1] |= {} if reward is None else {"reward": reward}
+        told = {"role": "assistant" if by_policy else "read", "content": tokenizer.decode(ids, special=True)}
+        turns.append({**told, "num_tokens": len(ids), "reward": next(rewards, None) if by_policy else None})
     shared = {"num_shared": branch.num_shared, "shared_with": branch.shared_with}
     return {"num_tokens": len(branch.token_ids_T), **shared, "turns": turns}
 
@@ -217,8 +209,8 @@ async def at_server(
     client = connect(config, run, publication)
     cleanup.push_async_callback(client.close)
     turns = TurnSampler(client, PolicyVersions(publication, client, model), config.sampling, seq_len=seq_len)
-    is_judged = any(env.agent and env.agent.judge for env in config.env)
-    base = await base_model(client, config.model.name) if is_judged else model
+    has_judge = any(env.agent and env.agent.judge for env in config.env)
+    base = await base_model(client, config.model.name) if has_judge else model
     return turns, BaseModel(client, base, tokenizer, seq_len)
 
 

@@ -82,7 +82,7 @@ async def test_all_branches_are_tried_and_shown_with_their_tokens(tmp_path: Path
     ((rollout),) = env["rollouts"]
     first, second = rollout["branches"]
     assert [turn["role"] for turn in first["turns"]] == ["read", "assistant", "read", "assistant"]
-    assert [turn.get("reward") for turn in first["turns"]] == [None, None, None, 0.25]
+    assert [turn["reward"] for turn in first["turns"]] == [None, None, None, 0.25]
     for branch in (first, second):
         own = sum(turn["num_tokens"] for turn in branch["turns"])
         assert branch["num_tokens"] == branch["num_shared"] + own

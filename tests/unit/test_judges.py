@@ -219,7 +219,7 @@ async def setting(tmp_path: Path, judge: dict[str, Any]) -> AsyncIterator[Settin
         client, policy = connected(url, make_run(tmp_path), model)
         cleanup.push_async_callback(client.close)
         base = BaseModel(client, str(model), ChatTokenizer.load(str(model)), seq_len=4096)
-        judges = give_judges([([env_config], {"agent": env}), ([env_config], {})], base, cleanup)
+        judges = give_judges([env], base, cleanup)
         worker = make_worker(client, policy, model, {"agent": env})
         yield Setting(inference, worker, env, judges, base)
 

@@ -146,7 +146,7 @@ class CheckedEnvironment:
         num_tries: rollouts of an example that may fail before it is unusable, if none has succeeded.
 
     Attributes:
-        judge: sets the rewards of its rollouts once they are made; None: the environment itself does.
+        judge_config, judge: of what sets the rewards of its rollouts once they are made, in place of the environment.
         num_dropped: rollouts since the start.
         unusable: the reason of each unusable example, by its id.
     """
@@ -164,6 +164,7 @@ class CheckedEnvironment:
         num_tries: int = 1,
     ) -> None:
         self.id = env.id
+        self.judge_config = config.agent.judge if config.agent else None
         self.judge: Judge | None = None
         self.num_dropped = 0
         self.unusable: dict[str, str] = {}
