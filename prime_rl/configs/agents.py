@@ -316,6 +316,7 @@ def _task(name: str, tar: tarfile.TarFile, members: Mapping[str, tarfile.TarInfo
         "asks for MCP servers": asked.mcp_servers,
         "forbids the internet": not asked.allow_internet,
         "has several steps": file.steps,
+        "names an image that begins with -": (asked.docker_image or "").startswith("-"),
     }
     if wrong := next((words for words, is_wrong in refused.items() if is_wrong), None):
         raise ValueError(f"{wrong} in its task.toml, which is not possible here: leave the task out")
@@ -325,7 +326,7 @@ def _task(name: str, tar: tarfile.TarFile, members: Mapping[str, tarfile.TarInfo
         words = f"no image: {DOCKERFILE} is not built" if has_dockerfile else "no image"
         raise ValueError(f"has {words}; set environment.docker_image in its task.toml, or image for all tasks")
     image, times = args.image or asked.docker_image, (file.agent.timeout_sec, file.verifier.timeout_sec)
-    if not min(*times, asked.cpus or 1, asked.memory_mb or 1) > 0:
+    if not all(value > 0 for value in (*times, asked.cpus or 1, asked.memory_mb or 1)):
         raise ValueError("has a number in its task.toml that is not above 0")
     return Task(instruction, image, *times, asked.cpus, asked.memory_mb or _mebibytes(asked.memory))
 

@@ -28,7 +28,7 @@ from prime_rl.contract.calls import Answer, Call, Turn
 from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator.client import InferenceError
 from prime_rl.orchestrator.envs import load_environments
-from prime_rl.orchestrator.envs.base import AnswersCalls, Example, Message, Policy, RolloutError
+from prime_rl.orchestrator.envs.base import AnswersCalls, Example, Message, Outcome, Policy, RolloutError
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentBroken, EnvironmentFault
 from prime_rl.orchestrator.guard import RunFailed
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TokenizerError, TurnSampler
@@ -150,14 +150,13 @@ async def _rollout(
     """One rollout, with the reason where it has no reward."""
     recorder, start_s = Recorder(policy), time.monotonic()
     result: dict[str, Any] = {"reward": None, "rewards": {}, "metrics": {}, "error": None, "output": ""}
-    branches, prompt_ids = None, None
+    outcome, prompt_ids = Outcome(0.0), None
     try:
         async with asyncio.timeout(TRY_TIMEOUT_S):
             outcome = await env.rollout(example, recorder)
             result |= {"rewards": dict(outcome.rewards), "metrics": outcome.metrics, "output": outcome.output}
             if isinstance(policy, PolicySession) and tokenizer is not None:
                 (made,) = await judged(env, example, [policy.finished(outcome)], tokenizer)
-                branches = [_branch(each, tokenizer) for each in made.branches]
                 result |= {"reward": made.reward, "metrics": made.metrics}
             elif env.judge_config:
                 result["error"] = "a judge reads what a model says: try it with --model base, or a run"
@@ -167,7 +166,10 @@ async def _rollout(
         result["error"] = f"no answer within {TRY_TIMEOUT_S:g} s"
     except (EnvironmentFault, EnvironmentBroken, RolloutError, InferenceError) as error:
         result["error"] = str(error)
-    time_s = time.monotonic() - start_s
+    time_s, branches = time.monotonic() - start_s, recorder.branches()
+    if isinstance(policy, PolicySession) and tokenizer is not None:
+        with contextlib.suppress(RolloutError):  # it has asked nothing
+            branches = [_branch(each, tokenizer) for each in policy.finished(outcome).branches]
     first, last = (recorder.said[0][:-1], recorder.said[-1]) if recorder.said else ([], [])
     try:
         prompt_ids = tokenizer.prompt(as_turns(first)) if tokenizer and first else None
@@ -177,7 +179,7 @@ async def _rollout(
     turns = last[len(first) :]
     prompt = {"prompt": first, "prompt_text": text, "prompt_tokens": prompt_ids, "turns": turns}
     answers = {"answer_tokens": None if isinstance(policy, Echo) else list(policy.answer_lens), "time_s": time_s}
-    return {"example_id": example.id, **prompt, "branches": branches or recorder.branches(), **answers, **result}
+    return {"example_id": example.id, **prompt, "branches": branches, **answers, **result}
 
 
 def _branch(branch: Branch, tokenizer: ChatTokenizer) -> dict[str, Any]:

@@ -257,9 +257,11 @@ async def test_a_folder_of_tasks_is_tested(rows: Path, tmp_path: Path) -> None:
         ("environment.allow_internet = false", "podman", "forbids the internet in its task.toml"),
         ("[[environment.mcp_servers]]\nname = 'x'", "podman", "asks for MCP servers in its task.toml"),
         ("[[steps]]\nname = 'x'", "podman", "has several steps in its task.toml"),
+        ("environment.docker_image = '--privileged'", "podman", "names an image that begins with - in its task.toml"),
         ("agent.timeout_sec = 'long'", "podman", "has a task.toml that is not valid: Expected `float`, got `str`"),
         ("agent = [", "podman", "has a task.toml that is not valid"),
         ("agent.timeout_sec = 0", "podman", "has a number in its task.toml that is not above 0"),
+        ("verifier.timeout_sec = nan", "podman", "has a number in its task.toml that is not above 0"),
         (
             "environment.memory = 'much'",
             "podman",
@@ -273,7 +275,7 @@ async def test_a_folder_of_tasks_is_tested(rows: Path, tmp_path: Path) -> None:
 )
 def test_a_task_that_cannot_be_run_as_it_asks_is_refused(tmp_path: Path, text: str, runtime: str, message: str) -> None:
     write_task(tmp_path / "tasks", "one", "exit 0")
-    docker = "" if "docker_image" in text or not text.startswith(("env", "[", "agent")) else IMAGE
+    docker = "" if "docker_image" in text or not text.startswith(("env", "[", "agent", "ver")) else IMAGE
     name = "environment/Dockerfile" if text.startswith("FROM") else "task.toml"
     (tmp_path / "tasks" / "one" / name).write_text(docker + text)
     args = build(AgentArgs, {"command": ["x"], "tasks": "tasks", "runtime": runtime}, "args")
