@@ -159,7 +159,7 @@ async def together(parts: Iterable[Coroutine[Any, Any, ResultT]]) -> list[Result
     return [task.result() for task in running]
 
 
-# Of one answer of the base model as a judge, unless `judge.max_tokens` is set.
+# Of one answer of the base model as a judge, unless `judge.max_tokens` is set; at most half of `seq_len`.
 MAX_JUDGE_TOKENS = 1024
 
 
@@ -174,14 +174,19 @@ class BaseModel:
 
     async def ask(self, messages: Sequence[Message], *, temperature: float, max_tokens: int) -> Reply:
         """Its answer. Raises TooLong, and EnvironmentBroken where inference does not have the base model."""
+        # What was said must not end the message that it stands in.
+        plain: list[Message] = [
+            {**each, "content": self.tokenizer.without_special(each["content"])} for each in messages
+        ]
+        max_tokens = min(max_tokens, self.seq_len // 2)
         try:
-            prompt = self.tokenizer.prompt(as_turns(messages))
+            prompt = self.tokenizer.prompt(as_turns(plain))
         except TokenizerError as error:  # of a template without a system prompt, for one
             raise EnvironmentBroken(f"the base model cannot judge: {error}") from error
-        if (room := self.seq_len - len(prompt)) < max_tokens:
+        if self.seq_len - len(prompt) < max_tokens:
             raise TooLong(f"{len(prompt)} tokens to read and {max_tokens} to write, in seq_len = {self.seq_len}")
         sampling = SamplingConfig().model_copy(update={"temperature": temperature})
-        request = CompletionRequest(self.name, prompt, sampling, min(room, max_tokens), seed=derive_seed(*prompt))
+        request = CompletionRequest(self.name, prompt, sampling, max_tokens, seed=derive_seed(*prompt))
         try:
             async with self.client.places.hold(1):
                 (found,) = await self.client.complete(request)

@@ -86,6 +86,14 @@ def test_an_agent_has_no_prompt_of_the_run() -> None:
     assert build(EnvConfig, {"id": "agent", "args": args, "timeout_s": 5.0}, "env").timeout_s == 5.0
 
 
+def test_a_judge_gives_rewards_from_0_to_1_and_its_key_stays_with_the_orchestrator() -> None:
+    judge = {"rubric": "r", "model": "m", "base_url": "http://x", "api_key_var": "JUDGE_KEY"}
+    args = {"command": ["x"], "path": "p", "reward": "judge", "judge": judge, "env": ["NAMED"]}
+    assert build(EnvConfig, {"id": "agent", "args": args, "env_vars": ["OTHER"]}, "env").variables == ["OTHER", "NAMED"]
+    with pytest.raises(ConfigError, match="reward_range: a judge's rewards are from 0 to 1: remove it"):
+        build(EnvConfig, {"id": "agent", "args": args, "reward_range": [0.5, 1.0]}, "env")
+
+
 RUN = """
 batch_size = 8
 rollouts_per_example = 4

@@ -29,6 +29,7 @@ from prime_rl.orchestrator.sampler import Pick
 from tests.agents_support import Server
 from tests.orchestrator_support import (
     IM_END,
+    IM_START,
     FakeInference,
     TalkEnv,
     connected,
@@ -232,8 +233,9 @@ async def test_the_base_model_ranks_a_group_once_it_is_complete(tmp_path: Path) 
         (judge,) = run.judges
     assert [rollout.reward for rollout in group.rollouts_G] == [0.25, 1.0]
     assert (asked["model"], asked["temperature"], asked["max_tokens"]) == (run.base.name, 0.0, 200)
-    read = run.base.tokenizer.decode(asked["prompt"])
-    assert read.count(group.example_id.replace("agent/e", "q")) == 1, "the prompt of the group is given once"
+    assert asked["prompt"].count(IM_START) == 3, "what was said ends no message of the judge"
+    read, question = run.base.tokenizer.decode(asked["prompt"]), group.example_id.replace("agent/e", "q")
+    assert read.count("< |im_start|>") > 0 and read.count(question) == 1, "the prompt of the group is given once"
     num_tokens = judge.num_prompt_tokens + judge.num_completion_tokens
     assert judge.num_prompt_tokens == len(asked["prompt"]) and judge.num_completion_tokens > 0
     assert [each.metrics["judge_tokens"] for each in group.rollouts_G] == [num_tokens / 2] * 2
