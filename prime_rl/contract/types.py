@@ -65,6 +65,8 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         turn_versions: the policy version of each turn; [] where it was not recorded.
         token_advantages: T numbers that stand in for `advantage`, 0.0 where `loss_mask` is false; [] without them.
         rollout_id: samples behind each other with the same one are branches of one rollout; "": it is a rollout alone.
+        turn_rewards: of each turn in `turn_versions` the reward that was posted for it alone, None without one; []
+            where none was. For reports only: `reward` is that of the whole, their sum where no other was given.
     """
 
     token_ids: list[int]
@@ -78,6 +80,7 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turn_versions: list[int] = []
     token_advantages: list[float] = []
     rollout_id: str = ""
+    turn_rewards: list[float | None] = []
 
     def columns(self) -> SampleColumns:
         """Logprobs and advantages are rounded to float32.
@@ -116,6 +119,7 @@ class SampleColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     turn_versions: list[int] = []
     token_advantages: bytes = b""
     rollout_id: str = ""
+    turn_rewards: list[float | None] = []
 
     def lists(self) -> TrainingSample:
         """Raises ValueError when the bytes are not whole numbers."""

@@ -180,6 +180,7 @@ def _samples(
                 example_id=group.example_id,
                 turn_versions=branch.turn_versions,
                 rollout_id=rollout_id,
+                turn_rewards=branch.turn_rewards,
             )
             if _is_masked(rollout, advantage):
                 # Without a loss token no term of the loss reaches it, whatever the loss is.

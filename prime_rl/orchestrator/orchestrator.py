@@ -70,7 +70,7 @@ from prime_rl.orchestrator.publication import (
     warn_of_narrow_sampling,
 )
 from prime_rl.orchestrator.report import BatchReporter, LearningWatch, RunReporter, SampleKeeper, environment_figures
-from prime_rl.orchestrator.rollout import RolloutWorker
+from prime_rl.orchestrator.rollout import BaseModel, RolloutWorker, give_judges
 from prime_rl.orchestrator.sampler import Curricula, ExampleSampler, Pools
 from prime_rl.orchestrator.scheduler import GroupLedger, Scheduler
 from prime_rl.orchestrator.sessions import Sessions, linked
@@ -140,7 +140,9 @@ async def set_up(
     base = await base_model(client, config.model.name)
     check_temperature(config.sampling, raw=client.reports_raw_logprobs)
     warn_of_narrow_sampling(config.sampling, raw=client.reports_raw_logprobs)
-    ending = Ending(run, config, RunMeter(run, config, client), step=progress.step)
+    checked = [*envs.values(), *eval_envs.values()]
+    judges = give_judges(checked, BaseModel(client, base, tokenizer, seq_len), cleanup)
+    ending = Ending(run, config, RunMeter(run, config, client, judges), step=progress.step)
     policy = PolicyVersions(publication, client, base)
     cleanup.push_async_callback(policy.close)
     sampler = make_sampler(config, envs, progress)
@@ -160,7 +162,6 @@ async def set_up(
         if config.eval
         else None
     )
-    checked = [*envs.values(), *eval_envs.values()]
     told = partial(environment_figures, checked, changed)
     cleanup.callback(lambda: writer.update(**told()))
     status = make_reporter(writer, scheduler, policy, client, told, sessions)

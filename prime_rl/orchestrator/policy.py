@@ -332,6 +332,12 @@ class ChatTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def without_special(self, text: str) -> str:
+        """The text with a space in each special token that is written out in it, so that it is read as text."""
+        for token in self._tokenizer.get_added_tokens_decoder().values():
+            text = text.replace(token.content, f"{token.content[:1]} {token.content[1:]}") if token.special else text
+        return text
+
     def _render(self, chat: Sequence[Mapping[str, Any]], tools: Tools) -> str:
         offered = {"tools": list(tools)} if tools and self.form.native else None
         return self._template.render(chat, offered)
