@@ -241,8 +241,9 @@ def check_owner(file: Path) -> None:
                 raise ConfigError(str(config), [ConfigProblem("", f"{words}; add the run as the workspace's account")])
 
 
-class _Deadline(msgspec.Struct):
+class _Phase(msgspec.Struct):
     timeout_sec: float = math.inf
+    network_mode: str = "public"
 
 
 class _TaskEnvironment(msgspec.Struct):
@@ -251,15 +252,16 @@ class _TaskEnvironment(msgspec.Struct):
     memory_mb: int | None = None
     memory: str | None = None  # "2G", as older files have it
     gpus: int = 0
-    allow_internet: bool = True
+    allow_internet: bool = True  # in older files, for network_mode
+    network_mode: str = "public"
     mcp_servers: list[Any] = []
 
 
 class _TaskFile(msgspec.Struct):
     """task.toml, as far as it counts; all other keys are ignored."""
 
-    agent: _Deadline = msgspec.field(default_factory=_Deadline)
-    verifier: _Deadline = msgspec.field(default_factory=_Deadline)
+    agent: _Phase = msgspec.field(default_factory=_Phase)
+    verifier: _Phase = msgspec.field(default_factory=_Phase)
     environment: _TaskEnvironment = msgspec.field(default_factory=_TaskEnvironment)
     steps: list[Any] = []
 
@@ -310,11 +312,12 @@ def _task(name: str, tar: tarfile.TarFile, members: Mapping[str, tarfile.TarInfo
     except (ValueError, RecursionError) as error:
         raise ValueError(f"has a task.toml that is not valid: {error}") from error
     asked = file.environment
+    networks = {each.network_mode for each in (asked, file.agent, file.verifier)}
     has_dockerfile = f"{name}/environment/Dockerfile" in members
     refused = {
         "asks for GPUs": asked.gpus > 0,
         "asks for MCP servers": asked.mcp_servers,
-        "forbids the internet": not asked.allow_internet,
+        "limits the network": not asked.allow_internet or networks != {"public"},
         "has several steps": file.steps,
         "names an image that begins with -": (asked.docker_image or "").startswith("-"),
     }

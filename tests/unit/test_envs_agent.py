@@ -254,7 +254,9 @@ async def test_a_folder_of_tasks_is_tested(rows: Path, tmp_path: Path) -> None:
     ("text", "runtime", "message"),
     [
         ("environment.gpus = 1", "podman", "task 'one' asks for GPUs in its task.toml, which is not possible here"),
-        ("environment.allow_internet = false", "podman", "forbids the internet in its task.toml"),
+        ("environment.allow_internet = false", "podman", "limits the network in its task.toml"),
+        ("environment.network_mode = 'no-network'", "podman", "limits the network in its task.toml"),
+        ("agent.network_mode = 'allowlist'", "podman", "limits the network in its task.toml"),
         ("[[environment.mcp_servers]]\nname = 'x'", "podman", "asks for MCP servers in its task.toml"),
         ("[[steps]]\nname = 'x'", "podman", "has several steps in its task.toml"),
         ("environment.docker_image = '--privileged'", "podman", "names an image that begins with - in its task.toml"),
