@@ -12,7 +12,8 @@ may be entered again, not through a lock that its own waiter may hold.
 
 keeps one child, with limits: it ends all of it on request, and when its own parent dies, even by SIGKILL (Linux); what
 the child leaves behind becomes its own. So a killed node of a group leaves no server, no torchrun and no rank. Its exit
-code is the child's, its standard input too.
+code is the child's, its standard input too. All below it is marked (`is_kept`), so that it is found when the keeper is
+killed.
 """
 
 from __future__ import annotations
@@ -207,6 +208,8 @@ POLL_S = 0.1
 ORPHANS_END_S = 5.0
 ORPHANS_POLL_S = 0.001
 LIMITS = {"--cpu": resource.RLIMIT_CPU, "--memory": resource.RLIMIT_AS, "--file": resource.RLIMIT_FSIZE}
+# RLIMIT_LOCKS: Linux has it and obeys it no more. It is inherited, and only root can raise it: a mark.
+_MARK, _MOST_MARKS = 10, 1 << 62
 
 
 def main(argv: list[str]) -> int:
@@ -224,6 +227,8 @@ def main(argv: list[str]) -> int:
     inherit_orphans()
     die_with_parent(signal.SIGTERM)
     limits, argv = _limits(argv)
+    if sys.platform == "linux":
+        limits[_MARK] = _mark(0) - 2
 
     def limit() -> None:
         for kind, value in limits.items():
@@ -244,6 +249,20 @@ def _limits(argv: list[str]) -> tuple[dict[int, int], list[str]]:
         kind, value, *argv = argv
         limits[LIMITS[kind]] = int(value)
     return limits, argv
+
+
+def _mark(pid: int) -> int:
+    """The mark of process `pid`, 0 for this one: the lower, the more keepers are above it."""
+    most = resource.prlimit(pid, _MARK)[1]
+    return _MOST_MARKS if most == resource.RLIM_INFINITY else most
+
+
+def is_kept(pid: int) -> bool:
+    """True when there is a keeper between this process and that one, or was one that has been killed. Linux only."""
+    try:
+        return sys.platform == "linux" and _mark(pid) < _mark(0)
+    except OSError:
+        return False
 
 
 def end_all(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
@@ -299,23 +318,29 @@ def inherit_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def orphans(own: Container[int] = ()) -> dict[int, int]:
+def orphans(own: Container[int] = (), *, kept: bool = False) -> dict[int, int]:
     """The children that this process inherited, pid -> session; those that have ended are reaped.
 
     A process may leave its session and clear its environment, but it cannot join a session of others: `own` are the
-    pids that this process started, and whatever else is a child in another session was inherited.
+    pids that this process started, and whatever else is a child in another session was inherited. With `kept` it is
+    only what the child of a keeper left, whatever others have started here (`is_kept`).
     """
     found: dict[int, int] = {}
     for pid in _children() if _inherits_orphans() else []:
         with contextlib.suppress(OSError):  # it has ended, and another thread has reaped it
             session = os.getsid(pid)
-            if pid not in own and session != os.getsid(0) and os.waitpid(pid, os.WNOHANG) == (0, 0):
+            is_own = pid in own or session == os.getsid(0) or (kept and not is_kept(pid))
+            if not is_own and os.waitpid(pid, os.WNOHANG) == (0, 0):
                 found[pid] = session
     return found
 
 
 def end_orphans(
-    own: Container[int] = (), doomed: Callable[[int], bool] = lambda session: True, patience_s: float = ORPHANS_END_S
+    own: Container[int] = (),
+    doomed: Callable[[int], bool] = lambda session: True,
+    patience_s: float = ORPHANS_END_S,
+    *,
+    kept: bool = False,
 ) -> list[int]:
     """SIGKILL the orphans whose session is `doomed`, and what they leave behind, until none is left.
 
@@ -324,7 +349,7 @@ def end_orphans(
     """
 
     def find() -> list[int]:
-        return [pid for pid, session in orphans(own).items() if doomed(session)]
+        return [pid for pid, session in orphans(own, kept=kept).items() if doomed(session)]
 
     deadline = time.monotonic() + patience_s
     while left := find() or find():  # the first reaps one that has ended, whose children were not ours yet

@@ -24,6 +24,7 @@ from pydantic import Field
 from verifiers.v1.configs.agent import agent_config_fields
 
 from prime_rl.configs.base import BaseConfig, build
+from prime_rl.gateway.keys import run_of
 from prime_rl.orchestrator.envs import verifiers_chat
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.checked import Transient
@@ -32,12 +33,14 @@ from prime_rl.orchestrator.envs.checked import Transient
 HARNESS_ID = "prime_rl_chat"
 # The defaults of verifiers: its own chat program, and a rented sandbox.
 DEFAULT_HARNESS_ID = "bash"
-# The name of the policy; a role of another model has another one.
-MODEL = "policy"
 # verifiers reads the key of an endpoint from a variable, and does not hand on those that have API_KEY in their names.
 KEY_VAR = "PRL_SESSION_{}_API_KEY"
-# verifiers keeps errors as text. Those of a connection, of a sandbox or of another model are no fault of the task.
-PASSES = re.compile(r"\b\w*(Connect|Connection\w*|Timeout|Pipe|Provider|Sandbox|Interception|Tunnel)Error\b|timed out")
+# verifiers keeps errors as text. Those of a connection, of a sandbox or of another model are no fault of the task; that
+# our endpoint refuses what it is asked is one.
+PASSES = re.compile(
+    r"\b\w*(Connect|Connection\w*|Timeout|Pipe|Sandbox|Interception|Tunnel)Error\b|timed out"
+    r"|\bProviderError\b(?!: upstream 4(00|13))"
+)
 
 
 class VerifiersArgs(BaseConfig):
@@ -62,6 +65,8 @@ class VerifiersEnvironment:
     def __init__(self, name: str, args: dict[str, Any], seed: int) -> None:
         config = build(VerifiersArgs, args, f"env 'verifiers:{name}', args")
         sys.modules.setdefault(HARNESS_ID, verifiers_chat)
+        # `uv`, which makes the environment of verifiers' own programs, may be installed beside this interpreter alone.
+        os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)))
         self.id = f"verifiers:{name}"
         self._numbers = itertools.count()
         self._env = vf.load_environment(_env_config({**config.env, "taskset": {**config.taskset, "id": name}}))
@@ -91,12 +96,14 @@ class VerifiersEnvironment:
         assert endpoint is not None, "the orchestrator opens a session for each rollout"
         variable = KEY_VAR.format(next(self._numbers))
         os.environ[variable] = endpoint[1]
+        # As the endpoint lists it, so that a harness finds how long its conversations may be; other roles have others.
+        model = run_of(endpoint[0].split("/")[-2])
         try:
             client = vf.EvalClientConfig(base_url=endpoint[0], api_key_var=variable)
-            episode = await self._env.run_episode(self._tasks[example.id], vf.ModelContext(model=MODEL, client=client))
+            episode = await self._env.run_episode(self._tasks[example.id], vf.ModelContext(model=model, client=client))
         finally:
             del os.environ[variable]
-        traces = [trace for trace in episode.traces if trace.agent and trace.agent.config.model == MODEL]
+        traces = [trace for trace in episode.traces if trace.agent and trace.agent.config.model == model]
         errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
         if errors or len(traces) != 1:
             reason = f"{errors[0].type}: {errors[0].message}" if errors else f"{len(traces)} roles asked the policy"
