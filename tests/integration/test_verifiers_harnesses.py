@@ -30,7 +30,7 @@ from prime_rl.gateway.keys import new_secret
 from prime_rl.gateway.serve import serving_here
 from prime_rl.orchestrator.envs import load_environments
 from prime_rl.orchestrator.envs.base import AnswersCalls, Message, Outcome
-from prime_rl.orchestrator.envs.checked import ExampleUnusable
+from prime_rl.orchestrator.envs.checked import EnvironmentFault, Transient
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from prime_rl.orchestrator.policy import ChatTokenizer
 from prime_rl.orchestrator.recorder import Branch, PolicySession
@@ -161,8 +161,9 @@ def stretches(branch: Branch) -> list[tuple[list[int], list[float]]]:
 
 
 async def test_a_prompt_that_is_too_long_is_a_fault_of_its_task(home: None, inference: str, smollm2: Path) -> None:
-    with pytest.raises(ExampleUnusable, match=r"maximum context length is exceeded"):
-        await rollouts(smollm2, inference, NULL, {"earlier": LONG * 10, "num_tasks": 2})
+    with pytest.raises(EnvironmentFault, match=r"maximum context length is exceeded") as caught:
+        await rollouts(smollm2, inference, bash(), {"earlier": LONG * 10, "num_tasks": 2})
+    assert not isinstance(caught.value, Transient), "another try does not make it shorter"
 
 
 @pytest.mark.parametrize(

@@ -316,11 +316,13 @@ from pathlib import Path
 from subprocess import PIPE
 from prime_rl.orchestrator.envs.process import _Child
 from prime_rl.utils.process import inherit_orphans
+from prime_rl.utils.runtime import Background
 
 async def main():
     inherit_orphans()
     command = [sys.executable, "-c", *sys.argv[1:]]
-    child = _Child(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True))
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
+    child = _Child(process, "words", Background())
     await child.read()
     assert "its process ended with exit code 0" in str(child.ready.exception())
     assert not Path("/proc", Path(sys.argv[2]).read_text()).exists()
