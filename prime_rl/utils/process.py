@@ -267,13 +267,12 @@ def is_kept(pid: int) -> bool:
 
 def end_all(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
     """SIGTERM to everything below this process, then SIGKILL until nothing is there."""
-    for process in psutil.Process().children(recursive=True):
-        send_signal(process, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
+    signum, deadline = signal.SIGTERM, time.monotonic() + grace_s
     while left := living(child):
-        if time.monotonic() > deadline:
+        if signum == signal.SIGTERM or time.monotonic() > deadline:
             for process in left:
-                send_signal(process, signal.SIGKILL)
+                send_signal(process, signum)
+            signum = signal.SIGKILL
         time.sleep(POLL_S)
 
 
@@ -284,13 +283,7 @@ def living(child: subprocess.Popen[bytes]) -> list[psutil.Process]:
         if process.pid != child.pid:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
-    return [process for process in psutil.Process().children(recursive=True) if _lives(process)]
-
-
-def _lives(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
+    return [each for each in psutil.Process().children(recursive=True) if ProcessId.of(each.pid).is_running()]
 
 
 def send_signal(process: psutil.Process, signum: signal.Signals) -> None:

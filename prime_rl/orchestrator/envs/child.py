@@ -203,12 +203,9 @@ async def serve(requests: asyncio.Queue[process.Request | None], send: Callable[
 def read_requests(stream: BinaryIO, post: Callable[[process.Request | None], None]) -> None:
     """In its own thread, so that the end of the input is seen while environment code holds the event loop."""
     try:
-        while header := stream.read(HEADER_BYTES):
-            if len(header) < HEADER_BYTES:
-                break
+        while len(header := stream.read(HEADER_BYTES)) == HEADER_BYTES:
             length = payload_len(header)
-            payload = stream.read(length)
-            if len(payload) < length:
+            if len(payload := stream.read(length)) < length:
                 break
             post(process.decode_request(payload))
     except Exception:  # nothing more can be read: that is the end of the input too
