@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -56,19 +55,6 @@ from tests.patience import PATIENCE_S
 
 __all__ = ["policy"]
 pytestmark = pytest.mark.release
-MAKE_PROGRAM = """
-import asyncio
-from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
-from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessRuntime
-
-async def main():
-    runtime = SubprocessRuntime(SubprocessConfig())
-    await runtime.start()
-    print(await runtime.prepare_uv_script(CHAT_PROGRAM_SOURCE, {}))
-    await runtime.teardown()
-
-asyncio.run(main())
-"""
 SEQ_LEN, MAX_TOKENS = 1024, 8
 # Half of SEQ_LEN, where a harness compacts by itself, is far less than this many words.
 LONG = "I tell stories about brothers who go to sea, and who come home. " * 12
@@ -85,16 +71,9 @@ NULL = {"agent": {"harness": {"id": "null"}}}
 def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where verifiers keeps the environment of its program; `uv` is beside the interpreter alone."""
     beside = Path(sys.executable).parent
-
-    def make(folder: Path) -> None:
-        folder.mkdir()
-        path = f"{beside}{os.pathsep}{os.environ['PATH']}"
-        environ = {**os.environ, "HOME": str(folder), "PATH": path}
-        subprocess.run([sys.executable, "-c", MAKE_PROGRAM], env=environ, check=True, capture_output=True)
-
     elsewhere = [each for each in os.environ["PATH"].split(os.pathsep) if Path(each) != beside]
     monkeypatch.setenv("PATH", os.pathsep.join(elsewhere))
-    monkeypatch.setenv("HOME", str(_once(tmp_path_factory, "verifiers-home", make)))
+    monkeypatch.setenv("HOME", str(_once(tmp_path_factory, "verifiers-home", Path.mkdir)))
     monkeypatch.setenv("PYTHONPATH", f"{TASKSETS}{os.pathsep}{os.environ.get('PYTHONPATH', os.getcwd())}")
 
 
@@ -141,15 +120,15 @@ async def rollouts(
         sessions = Sessions("run_a", new_secret(), tokenizer, max_model_len=SEQ_LEN)
         sessions.served_at(await cleanup.enter_async_context(serving_here(sessions, sessions.secret)))
         envs, _ = await load_environments(config, None, cleanup, lambda words: None, sessions=sessions)
-        (env,) = envs.values()
+        (checked,) = envs.values()
 
         async def rollout(number: int, example: Any) -> tuple[Outcome, list[Branch], list[Answer]]:
             noted = Noted(PolicySession(turns, tokenizer, seed=number))
             assert isinstance(noted, AnswersCalls)
-            outcome = await env.rollout(example, noted)
+            outcome = await checked.rollout(example, noted)
             return outcome, noted.policy.finished(outcome).branches, noted.answers
 
-        tasks = [rollout(number, example) for number, example in enumerate(env.examples("train"))]
+        tasks = [rollout(number, example) for number, example in enumerate(checked.examples("train"))]
         return await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)
 
 

@@ -24,8 +24,11 @@ import httpx
 import verifiers.v1 as vf
 from pydantic import Field
 from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.configs.env import default_agent_harness
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.runtimes import SubprocessConfig, provision_runtime
+from verifiers.v1.utils.loaders import load_harness
 
 from prime_rl.configs.base import BaseConfig, build
 from prime_rl.gateway.keys import run_of
@@ -90,7 +93,15 @@ class VerifiersEnvironment:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Serve what lasts as long as the process: the tool servers that rollouts share."""
+        """Serve what lasts as long as the process: the tool servers that rollouts share.
+
+        First the programs of harnesses that run here get their environments, so that no rollout waits for a download.
+        """
+        default = default_agent_harness(self._env.config.taskset.id)
+        for role in agent_config_fields(self._env.config).values():
+            if isinstance(role.runtime, SubprocessConfig):
+                async with provision_runtime(role.runtime) as runtime:
+                    await load_harness(role.harness or default).setup(runtime)
         async with self._env.serving():
             yield
 
