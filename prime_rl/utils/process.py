@@ -32,6 +32,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -294,8 +295,7 @@ def send_signal(process: psutil.Process, signum: signal.Signals) -> None:
 
 def signal_at_parents_death(signum: signal.Signals) -> None:
     """Let the kernel send `signum` to this process when its parent dies. Linux only; elsewhere it does nothing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
+    _prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
@@ -307,8 +307,18 @@ def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
 
 def inherit_orphans() -> None:
     """Whatever a process below this one leaves behind becomes this one's own. Linux only; elsewhere it does nothing."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _inherits_orphans() -> bool:
+    found = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(found))
+    return bool(found.value)
+
+
+def _prctl(option: int, value: Any) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
 def orphans(own: Container[int] = (), *, kept: bool = False) -> dict[int, int]:
@@ -353,13 +363,6 @@ def end_orphans(
             break
         time.sleep(ORPHANS_POLL_S)
     return left
-
-
-def _inherits_orphans() -> bool:
-    found = ctypes.c_int()
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(found))
-    return bool(found.value)
 
 
 def _children() -> list[int]:
