@@ -31,7 +31,6 @@ from verifiers.v1.runtimes import SubprocessConfig, provision_runtime
 from verifiers.v1.utils.loaders import load_harness
 
 from prime_rl.configs.base import BaseConfig, build
-from prime_rl.gateway.keys import run_of
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.checked import Transient
 
@@ -111,8 +110,8 @@ class VerifiersEnvironment:
         assert endpoint is not None, "the orchestrator opens a session for each rollout"
         variable = KEY_VAR.format(next(self._numbers))
         os.environ[variable] = endpoint[1]
-        # As the endpoint lists it, so that a harness finds how long its conversations may be; other roles have others.
-        model = run_of(endpoint[0].split("/")[-2])
+        # The run's id, under which the endpoint tells how long a conversation may be; other roles have other models.
+        model = endpoint[0].split("/")[-2].rpartition(".")[0]
         try:
             client = vf.EvalClientConfig(base_url=endpoint[0], api_key_var=variable)
             episode = await self._env.run_episode(self._tasks[example.id], vf.ModelContext(model=model, client=client))
