@@ -228,14 +228,14 @@ def main(argv: list[str]) -> int:
     inherit_orphans()
     die_with_parent(signal.SIGTERM)
     limits, argv = _limits(argv)
-    if sys.platform == "linux":
-        limits[_MARK] = _mark(0) - 2
 
     def limit() -> None:
+        with contextlib.suppress(OSError, ValueError):  # some sandboxes do not have it
+            resource.setrlimit(_MARK, (_mark(0) - 1,) * 2)
         for kind, value in limits.items():
             resource.setrlimit(kind, (value, value + 1))  # at the first it gets a signal that tells which limit it was
 
-    child = subprocess.Popen(argv, preexec_fn=limit if limits else None)  # noqa: PLW1509 - this process has one thread
+    child = subprocess.Popen(argv, preexec_fn=limit)  # noqa: PLW1509 - this process has one thread
     while child.poll() is None and not told:
         time.sleep(POLL_S)
     end_all(child)
@@ -254,15 +254,15 @@ def _limits(argv: list[str]) -> tuple[dict[int, int], list[str]]:
 
 def _mark(pid: int) -> int:
     """The mark of process `pid`, 0 for this one: the lower, the more keepers are above it."""
-    most = resource.prlimit(pid, _MARK)[1]
+    most = (resource.prlimit(pid, _MARK) if pid else resource.getrlimit(_MARK))[1]
     return _MOST_MARKS if most == resource.RLIM_INFINITY else most
 
 
 def is_kept(pid: int) -> bool:
     """True when there is a keeper between this process and that one, or was one that has been killed. Linux only."""
     try:
-        return sys.platform == "linux" and _mark(pid) < _mark(0)
-    except OSError:
+        return _mark(pid) < _mark(0)
+    except (AttributeError, OSError, ValueError):
         return False
 
 

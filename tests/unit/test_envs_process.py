@@ -37,7 +37,7 @@ import asyncio, os, subprocess, sys, time
 
 from prime_rl.orchestrator.envs.base import Example, Outcome
 
-WORDS = ["good", "raise", "nan", "text", "hang", "exit", "slow", "deaf", "key", "credits", "short", "down", "odd"]
+WORDS = "good raise nan text hang exit slow deaf key credits short down odd cut".split()
 # What an example asks with, in place of its word.
 ASKS = {"null": None, "number": 3, "half": "a\\ud800", "whole": [{}], "parts": [{"type": "text", "text": "p"}]}
 
@@ -72,6 +72,8 @@ class Env:
         word = example.id
         if word == "down":
             raise RuntimeError("no judge") from ConnectionRefusedError()
+        if word == "cut":
+            return Outcome(0.5, output="half a character: \\ud800")
         if word == "odd":
             raise type("Odd", (BaseException,), {})("no Exception")
         if word == "raise":
@@ -149,6 +151,7 @@ async def test_rollouts_of_several_turns_and_every_fault_but_a_hang() -> None:
         for word, message in [
             ("raise", "RuntimeError: red"),
             ("odd", "Odd: no Exception"),
+            ("cut", "UnicodeEncodeError"),
             ("nan", "reward is nan"),
             ("text", "is str instead of a num"),
             ("short", "the advantage of turn 1 has length 1, but its answer has 2 tokens"),
@@ -170,7 +173,7 @@ async def test_rollouts_of_several_turns_and_every_fault_but_a_hang() -> None:
         assert sorted(type(result).__name__ for result in results) == ["Interrupted", "Interrupted", "Transient"]
         assert any("its process ended with exit code 7" in str(result) for result in results)
         assert (await env.rollout(example_of(env, "good"), Says())).reward == 0.5
-        assert env.num_dropped == 6
+        assert env.num_dropped == 7
         own = await env.rollout(example_of(env, "credits"), Says())
         assert (own.rewards, own.advantages) == ({"form": 1.0, "right": 0.25}, ([-1.0, -1.0], 0.25))
         assert (good.rewards, good.advantages) == ({}, ())

@@ -75,7 +75,7 @@ class Host:
         self._env = env
         self._send = send
         self._examples = {split: by_id(split, env.examples(split)) for split in SPLITS}
-        self._rollouts: dict[int, tuple[RemotePolicy, asyncio.Task[process.Done | process.Lost]]] = {}
+        self._rollouts: dict[int, tuple[RemotePolicy, asyncio.Task[None]]] = {}
 
     def ready(self) -> process.Ready:
         """Ids and levels of all examples."""
@@ -103,25 +103,22 @@ class Host:
         """Cancel all rollouts, and wait until they have ended."""
         await cancel_all(task for _, task in self._rollouts.values())
 
-    def _ended(self, key: int, task: asyncio.Task[process.Done | process.Lost]) -> None:
+    def _ended(self, key: int, task: asyncio.Task[None]) -> None:
         del self._rollouts[key]
         if task.cancelled():
-            self._send(_lost(key, Transient("it was cancelled")))
-        elif error := task.exception():  # what is no Exception
-            self._send(_lost(key, fault_of(error)))
-        else:
-            self._send(task.result())
+            self._lose(key, Transient("it was cancelled"))
+        elif error := task.exception():  # one that is no Exception
+            self._lose(key, fault_of(error))
 
-    async def _run(self, start: process.Start, policy: RemotePolicy) -> process.Done | process.Lost:
+    async def _run(self, start: process.Start, policy: RemotePolicy) -> None:
         try:
             outcome = await self._env.rollout(self._examples[start.split][start.example_id], policy)
-            return process.Done(start.key, check_outcome(outcome))
+            self._send(process.Done(start.key, check_outcome(outcome)))
         except (Exception, SystemExit) as error:  # an error of the environment: reported to the caller
-            return _lost(start.key, fault_of(error, at_first_turn=not policy.answer_lens))
+            self._lose(start.key, fault_of(error, at_first_turn=not policy.answer_lens))
 
-
-def _lost(key: int, fault: EnvironmentFault) -> process.Lost:
-    return process.Lost(key, str(fault), type(fault).__name__)
+    def _lose(self, key: int, fault: EnvironmentFault) -> None:
+        self._send(process.Lost(key, str(fault), type(fault).__name__))
 
 
 def by_id(split: Split, examples: Sequence[Example]) -> dict[str, Example]:
