@@ -94,7 +94,7 @@ class Host:
             policy, task = found
             if isinstance(request, process.Answer):
                 policy.answer(request.text, request.num_tokens)
-            elif isinstance(request, process.Posted):
+            elif isinstance(request, process.Rewarded):
                 policy.posted.take(request.reward)
             else:
                 task.cancel()

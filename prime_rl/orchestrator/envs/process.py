@@ -14,7 +14,7 @@ Where the environment runs an agent, each rollout has a session (`Sessions`): ca
 orchestrator, and what is posted as a reward is passed on to the process.
 
 Messages between the orchestrator and the process are frames (`utils.frames`). To the process: a `Load` first, then
-`Start`, `Answer`, `Posted` and `Cancel`. From it: `Ready` or `Refused` first, then `Ask`, and `Done` or `Lost` once for
+`Start`, `Answer`, `Rewarded` and `Cancel`. From it: `Ready` or `Refused` first, then `Ask`, and `Done` or `Lost` once for
 each rollout, and all the time `Beat`. `key` is a rollout. No pickle: what a message can be stands here.
 """
 
@@ -73,7 +73,7 @@ class Answer(msgspec.Struct, tag=True):
     num_tokens: int
 
 
-class Posted(msgspec.Struct, tag=True):
+class Rewarded(msgspec.Struct, tag=True):
     """A reward was posted in the session of a rollout."""
 
     key: int
@@ -124,7 +124,7 @@ class Beat(msgspec.Struct, tag=True):
     """The event loop of the process still turns."""
 
 
-Request = Load | Start | Answer | Posted | Cancel
+Request = Load | Start | Answer | Rewarded | Cancel
 Report = Ready | Refused | Ask | Done | Lost | Beat
 
 decode_request = msgspec.msgpack.Decoder(Request).decode
@@ -386,7 +386,7 @@ class ProcessEnvironment:
         assert isinstance(policy, AnswersCalls)
 
         def post(reward: Reward) -> None:
-            child.send(Posted(start.key, reward))
+            child.send(Rewarded(start.key, reward))
 
         async with self._sessions.open(policy, self._limits, post) as session:
             start.base_url, start.session_key = session.base_url, session.key
