@@ -14,8 +14,8 @@ Where the environment runs an agent, each rollout has a session (`Sessions`): ca
 orchestrator, and what is posted as a reward is passed on to the process.
 
 Messages between the orchestrator and the process are frames (`utils.frames`). To the process: a `Load` first, then
-`Start`, `Answer`, `Rewarded` and `Cancel`. From it: `Ready` or `Refused` first, then `Ask`, and `Done` or `Lost` once for
-each rollout, and all the time `Beat`. `key` is a rollout. No pickle: what a message can be stands here.
+`Start`, `Answer`, `Rewarded` and `Cancel`. From it: `Ready` or `Refused` first, then `Ask`, and `Done` or `Lost` once
+for each rollout, and all the time `Beat`. `key` is a rollout. No pickle: what a message can be stands here.
 """
 
 from __future__ import annotations
