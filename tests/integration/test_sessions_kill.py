@@ -153,8 +153,8 @@ def check_usage(workspace: Workspace, events: Sequence[dict[str, Any]]) -> None:
     """All that was trained on is counted once, and nothing is sampled that no client got but what a kill took."""
     (used,) = workspace.json("usage")["rows"]
     run = workspace.run_dir("run_a")
-    published = list_steps(run.broadcast, stable_only=True)
-    trained = [sample for step in published if step for sample in read_batch(run.rollout_file(step)).samples]
+    newest = max(list_steps(run.broadcast, stable_only=True))
+    trained = [sample for step in range(1, newest + 1) for sample in read_batch(run.rollout_file(step)).samples]
     assert used["tokens_trained"] == sum(len(sample.token_ids) for sample in trained) > 0
     num_answered = sum(len(event["token_ids"]) for event in events if event["event"] == "answered")
     assert 0 < used["tokens_sampled"] <= num_answered + NUM_USERS * MAX_TOKENS
