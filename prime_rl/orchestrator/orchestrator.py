@@ -73,7 +73,7 @@ from prime_rl.orchestrator.report import BatchReporter, LearningWatch, RunReport
 from prime_rl.orchestrator.rollout import BaseModel, RolloutWorker, give_judges
 from prime_rl.orchestrator.sampler import Curricula, ExampleSampler, Pools
 from prime_rl.orchestrator.scheduler import GroupLedger, Scheduler
-from prime_rl.orchestrator.sessions import Sessions, linked
+from prime_rl.orchestrator.sessions import Sessions, link_up
 from prime_rl.utils.process import StopFlag, end_orphans, inherit_orphans
 from prime_rl.utils.runtime import complain, setup_logger
 from prime_rl.utils.secrets import SecretError, close_handed
@@ -126,14 +126,16 @@ async def set_up(
     tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
     phases = PhaseClock(on_change=wake.set)
     changed = await asyncio.to_thread(changed_data_text, run)  # what is loaded now stays
-    sessions = linked(run, tokenizer, seq_len, cleanup) if config.needs_gateway else None
+    sessions = Sessions.of(run, tokenizer, seq_len) if config.needs_gateway else None
     envs, eval_envs = await load_environments(config, phases, cleanup, reporter.wait_for, run.data_file, sessions)
     max_bytes = max_batch_bytes(config.batch_size * config.max_branches, seq_len)
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_bytes)
     reporter.update(step=progress.step)
 
     publication = await choose_publication(config, run, reporter.wait_for, cleanup)
-    client = connect(config, run, publication, phases.note_trouble)
+    if sessions:
+        link_up(run, sessions, cleanup)
+    client = connect(config, run, publication, partial(note_trouble, phases, sessions))
     close_handed()
     cleanup.push_async_callback(client.close)
     reporter.wait_for(lambda now: client.trouble)
@@ -169,6 +171,13 @@ async def set_up(
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     cleanup.callback(lambda: ending.note(scheduler.ledger.step - 1))
     return BatchLoop(config, run, client, scheduler, sampler, evaluator, batches, samples, status, ending)
+
+
+def note_trouble(phases: PhaseClock, sessions: Sessions | None, trouble: str | None) -> None:
+    """Note what is wrong with inference, where time is accounted for and where agents wait for it."""
+    phases.note_trouble(trouble)
+    if sessions:
+        sessions.note_trouble(trouble)
 
 
 def make_sampler(config: OrchestratorConfig, envs: Environments, progress: Progress) -> ExampleSampler:

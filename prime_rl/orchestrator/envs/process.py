@@ -300,12 +300,21 @@ class _Child:
 
 
 class Session(Protocol):
-    """The address and key with which the client of a rollout asks the policy; it has made `num_requests`."""
+    """The address and key with which the client of a rollout asks the policy.
+
+    Attributes:
+        num_requests: those that it has made.
+        idle_s: seconds in which nothing has happened; 0 while a call is in flight.
+    """
 
     id: str
     base_url: str
     key: str
     num_requests: int
+
+    @property
+    def idle_s(self) -> float:
+        """See above."""
 
 
 class Sessions(Protocol):
@@ -314,12 +323,10 @@ class Sessions(Protocol):
     Attributes:
         on_open: makes one for a client outside; None: the run takes none.
         num_places: rollouts that wait for such a client.
-        num_lost: how often the gateway went away.
     """
 
     on_open: Callable[[calls.Open], Awaitable[calls.Opened]] | None
     num_places: int
-    num_lost: int
 
     async def served(self) -> None:
         """Wait until the gateway is there."""
@@ -393,13 +400,7 @@ class ProcessEnvironment:
 
         async with self._sessions.open(policy, self._limits, post) as session:
             start.base_url, start.session_key = session.base_url, session.key
-            num_lost = self._sessions.num_lost
-            try:
-                return replace(await child.rollout(start, policy), answer_rewards=posted.by_answer)
-            except EnvironmentFault as fault:
-                if self._sessions.num_lost == num_lost:
-                    raise
-                raise Interrupted(f"the gateway went away meanwhile: {fault}") from fault
+            return replace(await child.rollout(start, policy), answer_rewards=posted.by_answer)
 
     async def close(self) -> None:
         """End the process, which is killed after EXIT_GRACE_S, and what reads from it and watches it."""
