@@ -298,7 +298,7 @@ class FakeInference:
         return {
             "token_ids": token_ids,
             "logprobs": {
-                "token_logprobs": [-((body["seed"] + 7 * at) % 65_521) / 8192 for at in range(len(token_ids))]
+                "token_logprobs": [-((body["seed"] + 7 * at) % (2**24 - 3)) / 2**20 for at in range(len(token_ids))]
             },
             "finish_reason": "stop" if stop or token_ids[-1] == IM_END else "length",
             "stop_reason": stop,

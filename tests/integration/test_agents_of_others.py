@@ -25,7 +25,7 @@ from prime_rl.orchestrator.envs.base import Outcome
 from prime_rl.orchestrator.policy import ChatTokenizer
 from prime_rl.orchestrator.recorder import Branch, PolicySession
 from prime_rl.orchestrator.sessions import Sessions
-from prime_rl.orchestrator.try_env import sampler_of
+from prime_rl.orchestrator.try_env import at_server
 from tests.integration.conftest import _once
 from tests.integration.test_orchestrator_inference import server, serving
 from tests.orchestrator_support import until
@@ -78,7 +78,7 @@ async def recorded(model: Path, url: str, command: list[str], variables: dict[st
     }
     config, tokenizer = build(OrchestratorConfig, data, "test"), ChatTokenizer.load(str(model))
     async with AsyncExitStack() as cleanup:
-        turns = sampler_of(config, url, str(model), SEQ_LEN, cleanup)
+        turns, _ = await at_server(config, tokenizer, url, str(model), SEQ_LEN, cleanup)
         sessions = Sessions("run_a", new_secret(), tokenizer, max_model_len=SEQ_LEN)
         sessions.served_at(await cleanup.enter_async_context(serving_here(sessions, sessions.secret)))
         policy = PolicySession(turns, tokenizer, seed=1)

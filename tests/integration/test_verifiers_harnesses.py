@@ -34,7 +34,7 @@ from prime_rl.orchestrator.orchestrator import run_to_the_end
 from prime_rl.orchestrator.policy import ChatTokenizer
 from prime_rl.orchestrator.recorder import Branch, PolicySession
 from prime_rl.orchestrator.sessions import Sessions
-from prime_rl.orchestrator.try_env import sampler_of
+from prime_rl.orchestrator.try_env import at_server
 from tests.gateway_daemon import gateway_here
 from tests.integration.conftest import _once
 from tests.integration.test_agents_of_others import TOLERANCE, policy
@@ -116,7 +116,7 @@ async def rollouts(
     )
     tokenizer = ChatTokenizer.load(str(model))
     async with AsyncExitStack() as cleanup:
-        turns = sampler_of(config, url, str(model), SEQ_LEN, cleanup)
+        turns, _ = await at_server(config, tokenizer, url, str(model), SEQ_LEN, cleanup)
         sessions = Sessions("run_a", new_secret(), tokenizer, max_model_len=SEQ_LEN)
         sessions.served_at(await cleanup.enter_async_context(serving_here(sessions, sessions.secret)))
         envs, _ = await load_environments(config, None, cleanup, lambda words: None, sessions=sessions)

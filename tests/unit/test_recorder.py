@@ -89,13 +89,14 @@ class Bench:
 
     def prompt_of(self, answer: Answer) -> list[int]:
         """The tokens that the server was asked with."""
-        (body,) = [
-            body
+        wanted = answer.num_prompt_tokens, answer.token_ids, answer.logprobs
+        found = {
+            tuple(body["prompt"])
             for body, choice in self.fake.answered
-            if (choice["token_ids"], choice["logprobs"]["token_logprobs"]) == (answer.token_ids, answer.logprobs)
-        ]
-        prompt: list[int] = body["prompt"]
-        return prompt
+            if (len(body["prompt"]), choice["token_ids"], choice["logprobs"]["token_logprobs"]) == wanted
+        }
+        (prompt,) = found  # of several calls that were answered alike, all that were asked the same
+        return list(prompt)
 
     def finish(self, advantages: bool = True) -> Rollout:
         values = tuple(float(number) for number in range(1, len(self.answers) + 1))
