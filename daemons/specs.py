@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
 from daemons.process import DEVICES_VARIABLE, python_module, visible_devices
 from daemons.workspace import replica_name
 from daemons.workspace_reader import Stamp, stamp_of
-from prime_rl.configs.admitted import read_effect
+from prime_rl.configs.admitted import config_in_effect
 from prime_rl.configs.base import ConfigError, load_config, load_toml, without_nulls
 from prime_rl.configs.reports import AlertsConfig
 from prime_rl.configs.system import DaemonKind, SystemConfig
@@ -376,7 +375,7 @@ def keys_of(spec: DaemonSpec, output: OutputDir) -> list[str]:
     Monitors are handed that of W&B, also before a run asks for it: a daemon is handed keys only when it starts.
     """
     if spec.run_id:
-        return [_run_variable(RunDir(output.path / spec.run_id))]
+        return _run_variables(RunDir(output.path / spec.run_id))
     if spec.name == ALERTS:
         return _alerts_variables(output)
     if spec.name == MONITORS:
@@ -386,13 +385,17 @@ def keys_of(spec: DaemonSpec, output: OutputDir) -> list[str]:
 
 def all_keys(output: OutputDir) -> list[str]:
     """The keys that the supervisor is handed, to hand them on."""
-    variables = [_run_variable(run) for run in scan_runs(output.path)[0]]
+    variables = [name for run in scan_runs(output.path)[0] for name in _run_variables(run)]
     return sorted({inference_variable(output), *variables, *_alerts_variables(output), WANDB_VARIABLE})
 
 
 def inference_variable(output: OutputDir) -> str:
     """The variable of the key that inference asks its clients for."""
-    return _variable(lambda: load_toml(output.component_config(INFERENCE)))
+    try:
+        value = load_toml(output.component_config(INFERENCE)).get("api_key_var")
+    except ConfigError:
+        value = None
+    return value if isinstance(value, str) and value else DEFAULT_VARIABLE
 
 
 def _alerts_variables(output: OutputDir) -> list[str]:
@@ -402,15 +405,8 @@ def _alerts_variables(output: OutputDir) -> list[str]:
         return []
 
 
-def _run_variable(run: RunDir) -> str:
-    return _variable(lambda: read_effect(run).data, "client")
-
-
-def _variable(read: Callable[[], Any], *tables: str) -> str:
+def _run_variables(run: RunDir) -> list[str]:
     try:
-        value = read()
-    except ConfigError:  # reported to the run's owner elsewhere
-        return DEFAULT_VARIABLE
-    for name in (*tables, "api_key_var"):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value if isinstance(value, str) and value else DEFAULT_VARIABLE
+        return config_in_effect(run).key_variables
+    except (ConfigError, OSError):  # reported to the run's owner elsewhere
+        return [DEFAULT_VARIABLE]

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, get_args
 import msgspec
 from pydantic import Field, field_validator, model_validator
 
-from prime_rl.configs.base import BaseConfig, ConfigError, ConfigProblem
+from prime_rl.configs.base import BaseConfig, ConfigError, ConfigProblem, check_address
 from prime_rl.configs.jsonl import FUNCTION, MAX_FOLDER_BYTES, Place, RowsArgs, Scorer
 from prime_rl.contract.files import closing, is_of_a_run, is_own, open_file
 from prime_rl.contract.layout import RunDir
@@ -36,6 +36,8 @@ OWN_VARIABLES = frozenset(
 )
 # The environment's own steps around the program and the command after it: a copy of the folder, a judge.
 MARGIN_S = 300.0
+# Of memory and files, in MiB; and of the processor time of a process, in seconds: limits of the kernel are 64-bit.
+MAX_MB = 1 << 40
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -49,7 +51,8 @@ class JudgeConfig(BaseConfig):
     """An OpenAI-compatible endpoint, such as "https://api.openai.com/v1"; null with the base model."""
 
     api_key_var: str | None = None
-    """Environment variable with the key of the endpoint; null sends none. The program does not get it."""
+    """Environment variable with the key of the endpoint, or, with `_FILE`, the name of a file that only its owner can
+    read; null sends none. The program does not get it."""
 
     rubric: str = Field(min_length=1)
     """The words by which a high score is earned."""
@@ -67,12 +70,18 @@ class JudgeConfig(BaseConfig):
     max_tokens: int | None = Field(None, ge=1)
     """Longest answer of the judge, in tokens; null: the endpoint's own, and 1024 of the base model."""
 
+    @field_validator("base_url")
+    @classmethod
+    def _is_an_address(cls, url: str | None) -> str | None:
+        check_address(url or "")
+        if url and not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
+            raise ValueError(f"found {url!r}: must be an http address of an OpenAI-compatible API")
+        return url
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if (self.model is None) != (self.base_url is None):
             raise ValueError("model, base_url: give both, or neither for the run's own base model as the judge")
-        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url: found {self.base_url!r}: must be an http address of an OpenAI-compatible API")
         if self.api_key_var and not self.base_url:
             raise ValueError("api_key_var: not used with the base model as the judge: remove it")
         if not self.scale[0] < self.scale[1]:
@@ -123,13 +132,13 @@ class AgentArgs(RowsArgs):
     allow_failure: bool = False
     """Count a rollout although its program ended with an exit code other than 0."""
 
-    cpu_seconds: int | None = Field(None, ge=1)
+    cpu_seconds: int | None = Field(None, ge=1, le=MAX_MB)
     """Processor time of each process, in seconds; null sets no limit."""
 
-    memory_mb: int | None = Field(None, ge=16)
+    memory_mb: int | None = Field(None, ge=16, le=MAX_MB)
     """Address space of each process, in MiB (of a container: its memory); null sets no limit."""
 
-    max_file_mb: int | None = Field(1024, ge=1)
+    max_file_mb: int | None = Field(1024, ge=1, le=MAX_MB)
     """Size of each file that is written, in MiB; null sets no limit."""
 
     runtime: Literal["process", "podman", "docker"] = "process"
@@ -329,9 +338,11 @@ def _task(name: str, tar: tarfile.TarFile, members: Mapping[str, tarfile.TarInfo
         words = f"no image: {DOCKERFILE} is not built" if has_dockerfile else "no image"
         raise ValueError(f"has {words}; set environment.docker_image in its task.toml, or image for all tasks")
     image, times = args.image or asked.docker_image, (file.agent.timeout_sec, file.verifier.timeout_sec)
-    if not all(value > 0 for value in (*times, asked.cpus or 1, asked.memory_mb or 1)):
-        raise ValueError("has a number in its task.toml that is not above 0")
-    return Task(instruction, image, *times, asked.cpus, asked.memory_mb or _mebibytes(asked.memory))
+    memory_mb = asked.memory_mb or _mebibytes(asked.memory)
+    sizes = (asked.cpus or 1, memory_mb or 1)
+    if not all(value > 0 for value in (*times, *sizes)) or max(sizes) >= MAX_MB:
+        raise ValueError("has a number in its task.toml that is not above 0, or too large")
+    return Task(instruction, image, *times, asked.cpus, memory_mb)
 
 
 def _mebibytes(size: str | None) -> int | None:
@@ -340,7 +351,7 @@ def _mebibytes(size: str | None) -> int | None:
         return None
     if not (found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", size.strip(), re.IGNORECASE)):
         raise ValueError(f"has environment.memory = {size!r} in its task.toml: must be a size such as '2G'")
-    return max(1, int(float(found[1]) * 1024.0 ** ("KMGT".index(found[2].upper()) - 1)))
+    return max(1, int(min(float(found[1]) * 1024.0 ** ("KMGT".index(found[2].upper()) - 1), MAX_MB)))
 
 
 def missing_program(args: AgentArgs, template: bytes) -> tuple[str, str] | None:
@@ -351,13 +362,16 @@ def missing_program(args: AgentArgs, template: bytes) -> tuple[str, str] | None:
     named = {"command": args.command, "reward_command": args.reward_command}
     if args.runtime != "process":
         named = {"runtime": [args.runtime]}
+    try:
+        names = tarfile.open(fileobj=io.BytesIO(template), mode="r:").getnames() if template else []  # noqa: SIM115
+    except tarfile.TarError as error:
+        return "cwd", f"the packed folder cannot be read: {error}"
     for key, (program, *_) in ((key, words) for key, words in named.items() if words):
         is_here = bool(args.tasks) or key != "command"
         if "/" not in program or os.path.isabs(program):
             is_here = shutil.which(program) is not None
-        elif template:
-            with tarfile.open(fileobj=io.BytesIO(template), mode="r:") as tar:
-                is_here |= os.path.normpath(program) in tar.getnames()
+        else:
+            is_here |= os.path.normpath(program) in names
         if not is_here:
             where = "in cwd" if "/" in program else "on PATH"
             return key, f"{program!r} was not found {where}: install it, or name it with its path"

@@ -22,6 +22,7 @@ from functools import cache
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar, get_args
+from urllib.parse import urlsplit
 
 import tomli
 import tomli_w
@@ -445,6 +446,16 @@ class LogConfig(BaseConfig):
 
 MIN_TOP_P, MIN_REPETITION_PENALTY = RANGES["top_p"].lowest, RANGES["repetition_penalty"].lowest
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+def check_address(url: str) -> None:
+    """Raise ValueError, without what may be a password, for a URL with a user in it or with a port that is none."""
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        raise ValueError("must not contain a user or password, since URLs are shown in logs: set api_key_var for a key")
+    try:
+        _ = urlsplit(url).port
+    except ValueError as error:
+        raise ValueError(f"found {url!r}: must be an address such as 'http://127.0.0.1:8000/v1': {error}") from None
 
 
 class _Ranged(BaseConfig):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from prime_rl.configs.base import BaseConfig, EvalSamplingConfig, LogConfig, SamplingConfig, WatchConfig
+from prime_rl.configs.base import BaseConfig, EvalSamplingConfig, LogConfig, SamplingConfig, WatchConfig, check_address
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.losses import AipoLossConfig, DrGrpoLossConfig, LossConfig
 from prime_rl.configs.reports import MonitorConfig, SamplesConfig
@@ -269,11 +269,8 @@ class ClientConfig(BaseConfig):
     @classmethod
     def _no_password(cls, value: Any) -> Any:
         """Checked first, and without the URL in its message: URLs are shown in logs and status files."""
-        urls = value if isinstance(value, list) else [value]
-        if any("@" in str(url).partition("://")[2].partition("/")[0] for url in urls):
-            raise ValueError(
-                "must not contain a user or password, since URLs are shown in logs: set api_key_var for a key"
-            )
+        for url in value if isinstance(value, list) else [value]:
+            check_address(str(url))
         return value
 
     @model_validator(mode="after")
@@ -385,6 +382,12 @@ class OrchestratorConfig(RunLifetime):
     def eval_envs(self) -> list[EnvConfig]:
         """The environments of evaluations; [] without evaluation."""
         return (self.eval.env or self.env) if self.eval else []
+
+    @property
+    def key_variables(self) -> list[str]:
+        """The environment variables of the keys that it needs: of inference, and of judges."""
+        judges = (env.agent.judge for env in [*self.env, *self.eval_envs] if env.agent)
+        return [self.client.api_key_var, *(each.api_key_var for each in judges if each and each.api_key_var)]
 
     @property
     def pass_rewards(self) -> dict[str, float]:

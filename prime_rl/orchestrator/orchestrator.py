@@ -38,6 +38,7 @@ from prime_rl.orchestrator.batch import (
 )
 from prime_rl.orchestrator.client import AccessDenied, AdapterRefused
 from prime_rl.orchestrator.envs import Environments, load_environments
+from prime_rl.orchestrator.envs.agent_judge import Judge
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import (
@@ -136,7 +137,6 @@ async def set_up(
     if sessions:
         link_up(run, sessions, cleanup)
     client = connect(config, run, publication, partial(note_trouble, phases, sessions))
-    close_handed()
     cleanup.push_async_callback(client.close)
     reporter.wait_for(lambda now: client.trouble)
     base = await base_model(client, config.model.name)
@@ -144,6 +144,7 @@ async def set_up(
     warn_of_narrow_sampling(config.sampling, raw=client.reports_raw_logprobs)
     checked = [*envs.values(), *eval_envs.values()]
     judges = give_judges(checked, BaseModel(client, base, tokenizer, seq_len), cleanup)
+    close_handed()
     ending = Ending(run, config, RunMeter(run, config, client, judges), step=progress.step)
     policy = PolicyVersions(publication, client, base)
     cleanup.push_async_callback(policy.close)
@@ -166,7 +167,7 @@ async def set_up(
     )
     told = partial(environment_figures, checked, changed)
     cleanup.callback(lambda: writer.update(**told()))
-    status = make_reporter(writer, scheduler, policy, client, told, sessions)
+    status = make_reporter(writer, scheduler, policy, client, told, [*filter(None, [sessions]), *judges])
     batches = BatchReporter(run, scheduler, client, status, envs, sampler, LearningWatch(run))
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     cleanup.callback(lambda: ending.note(scheduler.ledger.step - 1))
@@ -239,9 +240,9 @@ def make_reporter(
     policy: PolicyVersions,
     client: InferenceClient,
     told: Callable[[], dict[str, object]],
-    sessions: Sessions | None,
+    awaited: Sequence[Sessions | Judge],
 ) -> RunReporter:
-    """The status file while batches are made: what the scheduler waits for, how far it is, and what is `told`."""
+    """The status file while batches are made: what is waited for, by whom, how far it is, and what is `told`."""
 
     def figures() -> dict[str, object]:
         return {
@@ -252,7 +253,7 @@ def make_reporter(
         }
 
     def waiting_on(now: float) -> str | None:
-        return scheduler.waiting_on(now) or (sessions.waits_for if sessions else None)
+        return scheduler.waiting_on(now) or next(filter(None, (each.waits_for for each in awaited)), None)
 
     return RunReporter(writer, waiting_on, figures)
 

@@ -263,6 +263,8 @@ async def test_a_folder_of_tasks_is_tested(rows: Path, tmp_path: Path) -> None:
         ("agent.timeout_sec = 'long'", "podman", "has a task.toml that is not valid: Expected `float`, got `str`"),
         ("agent = [", "podman", "has a task.toml that is not valid"),
         ("agent.timeout_sec = 0", "podman", "has a number in its task.toml that is not above 0"),
+        ("environment.memory = '" + "9" * 400 + "G'", "podman", "in its task.toml that is not above 0, or too large"),
+        ("environment.cpus = inf", "podman", "in its task.toml that is not above 0, or too large"),
         ("verifier.timeout_sec = nan", "podman", "has a number in its task.toml that is not above 0"),
         (
             "environment.memory = 'much'",

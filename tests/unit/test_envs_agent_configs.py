@@ -11,14 +11,16 @@ import pytest
 
 from daemons.cli import run as prl
 from daemons.data_files import copy_data, has_data
+from daemons.specs import all_keys, keys_of, orchestrator_spec
 from prime_rl.configs.admitted import changed_data, config_in_effect
+from prime_rl.configs.agents import AgentArgs, missing_program
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.jsonl import packed, place_of
 from prime_rl.configs.orchestrator import AdvantageConfig
 from prime_rl.configs.reports import SamplesConfig
 from prime_rl.configs.validate import load_run_config
-from prime_rl.contract.layout import RunDir
+from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.orchestrator.batch import assemble_batch
 from prime_rl.orchestrator.envs.agent_env import (
     AgentEnvironment,
@@ -64,6 +66,10 @@ def rows(tmp_path: Path) -> Path:
             {"judge": {"model": "m", "rubric": "r", "base_url": "x"}},
             "must be an http address of an OpenAI-compatible API",
         ),
+        ({"judge": {"model": "m", "rubric": "r", "base_url": "http://host:port/v1"}}, "judge.base_url: found 'http"),
+        ({"judge": {"model": "m", "rubric": "r", "base_url": "http://[::1/v1"}}, "Invalid IPv6 URL"),
+        ({"judge": {"model": "m", "rubric": "r", "base_url": "http://u:p@h/v1"}}, "set api_key_var for a key"),
+        ({"memory_mb": 10**30}, "memory_mb"),
         ({"judge": {"rubric": "r", "api_key_var": "K"}}, "api_key_var: not used with the base model as the judge"),
         (
             {"judge": {"rubric": "r", "mode": "best"}},
@@ -233,3 +239,18 @@ def test_a_run_of_another_account_starts_no_program(rows: Path, tmp_path: Path) 
         config_in_effect(run)  # so it is not admitted, in a file of the workspace's own
     with pytest.raises(ConfigError, match="or others may write it: its command is not run"):
         env.placed(run.data_file)
+
+
+def test_a_folder_of_a_program_that_is_no_archive_is_a_problem_and_no_traceback() -> None:
+    args = build(AgentArgs, {"command": ["./run"], "path": "p", "cwd": "c"}, "args")
+    assert missing_program(args, b"x" * 600) == ("cwd", "the packed folder cannot be read: invalid header")
+
+
+def test_the_orchestrator_of_a_judge_is_handed_its_key(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run_a")
+    run.orch_toml.parent.mkdir(parents=True)
+    judge = '{ rubric = "r", model = "m", base_url = "http://h/v1", api_key_var = "JUDGE_KEY" }'
+    run.orch_toml.write_text(RUN.replace("max_turns = 4", f'reward = "judge", judge = {judge}'))
+    output = OutputDir(tmp_path)
+    assert keys_of(orchestrator_spec(run), output) == ["PRL_API_KEY", "JUDGE_KEY"]
+    assert all_keys(output) == ["JUDGE_KEY", "PRL_API_KEY", "WANDB_API_KEY"]

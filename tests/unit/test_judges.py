@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.usage import read_usage
-from prime_rl.orchestrator.envs.agent_judge import Endpoint, Judge, Reply, read_scores
+from prime_rl.orchestrator.envs import agent_judge, load_environments
+from prime_rl.orchestrator.envs.agent_judge import Away, Endpoint, Judge, Reply, read_scores
 from prime_rl.orchestrator.envs.base import Message, RolloutError
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentBroken, EnvironmentFault, Transient
+from prime_rl.orchestrator.envs.process import ProcessEnvironment
 from prime_rl.orchestrator.evaluate import eval_rollout
 from prime_rl.orchestrator.guard import RunMeter
 from prime_rl.orchestrator.policy import ChatTokenizer
@@ -39,6 +42,7 @@ from tests.orchestrator_support import (
     run_config,
     serving,
 )
+from tests.patience import PATIENCE_S
 
 
 def config(**table: Any) -> JudgeConfig:
@@ -101,7 +105,7 @@ def test_the_scores_of_a_group_are_read_or_refused(answer: str, scores: list[flo
 
 
 async def test_an_endpoint_scores_the_same_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_rl.orchestrator.envs.agent_judge.WAIT_S", 0.0)
+    monkeypatch.setattr(agent_judge, "GIVE_UP_S", 0.0)
     monkeypatch.setenv("JUDGE_KEY", "judge's")
     server = Server()
     table = config(model="m", base_url=f"{server.url}/v1/", scale=[0, 10], api_key_var="JUDGE_KEY", temperature=0.5)
@@ -115,9 +119,9 @@ async def test_an_endpoint_scores_the_same_text_once(monkeypatch: pytest.MonkeyP
         assert "max_tokens" not in body and [each["role"] for each in body["messages"]] == ["system", "user"]
         assert "Be polite." in body["messages"][0]["content"] and "Good day" in body["messages"][1]["content"]
         server.status = 503
-        with pytest.raises(Transient, match=r"the judge at .* does not answer: HTTP 503"):
+        with pytest.raises(Transient, match=r"the judge at .* \(HTTP 503 .*\) does not answer"):
             await judge.scores(["Hello"])
-        assert len(server.seen) == 4
+        assert len(server.seen) == 2
         server.status = 401
         with pytest.raises(EnvironmentFault, match=r"the judge at .* refuses: HTTP 401"):
             await judge.scores(["Hello"])
@@ -130,6 +134,105 @@ async def test_an_endpoint_scores_the_same_text_once(monkeypatch: pytest.MonkeyP
     finally:
         await endpoint.close()
         server.close()
+
+
+@pytest.mark.parametrize("key", ["sk-secret\nmore", "sk-secret\rmore", "sk-secretü"])
+def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    table, file = config(model="m", base_url="http://127.0.0.1:9/v1", api_key_var="JUDGE_KEY"), tmp_path / "key"
+    file.write_text(key)
+    file.chmod(0o600)
+    for name, value in (("JUDGE_KEY_FILE", str(file)), ("JUDGE_KEY", key)):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=r"api_key_var: .* has no valid key") as caught:
+            Endpoint(table)
+        assert "secret" not in str(caught.value)
+
+
+async def test_the_key_of_a_judge_is_in_a_file_and_hidden_from_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, server = tmp_path / "key", Server()
+    file.write_text("judge's\n")
+    file.chmod(0o600)
+    monkeypatch.setenv("JUDGE_KEY_FILE", str(file))
+    judge = {"rubric": "r", "model": "m", "base_url": f"{server.url}/v1", "api_key_var": "JUDGE_KEY"}
+    async with contextlib.AsyncExitStack() as cleanup:
+        cleanup.callback(server.close)
+        endpoint = Endpoint(build(JudgeConfig, judge, "judge"))
+        cleanup.push_async_callback(endpoint.close)
+        await endpoint.ask([{"role": "user", "content": "?"}])
+        assert server.seen[0][1] == "Bearer judge's"
+
+        async def start(env: ProcessEnvironment) -> None:
+            env._examples = {"train": [], "eval": []}
+
+        monkeypatch.setattr(ProcessEnvironment, "start", start)
+        args = {"command": ["x"], "path": "p", "reward": "judge", "judge": judge}
+        plugin = {"id": "plugin:one", "env_vars": ["NAMED", "JUDGE_KEY", "JUDGE_KEY_FILE"]}
+        envs = [plugin, {"id": "agent", "args": {**args, "env": ["JUDGE_KEY"]}}]
+        run = run_config(make_model(tmp_path / "model"), env=envs)
+        assert run.key_variables == ["PRL_API_KEY", "JUDGE_KEY"]
+        loaded, _ = await load_environments(run, None, cleanup, lambda words: None)
+        made = [env._env for env in loaded.values()]
+        assert [env._named for env in made if isinstance(env, ProcessEnvironment)] == [{"NAMED"}, set()]
+
+
+async def test_a_judge_that_is_busy_is_waited_for_as_long_as_it_asks_for_within_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent_judge, "MAX_WAIT_S", 0.01)
+    told: list[str | None] = []
+
+    async def ask(messages: Sequence[Message]) -> Reply:
+        told.append(judge.waits_for)
+        if len(told) < 5:
+            raise Away("the judge at http://x (HTTP 429 busy)", "9" * 400)
+        return Reply('{"score": 1}', 5, 1)
+
+    judge = Judge(config(), ask)
+    assert await judge.scores(["a"]) == ([1.0], 6)
+    assert told == [None, *["the judge at http://x (HTTP 429 busy)"] * 4] and judge.waits_for is None
+    gone = Endpoint(config(model="m", base_url="http://127.0.0.1:9/v1"))
+    with pytest.raises(Away, match=r"the judge at http://127.0.0.1:9/v1/chat/completions \(ConnectError"):
+        await gone.ask([{"role": "user", "content": "?"}])
+    await gone.close()
+
+
+async def test_an_answer_has_a_deadline_and_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while not writer.is_closing():
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    endpoint = Endpoint(config(model="m", base_url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"))
+    try:
+        monkeypatch.setattr(agent_judge, "TIMEOUT_S", 0.2)
+        with pytest.raises(Away, match=r"\(no answer in 0.2 s\)"):
+            await endpoint.ask([{"role": "user", "content": "?"}])
+        monkeypatch.setattr(agent_judge, "TIMEOUT_S", PATIENCE_S)
+        monkeypatch.setattr(agent_judge, "MAX_ANSWER_BYTES", 3)
+        with pytest.raises(EnvironmentFault, match="gives an answer of more than 3 bytes"):
+            await endpoint.ask([{"role": "user", "content": "?"}])
+    finally:
+        await endpoint.close()
+        server.close()
+
+
+async def test_each_score_has_its_own_cost_and_no_text_is_kept() -> None:
+    async def ask(messages: Sequence[Message]) -> Reply:
+        await asyncio.sleep(0)
+        return Reply('{"score": 1}', 90, 10)
+
+    judge = Judge(config(), ask)
+    found = await asyncio.gather(*(judge.scores([f"transcript {number}"]) for number in range(50)))
+    assert found == [([1.0], 100)] * 50
+    assert "transcript" not in repr(vars(judge))
 
 
 class Asked:
@@ -247,8 +350,19 @@ async def test_a_group_whose_judge_cannot_be_used_fails_with_the_reason(tmp_path
         with pytest.raises(GroupFailed, match=r"env agent: .*: the judge's answer has no .* I cannot say"):
             await run.worker.group(0)
         assert len(run.questions) == 2
-    assert run.env.num_dropped == 2
+    assert run.env.num_dropped == 1, "the group once"
     assert "100 % of rollouts dropped: the judge's answer has no" in (run.env.problem() or "")
+
+
+async def test_a_group_that_its_judge_loses_is_one_fault(tmp_path: Path) -> None:
+    async with setting(tmp_path, {"mode": "rank"}) as run:
+        run.answers(lambda read: "I cannot say")
+        run.env._max_failure_share = 0.5
+        worker = replace(run.worker, rollouts_per_example=8)
+        for index in range(3):
+            with pytest.raises(GroupFailed, match="the judge's answer has no"):
+                await worker.group(index)
+    assert run.env.num_dropped == 3
 
 
 async def test_rollouts_that_are_scored_alone_are_replaced_alone(tmp_path: Path) -> None:

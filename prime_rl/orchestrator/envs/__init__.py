@@ -103,8 +103,9 @@ async def _load(
     if env.sessions:
         assert sessions is not None, "a run that needs the gateway has sessions"
         return SessionsEnvironment(env, sessions, is_compared=config.rollouts_per_example > 1)
-    # The key of inference is not for code that is not ours.
-    made = load_environment(env, config.seed, hidden=names_of(config.client.api_key_var), sessions=sessions)
+    # The keys of inference and judges are not for code that is not ours.
+    hidden = [name for variable in config.key_variables for name in names_of(variable)]
+    made = load_environment(env, config.seed, hidden=hidden, sessions=sessions)
     if isinstance(made, ProcessEnvironment):
         say(f"env {env.label} (loading {env.id}, takes seconds)")
         cleanup.push_async_callback(made.close)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import anyio
 import httpx
 
 from prime_rl.configs.agents import JudgeConfig
@@ -21,11 +24,13 @@ from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.jsonl import last_number
 from prime_rl.orchestrator.envs.base import Message, RolloutError
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, Transient
+from prime_rl.utils.secrets import SecretError, read_secret
 from prime_rl.utils.text import one_line, shorten
 
-TIMEOUT_S = 120.0
-# How often it is asked when it is busy or out of reach, and the first wait, which doubles.
-NUM_TRIES, WAIT_S = 3, 1.0
+# Of one answer, and the most bytes of it.
+TIMEOUT_S, MAX_ANSWER_BYTES = 120.0, 4 << 20
+# How long one that is busy or out of reach is asked again, and the first wait, which doubles, and the longest.
+GIVE_UP_S, WAIT_S, MAX_WAIT_S = 600.0, 1.0, 30.0
 MAX_CACHED = 10_000
 # Characters of all that it reads of one request; where the judge has less room, a half of it, and so on to the least.
 MAX_CHARS, MIN_CHARS = 200_000, 200
@@ -40,7 +45,15 @@ class Reply(NamedTuple):
     num_completion_tokens: int
 
 
-# Raises EnvironmentFault, and RolloutError for a question that is too long.
+class Away(Transient):
+    """A judge that is busy or out of reach: who it is, and why. `retry_after_s` is the pause that it asks for."""
+
+    def __init__(self, message: str, retry_after: str = "") -> None:
+        super().__init__(message)
+        self.retry_after_s = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
+
+
+# Raises EnvironmentFault, Away to be asked again, and RolloutError for a question that is too long.
 Ask = Callable[[Sequence[Message]], Awaitable[Reply]]
 
 
@@ -50,45 +63,46 @@ class Judge:
     Attributes:
         ranks: the rollouts of a group are scored together.
         num_prompt_tokens, num_completion_tokens: what was read and written so far.
+        waits_for: the judge, while it is waited for.
     """
 
     def __init__(self, config: JudgeConfig, ask: Ask) -> None:
         self.ranks = config.mode == "rank"
         self.num_prompt_tokens = self.num_completion_tokens = 0
+        self.waits_for: str | None = None
         self._config = config
         self._ask = ask
-        self._scores: dict[bytes, dict[str, float]] = {}
+        self._scores: dict[bytes, list[float]] = {}
 
     async def scores(self, texts: Sequence[str]) -> tuple[list[float], int]:
         """(a reward within 0 and 1 for each of `texts`, tokens that this cost). Raises EnvironmentFault."""
         unique = list(dict.fromkeys(texts))
         digest = hashlib.sha256(json.dumps(unique).encode()).digest()
-        before = self.num_prompt_tokens + self.num_completion_tokens
+        num_tokens = 0
         if digest not in self._scores:
-            found = await self._judged(unique, digest.hex()[:12])
+            found, num_tokens = await self._judged(unique, digest.hex()[:12])
             while len(self._scores) >= MAX_CACHED:
                 del self._scores[next(iter(self._scores))]
             low, high = self._config.scale
-            self._scores[digest] = {
-                text: (score - low) / (high - low) for text, score in zip(unique, found, strict=True)
-            }
-        num_tokens = self.num_prompt_tokens + self.num_completion_tokens - before
-        return [self._scores[digest][text] for text in texts], num_tokens
+            self._scores[digest] = [(score - low) / (high - low) for score in found]
+        rewards = dict(zip(unique, self._scores[digest], strict=True))
+        return [rewards[text] for text in texts], num_tokens
 
-    async def _judged(self, texts: Sequence[str], mark: str) -> list[float]:
-        """The scores, within the scale. An answer that cannot be used is asked for once more."""
-        limit, again = MAX_CHARS, list[Message]()
+    async def _judged(self, texts: Sequence[str], mark: str) -> tuple[list[float], int]:
+        """(scores within the scale, tokens that this cost). An answer that cannot be used is asked for once more."""
+        limit, again, num_tokens = MAX_CHARS, list[Message](), 0
         while True:
             try:
-                reply = await self._ask([*self._question(texts, mark, limit // len(texts)), *again])
+                reply = await self._answer([*self._question(texts, mark, limit // len(texts)), *again])
             except RolloutError as error:
                 if (limit := limit // 2) < MIN_CHARS * len(texts):
                     raise EnvironmentFault(f"the judge has no room for what it is to read: {error}") from error
                 continue
             self.num_prompt_tokens += reply.num_prompt_tokens
             self.num_completion_tokens += reply.num_completion_tokens
+            num_tokens += reply.num_prompt_tokens + reply.num_completion_tokens
             try:
-                return read_scores(reply.text, len(texts) if self.ranks else None, self._config.scale)
+                return read_scores(reply.text, len(texts) if self.ranks else None, self._config.scale), num_tokens
             except ValueError as error:
                 if again:
                     raise EnvironmentFault(f"the judge's answer {error}: {one_line(reply.text, 200)}") from None
@@ -96,6 +110,23 @@ class Judge:
                     {"role": "assistant", "content": shorten(reply.text, 2000)},
                     {"role": "user", "content": f"This answer {error}. Give it again: {self._form(len(texts))}"},
                 ]
+
+    async def _answer(self, messages: Sequence[Message]) -> Reply:
+        """The answer of the judge, which is waited for while it is busy or away."""
+        give_up_at_s = time.monotonic() + GIVE_UP_S
+        try:
+            for attempt in itertools.count():
+                try:
+                    return await self._ask(messages)
+                except Away as error:
+                    wait_s = min(error.retry_after_s or WAIT_S * 2 ** min(attempt, 10), MAX_WAIT_S)
+                    if time.monotonic() + wait_s > give_up_at_s:
+                        raise Transient(f"{error} does not answer") from error
+                    self.waits_for = str(error)
+                    await asyncio.sleep(wait_s)
+        finally:
+            self.waits_for = None
+        raise AssertionError("unreachable")
 
     def _form(self, num: int) -> str:
         low, high = self._config.scale
@@ -120,43 +151,53 @@ class Judge:
 
 
 class Endpoint:
-    """A judge at an address of OpenAI's form. Raises ConfigError where its key is not set."""
+    """A judge at an address of OpenAI's form. Raises ConfigError for an address or a key that cannot be used."""
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
-        key = os.environ.get(config.api_key_var, "") if config.api_key_var else ""
-        if config.api_key_var and not key:
-            words = f"the environment variable {config.api_key_var} is not set: set it where prl runs"
-            raise ConfigError("env.args.judge", [ConfigProblem("api_key_var", words)])
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.AsyncClient(headers=headers, timeout=TIMEOUT_S)
+        self._url = f"{(config.base_url or '').rstrip('/')}/chat/completions"
+        name, headers = config.api_key_var, dict[str, str]()
+        try:
+            httpx.URL(self._url)
+            if name:
+                if (key := read_secret(name, os.environ)) is None:
+                    raise SecretError(f"the environment variable {name} is not set: set it, or {name}_FILE, for prl up")
+                headers["Authorization"] = f"Bearer {key}"
+        except (SecretError, httpx.InvalidURL) as error:
+            wrong = "api_key_var" if isinstance(error, SecretError) else "base_url"
+            raise ConfigError("env.args.judge", [ConfigProblem(wrong, str(error))]) from error
+        self._http = httpx.AsyncClient(headers=headers, timeout=None)
         self.close = self._http.aclose
 
     async def ask(self, messages: Sequence[Message]) -> Reply:
-        """Its answer; one that is busy or away is asked again. Raises EnvironmentFault."""
+        """Its answer. Raises EnvironmentFault, and Away where another try may have one."""
         given = self._config.model_dump(include={"model", "temperature", "max_tokens"}, exclude_none=True)
-        url = f"{(self._config.base_url or '').rstrip('/')}/chat/completions"
-        for attempt in range(NUM_TRIES):
-            if attempt:
-                await asyncio.sleep(WAIT_S * 2 ** (attempt - 1))
-            try:
-                response = await self._http.post(url, json={**given, "messages": messages})
-            except httpx.HTTPError as error:
-                reason = f"{type(error).__name__} {error}"
-                continue
-            reason = f"HTTP {response.status_code} {one_line(response.text, 200)}"
-            try:
-                if response.status_code == 200:
-                    found: Any = response.json()
-                    text = str(found["choices"][0]["message"]["content"]).encode(errors="replace").decode()
-                    used = found.get("usage") or {}
-                    num_read, num_written = (int(used.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
-                    return Reply(text, num_read, num_written)
-            except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-                raise Transient(f"the judge's answer is not a chat completion: {reason}") from None
-            if response.status_code not in (408, 409, 429) and response.status_code < 500:
-                raise EnvironmentFault(f"the judge at {url} refuses: {reason}")
-        raise Transient(f"the judge at {url} does not answer: {reason}")
+        who, body = f"the judge at {self._url}", bytearray()
+        try:
+            # anyio's, for it goes not through its shields: see `client.ServerClient`.
+            with anyio.fail_after(TIMEOUT_S):
+                async with self._http.stream("POST", self._url, json={**given, "messages": messages}) as response:
+                    async for part in response.aiter_bytes():
+                        body += part
+                        if len(body) > MAX_ANSWER_BYTES:
+                            raise EnvironmentFault(f"{who} gives an answer of more than {MAX_ANSWER_BYTES:,} bytes")
+        except TimeoutError as error:
+            raise Away(f"{who} (no answer in {TIMEOUT_S:g} s)") from error
+        except httpx.HTTPError as error:
+            raise Away(f"{who} ({type(error).__name__} {one_line(str(error))})") from error
+        reason = f"HTTP {response.status_code} {one_line(body.decode(errors='replace'))}"
+        if response.status_code in (408, 409, 429) or response.status_code >= 500:
+            raise Away(f"{who} ({reason})", response.headers.get("retry-after", ""))
+        if response.status_code != 200:
+            raise EnvironmentFault(f"{who} refuses: {reason}")
+        try:
+            found: Any = json.loads(body)
+            text = str(found["choices"][0]["message"]["content"]).encode(errors="replace").decode()
+            used = found.get("usage") or {}
+            num_read, num_written = (int(used.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
+            raise Transient(f"the judge's answer is not a chat completion: {reason}") from None
+        return Reply(text, num_read, num_written)
 
 
 def read_scores(answer: str, num: int | None, scale: tuple[float, float]) -> list[float]:

@@ -216,12 +216,12 @@ class CheckedEnvironment:
         return outcome
 
     def note_lost(self, example_id: str, fault: EnvironmentFault, num_rollouts: int) -> None:
-        """Count rollouts as dropped that had counted as made: their judge failed. Raises as `rollout` does."""
+        """Count rollouts that had counted as made as one that is dropped: their judge failed. Raises as `rollout`."""
         for _ in range(num_rollouts):
             self._num_rollouts -= 1
             with contextlib.suppress(ValueError):
                 self._dropped.remove(False)
-            self._note_dropped(example_id, fault)
+        self._note_dropped(example_id, fault)
 
     def problem(self) -> str | None:
         """The trouble in it, in words; None while there is none. A drop is told for FAILURE_WINDOW rollouts."""
