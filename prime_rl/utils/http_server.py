@@ -82,7 +82,7 @@ async def read_body(
     timeout_s: float,
     hold: Callable[[int], bool] = lambda size: True,
 ) -> bytes:
-    """The whole body. Raises BodyRefused. `hold` is asked whether so many bytes of it may be kept, and told 0 once none is.
+    """The whole body. Raises BodyRefused. `hold` is asked whether it may be kept with so many bytes, or told 0.
 
     A body that is refused for its size is read to its end without being kept, so that the client gets the error;
     beyond `max_discarded_bytes` the connection is closed in the middle of it.
