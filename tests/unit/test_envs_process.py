@@ -193,7 +193,7 @@ NOT_SENT = [
     ("down", Transient, "RuntimeError: no judge"),
     ("raise", EnvironmentFault, "RuntimeError: red"),
     ("nothing", EnvironmentFault, r"Expected `str`, got `None` - at `\$.*output`"),
-    ("named", EnvironmentFault, r"Expected `int`.* - at `key.* \$.*answer_rewards`"),
+    ("named", EnvironmentFault, "got `str` - at `key` in `.*answer_rewards`"),
 ]
 
 
