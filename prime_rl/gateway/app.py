@@ -198,7 +198,8 @@ class _Gateway:
 
     async def _body(self, request: Request, kind: type[T], *, empty: bytes = b"") -> T:
         """The body as `kind`; `empty` stands for one without bytes. Raises Refusal."""
-        run_id, held = request.path_params.get("run") or run_of(request.path_params["session"]), 0
+        run_id = str(request.path_params.get("run") or run_of(request.path_params["session"]))
+        held = 0
 
         def hold(size: int) -> bool:
             nonlocal held
