@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hmac
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -49,8 +50,9 @@ from prime_rl.utils.runtime import cancel_all, http_refusal
 
 # A request is a whole conversation with what its tools returned; the context of the model is the real limit.
 MAX_BODY_BYTES = 64 * 2**20
-# Of all bodies that are not decoded yet.
+# Of all bodies that are not decoded yet but small ones. One run's may be no more than what they leave for others.
 MAX_HELD_BYTES = 8 * MAX_BODY_BYTES
+SMALL_BYTES = 2**16
 BODY_TIMEOUT_S = 60.0
 # Each waits until the client has taken most of what was sent before it.
 PART_BYTES = 2**16
@@ -91,7 +93,7 @@ class _Gateway:
     def __init__(self, backend: Backend, secret: bytes, url: str, keep_alive_s: float) -> None:
         self._backend, self._secret, self._url, self._keep_alive_s = backend, secret, url, keep_alive_s
         self._histories = Histories()
-        self._num_held = 0
+        self._held = Counter[str]()  # bytes, by run
 
         def route(method: str, path: str, handle: Callable[..., Awaitable[Any]], form: type[Form] = Form) -> Route:
             async def endpoint(request: Request) -> Any:
@@ -131,7 +133,8 @@ class _Gateway:
             previous = body.previous_response_id if isinstance(body, Responses) else None
             call = body.call(self._histories.find(session, previous) if previous else ())
         except Refusal as refusal:
-            await _tell(self._backend, session, Invalid(refusal.message))
+            if refusal.status in (400, 413) and refusal.code != "gone":  # the call's own fault
+                await _tell(self._backend, session, Invalid(refusal.message))
             raise
         if request.headers.get("x-stainless-retry-count", "0") != "0":
             call = msgspec.structs.replace(call, again=True)
@@ -195,12 +198,15 @@ class _Gateway:
 
     async def _body(self, request: Request, kind: type[T], *, empty: bytes = b"") -> T:
         """The body as `kind`; `empty` stands for one without bytes. Raises Refusal."""
-        held: list[int] = []
+        run_id = str(request.path_params.get("run") or run_of(request.path_params["session"]))
+        held = 0
 
-        def hold(num_bytes: int) -> bool:
-            held.append(num_bytes)
-            self._num_held += num_bytes
-            return self._num_held <= MAX_HELD_BYTES
+        def hold(size: int) -> bool:
+            nonlocal held
+            now = size if size > SMALL_BYTES else 0
+            self._held[run_id] += now - held
+            held = now
+            return not held or self._held[run_id] + self._held.total() <= MAX_HELD_BYTES
 
         limits = MAX_BODY_BYTES, MAX_HELD_BYTES
         try:
@@ -210,7 +216,7 @@ class _Gateway:
             code = {408: "timeout", 413: "request_too_large", 429: "busy"}.get(error.status, "gone")
             raise Refusal(error.status, code, error.message, 1 if error.status == 429 else None) from None
         finally:
-            self._num_held -= sum(held)
+            hold(0)
 
     def _session(self, request: Request) -> str:
         """The session of a request that has its key, or that of its run. Raises Refusal."""

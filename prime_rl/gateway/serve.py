@@ -19,6 +19,7 @@ from prime_rl.utils.runtime import LOOPBACK, bound_socket, origin
 
 # Answers under way may still take so long after a stop.
 DRAIN_S = 2
+POLL_S = 0.01
 
 
 class _Connection(TimedConnection):
@@ -33,6 +34,8 @@ async def serving(app: ASGIApp, sock: socket.socket) -> AsyncIterator[None]:
     server = QuietServer(app, _Connection, drain_s=DRAIN_S, timeout_keep_alive=keep_s, lifespan="off")
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
+        while not (server.started or task.done()):
+            await asyncio.sleep(POLL_S)
         yield
     finally:
         server.should_exit = True

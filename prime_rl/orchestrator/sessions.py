@@ -92,7 +92,7 @@ class OpenSession:
         base_url, key: for the client.
         num_requests: of any kind, so far.
         used_s: when something happened in it last, in the event loop's time.
-        refusal: why a call was refused last, in words; "" when none was.
+        refusal: why a call was refused since the last answer, in words; "" when none was.
         asked: its newest calls, by their content.
         tasks: those in flight.
     """
@@ -328,7 +328,7 @@ class Sessions:
         except Exception as error:  # what inference raises ends the run: no agent can do anything about it
             raise Refusal(500, "unavailable", one_line(f"{type(error).__name__}: {error}", 1000)) from error
         answer = msgspec.structs.replace(answer, number=session.num_answers)
-        session.num_answers += 1
+        session.num_answers, session.refusal = session.num_answers + 1, ""
         session.num_tokens += len(answer.token_ids)
         return answer
 
@@ -362,7 +362,7 @@ class Sessions:
     def _rewarded(session: OpenSession, reward: Reward) -> Done:
         if problem := reward_problem(reward, session.num_answers):
             raise Refusal(400, "invalid_request", problem)
-        if len(session.rewards) == MAX_POSTED:
+        if len(session.rewards) == MAX_POSTED and not reward.closes:
             raise Refusal(400, "limit", f"this session has had {MAX_POSTED} rewards, as many as it may")
         session.on_reward(reward)
         session.rewards.append(reward)
@@ -482,7 +482,7 @@ class Link:
 
         async def answer(asked: link.Ask) -> None:
             try:
-                wire.send(link.Replied(asked.key, await self._reply(asked)))
+                await self._reply(wire, asked)
             finally:
                 del under_way[asked.key]
 
@@ -493,11 +493,14 @@ class Link:
             elif isinstance(message, link.Cancel) and (found := under_way.get(message.key)):
                 found.cancel()
 
-    async def _reply(self, asked: link.Ask) -> Reply | link.Refused:
+    async def _reply(self, wire: link.Wire, asked: link.Ask) -> None:
         try:
-            return await self._sessions.ask(asked.session, asked.request)
+            wire.send(link.Replied(asked.key, await self._sessions.ask(asked.session, asked.request)))
+            return
         except Refusal as refusal:
-            return link.Refused(refusal.status, refusal.code, one_line(refusal.message, 2000), refusal.retry_after_s)
-        except Exception as error:  # a fault of ours: the gateway's client must not wait for ever
+            words = one_line(refusal.message, 2000)
+            refused = link.Refused(refusal.status, refusal.code, words, refusal.retry_after_s)
+        except Exception as error:  # a fault of ours, or too large: the gateway's client must not wait for ever
             logger.exception("a request of the gateway failed")
-            return link.Refused(500, "error", one_line(f"{type(error).__name__}: {error}", 1000))
+            refused = link.Refused(500, "error", one_line(f"{type(error).__name__}: {error}", 1000))
+        wire.send(link.Replied(asked.key, refused))

@@ -80,9 +80,9 @@ async def read_body(
     max_discarded_bytes: int,
     *,
     timeout_s: float,
-    hold: Callable[[int], bool] = lambda num_bytes: True,
+    hold: Callable[[int], bool] = lambda size: True,
 ) -> bytes:
-    """The whole body. Raises BodyRefused. `hold` is asked whether so many bytes more may be kept.
+    """The whole body. Raises BodyRefused. `hold` is asked whether it may be kept with so many bytes, or told 0.
 
     A body that is refused for its size is read to its end without being kept, so that the client gets the error;
     beyond `max_discarded_bytes` the connection is closed in the middle of it.
@@ -102,12 +102,13 @@ async def read_body(
         size += len(chunk)
         if size > max_bytes:
             refusal = BodyRefused(413, f"The body is larger than {max_bytes} bytes.")
-        elif refusal is None and not hold(len(chunk)):
+        elif refusal is None and not hold(size):
             refusal = BodyRefused(429, "Too many large requests at once.")
         if refusal is None:
             chunks.append(chunk)
         else:
             chunks.clear()
+            hold(0)
     if refusal is not None:
         raise refusal
     return b"".join(chunks)

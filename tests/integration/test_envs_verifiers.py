@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,30 @@ async def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.Mon
     assert str(error.value) == (
         "env 'verifiers:word-box': not installed: verifiers; pip install \"prl-multirun[environments]\""
     )
+
+
+HANGS = """
+import asyncio
+from prime_rl.orchestrator.envs import verifiers_env as ours
+
+async def hangs(self, runtime):
+    await asyncio.Event().wait()
+
+async def main():
+    ours.SETUP_TIMEOUT_S, ours.ChatHarness.setup = 0.1, hangs
+    async with ours.VerifiersEnvironment("word-box", {}, 0).serving():
+        raise AssertionError
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_harness_whose_setup_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{TASKSETS}{os.pathsep}{os.environ.get('PYTHONPATH', os.getcwd())}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last == "TimeoutError: the setup of harness 'prime_rl_chat' (uv, network) took longer than 0.1 s"

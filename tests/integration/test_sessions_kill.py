@@ -149,15 +149,21 @@ def turns_of(sample: TrainingSample) -> list[list[int]]:
     return [[token for _, token in group] for is_sampled, group in tokens if is_sampled]
 
 
-def check_usage(workspace: Workspace, events: Sequence[dict[str, Any]]) -> None:
-    """All that was trained on is counted once, and nothing is sampled that no client got but what a kill took."""
+def check_usage(
+    workspace: Workspace, events: Sequence[dict[str, Any]], samples: Sequence[TrainingSample], *, num_lost: int
+) -> None:
+    """All that was trained on is counted once, and nothing is sampled that no client got but what a kill took.
+
+    Usage is noted after each batch: `num_lost` batches are there whose orchestrator may have been killed before it.
+    """
     (used,) = workspace.json("usage")["rows"]
     run = workspace.run_dir("run_a")
     newest = max(list_steps(run.broadcast, stable_only=True))
     trained = [sample for step in range(1, newest + 1) for sample in read_batch(run.rollout_file(step)).samples]
     assert used["tokens_trained"] == sum(len(sample.token_ids) for sample in trained) > 0
     num_answered = sum(len(event["token_ids"]) for event in events if event["event"] == "answered")
-    assert 0 < used["tokens_sampled"] <= num_answered + NUM_USERS * MAX_TOKENS
+    least = sum(sum(sample.loss_mask) for sample in samples) - num_lost * (NUM_USERS // 2) * NUM_TURNS * MAX_TOKENS
+    assert 0 < least <= used["tokens_sampled"] <= num_answered + NUM_USERS * MAX_TOKENS
 
 
 def test_sessions_outlive_what_answers_them_and_nothing_counts_twice(workspace: Workspace, tmp_path: Path) -> None:
@@ -189,4 +195,4 @@ def test_sessions_outlive_what_answers_them_and_nothing_counts_twice(workspace: 
     check_clients(events, at_kill)
     samples = [sample for step in list_rollout_steps(run) for sample in read_batch(run.rollout_file(step)).samples]
     check_batches(events, samples)
-    check_usage(workspace, events)
+    check_usage(workspace, events, samples, num_lost=1)

@@ -23,6 +23,7 @@ from prime_rl.contract.status import GatewayStatus, RunStatus, read_status
 from prime_rl.contract.types import TrainingSample, read_batch
 from prime_rl.gateway.keys import run_key, workspace_secret
 from prime_rl.gateway.link import LinkServer
+from prime_rl.orchestrator.envs.checked import MIN_EXAMPLES
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from tests.gateway_daemon import gateway_here
 from tests.orchestrator_support import (
@@ -177,7 +178,8 @@ async def test_sessions_that_come_to_nothing_cost_nothing(tmp_path: Path) -> Non
         assert (await application.post(given_up, reward=7.0)).status_code == 400, "out of reward_range"
         await application.ask(given_up, "hello again")
         parts = [await application.post(given_up, reward=0.75, answer=number, done=False) for number in (0, 1)]
-        assert [each.status_code for each in parts] == [200, 400], "their sum is out of it"
+        parts += [await application.post(given_up, done=True)]
+        assert [each.status_code for each in parts] == [200, 200, 400], "their sum is out of it"
         assert (await application.post(given_up, error="the user left", done=True)).status_code == 200
         with pytest.raises(openai.APIStatusError) as late:
             await application.ask(given_up, "hello?")
@@ -201,6 +203,24 @@ async def test_sessions_that_come_to_nothing_cost_nothing(tmp_path: Path) -> Non
     assert sorted(rewards.values()) == sorted([0.5, *(number / 8 for number in range(7))])
     branches = [sample for sample in samples if sample.rollout_id]
     assert len(branches) == 3, "three questions that go on from nothing"
+
+
+async def test_sessions_that_ask_what_is_refused_do_not_end_the_run(tmp_path: Path) -> None:
+    alone = {"rollouts_per_example": 1, "advantage": {"type": "batch"}}
+    async with a_run(tmp_path, **alone) as (application, orchestrator, _):
+        for _ in range(3 * MIN_EXAMPLES):
+            session = await application.opened()
+            with pytest.raises(openai.BadRequestError):
+                await application.ask(session, "x" * 1000)
+            assert (await application.post(session, error="its call is refused", done=True)).status_code == 200
+        parts = await application.opened()
+        for number, reward in enumerate((0.75, 0.75, -0.5)):
+            await application.ask(parts, f"question {number}")
+            assert (await application.post(parts, reward=reward, answer=number, done=False)).status_code == 200
+        assert (await application.post(parts, done=True)).status_code == 200
+        await asyncio.gather(*(application.work(f"question {number}", number / 8) for number in range(7)))
+        assert await asyncio.wait_for(orchestrator, PATIENCE_S) == 0
+    assert 1.0 in [sample.reward for sample in samples_of(tmp_path)]
 
 
 async def test_a_session_that_never_came_to_its_client_gives_its_place_back(

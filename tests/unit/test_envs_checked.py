@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -81,6 +82,22 @@ def checked(
 ) -> CheckedEnvironment:
     given = EnvConfig.model_validate({"id": "plugin:talk", **config})
     return CheckedEnvironment(env, given, max_failure_share=share, num_tries=num_tries, num_examples=num_examples)
+
+
+async def test_a_client_outside_costs_no_example_and_does_not_end_the_run() -> None:
+    fates = itertools.cycle((EnvironmentFault("no call was answered"), Outcome(2.0), Outcome(0.5)))
+
+    async def does(policy: Policy) -> Any:
+        if isinstance(fate := next(fates), EnvironmentFault):
+            raise fate
+        return fate
+
+    env = checked(Does(does), share=0.0, num_tries=1, num_examples=4, id="sessions", reward_range=(0.0, 1.0))
+    env._reward_names = ["form"]
+    for number in range(3 * FAILURE_WINDOW):
+        with pytest.raises(Interrupted):
+            await env.rollout(example(number % 4), Says())
+    assert env.num_dropped == 0 and not env.unusable and env.problem() is None
 
 
 def example(number: int) -> Example:

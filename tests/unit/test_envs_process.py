@@ -37,7 +37,7 @@ import asyncio, os, subprocess, sys, time
 
 from prime_rl.orchestrator.envs.base import Example, Outcome
 
-WORDS = "good raise nan text hang exit slow deaf key credits short down odd cut".split()
+WORDS = "good raise nan text hang exit slow deaf key credits short down odd cut nothing named".split()
 # What an example asks with, in place of its word.
 ASKS = {"null": None, "number": 3, "half": "a\\ud800", "whole": [{}], "parts": [{"type": "text", "text": "p"}]}
 
@@ -48,6 +48,8 @@ class Env:
     def __init__(self, args, seed):
         if args.get("refuse"):
             raise ValueError("no such args")
+        if args.get("waits"):
+            time.sleep(600)
         if args.get("child"):
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         print("printed to nobody's stream")
@@ -74,6 +76,10 @@ class Env:
             raise RuntimeError("no judge") from ConnectionRefusedError()
         if word == "cut":
             return Outcome(0.5, output="half a character: \\ud800")
+        if word == "nothing":
+            return Outcome(0.5, output=None)
+        if word == "named":
+            return Outcome(0.5, answer_rewards={"a": 1.0})
         if word == "odd":
             raise type("Odd", (BaseException,), {})("no Exception")
         if word == "raise":
@@ -186,6 +192,8 @@ NOT_SENT = [
     ("half", ExampleUnusable, "the content of message 0 has a surrogate at character 1"),
     ("down", Transient, "RuntimeError: no judge"),
     ("raise", EnvironmentFault, "RuntimeError: red"),
+    ("nothing", EnvironmentFault, r"Expected `str`, got `None` - at `\$.*output`"),
+    ("named", EnvironmentFault, "got `str` - at `key` in `.*answer_rewards`"),
 ]
 
 
@@ -375,3 +383,12 @@ async def test_what_cannot_be_loaded_says_why(name: str, args: dict[str, Any], m
     with pytest.raises(ConfigError, match=message):
         async with running(name, **args):
             raise AssertionError
+
+
+async def test_loading_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.orchestrator.envs.process.LOAD_TIMEOUT_S", 0.5)
+    before = processes()
+    with pytest.raises(ConfigError, match=r"env 'plugin:words': loading it took longer than 0.5 s, so its process was"):
+        async with running(waits=True):
+            raise AssertionError
+    await ended(processes() - before)

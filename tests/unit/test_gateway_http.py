@@ -22,8 +22,9 @@ from prime_rl.gateway.app import MAX_BODY_BYTES
 from prime_rl.gateway.forms import MAX_BRACKETS, MAX_COMMAS
 from prime_rl.gateway.keys import run_key, run_of, session_key
 from prime_rl.gateway.openai_forms import MAX_KEPT_BYTES, MAX_RESPONSES, Histories
+from prime_rl.gateway.serve import serving_here
 from tests.budgets import examples
-from tests.gateway_support import RUN, RUN_HEADERS, SECRET, SESSION, Served, answer, gateway, headers
+from tests.gateway_support import RUN, RUN_HEADERS, SECRET, SESSION, Scripted, Served, answer, gateway, headers
 from tests.orchestrator_support import until
 from tests.page_attacks import attacks
 from tests.patience import PATIENCE_S
@@ -194,7 +195,7 @@ async def test_large_bodies_that_come_have_a_limit_together_and_calls_in_work_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("prime_rl.gateway.app.MAX_BODY_BYTES", 700_000)
-    monkeypatch.setattr("prime_rl.gateway.app.MAX_HELD_BYTES", 1_000_000)
+    monkeypatch.setattr("prime_rl.gateway.app.MAX_HELD_BYTES", 2_000_000)  # one run has half
     large, go_on = json.dumps({"messages": [{"role": "user", "content": "x" * 600_000}]}).encode(), asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
@@ -225,6 +226,43 @@ async def test_large_bodies_that_come_have_a_limit_together_and_calls_in_work_no
         go_on.set()
         served.backend.hold.set()
         assert [(await call).status_code for call in (*in_work, post(slow()))] == [200] * 4
+
+
+async def test_one_run_leaves_room_for_others_and_what_is_refused_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.gateway.app.MAX_BODY_BYTES", 700_000)
+    monkeypatch.setattr("prime_rl.gateway.app.MAX_HELD_BYTES", 2_000_000)
+    whole, other, go_on, arrived = json.dumps(CHAT).encode(), "run_b.abcd1234", asyncio.Event(), asyncio.Semaphore(0)
+
+    async def stalls(num_bytes: int) -> AsyncIterator[bytes]:
+        yield b" " * num_bytes
+        arrived.release()
+        await go_on.wait()
+        yield whole
+
+    async with gateway() as served, httpx.AsyncClient(timeout=PATIENCE_S, limits=httpx.Limits()) as http:
+
+        def post(content: Any, session: str = SESSION) -> asyncio.Task[httpx.Response]:
+            given = headers(session_key(SECRET, session))
+            return asyncio.create_task(http.post(f"{served.base(session)}/v1/messages", content=content, headers=given))
+
+        async def stalled(num_bytes: int, number: int) -> list[asyncio.Task[httpx.Response]]:
+            begun = [post(stalls(num_bytes)) for _ in range(number)]
+            for _ in begun:
+                await arrived.acquire()
+            return begun
+
+        too_large = await stalled(800_000, 4)
+        assert (await post(b" " * 600_000 + whole)).status_code == 200
+        many = await stalled(600_000, 9)
+        assert (await post(b" " * 500_000 + whole, other)).status_code == 200
+        filling = post(stalls(600_000), other)
+        await arrived.acquire()
+        for session in (SESSION, other):
+            assert (await post(whole, session)).status_code == 200
+        go_on.set()
+        assert [(await call).status_code for call in (*too_large, filling)] == [413] * 4 + [200]
+        assert sorted([(await call).status_code for call in many]) == [200] + [429] * 8
+    assert len(served.backend.refused) == 4, "what the gateway has no room for is no fault of a call"
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -480,7 +518,7 @@ async def test_a_client_that_leaves_its_body_unfinished_is_no_error(capsys: pyte
             f"{served.url}/v1/runs/{RUN}/sessions", json={}, headers={**RUN_HEADERS, "host": "a b/?#@[::1"}
         )
         assert opened.status_code in (200, 400)
-    assert served.backend.calls == [] and capsys.readouterr().err == ""
+    assert served.backend.calls == [] and capsys.readouterr().err == "" and not served.backend.refused
 
 
 async def test_fields_that_are_null_are_as_if_they_were_not_there() -> None:
@@ -514,3 +552,10 @@ async def test_a_fault_of_the_backend_is_told_in_the_form(
         with pytest.raises(openai.InternalServerError, match="failed: see the log") as caught:
             await sdk.chat.completions.create(model="m", messages=CHAT["messages"], stream=is_streamed)
         assert "inner matters" not in str(caught.value) and "inner matters" in capsys.readouterr().err
+
+
+async def test_it_listens_once_its_address_is_told() -> None:
+    async with serving_here(Scripted(), SECRET) as url:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.close()
+        await writer.wait_closed()

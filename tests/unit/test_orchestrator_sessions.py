@@ -37,7 +37,7 @@ from prime_rl.orchestrator.envs.base import Outcome
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, Interrupted, TimedOut
 from prime_rl.orchestrator.policy import ChatTokenizer, TurnSampler
 from prime_rl.orchestrator.recorder import PolicySession
-from prime_rl.orchestrator.sessions import MAX_ANSWERS_KEPT, MAX_AT_ONCE, Link, OpenSession, Sessions
+from prime_rl.orchestrator.sessions import MAX_ANSWERS_KEPT, MAX_AT_ONCE, MAX_POSTED, Link, OpenSession, Sessions
 from prime_rl.utils.frames import frame
 from prime_rl.utils.secrets import SecretError
 from tests.gateway_daemon import gateway_here
@@ -205,6 +205,30 @@ async def test_a_closed_session_refuses_and_has_its_reward(tmp_path: Path) -> No
         await until(lambda: at.inference.num_cancelled == 1, "the place to be free")
 
 
+async def test_a_session_that_has_had_all_its_rewards_can_still_end(tmp_path: Path) -> None:
+    async with setting(tmp_path) as at:
+        sessions = at.sessions()
+        async with sessions.open(at.policy()) as session:
+            for number in range(MAX_POSTED):
+                await sessions.ask(session.id, Reward(float(number), closes=False))
+            assert (await refused(sessions, session.id, Reward(0.5, closes=False))).code == "limit"
+            assert await sessions.ask(session.id, Reward()) == Done() and session.closed.is_set()
+
+
+async def test_a_refusal_is_forgotten_once_a_later_call_is_answered(tmp_path: Path) -> None:
+    async with setting(tmp_path) as at:
+        sessions = at.sessions()
+
+        async def rollout() -> None:
+            async with sessions.open(at.policy()) as session:
+                await sessions.ask(session.id, Invalid("no images"))
+                await ask(sessions, session, asks("a"))
+                raise EnvironmentFault("its end")
+
+        with pytest.raises(EnvironmentFault, match=r"^its end$"):
+            await rollout()
+
+
 @pytest.mark.parametrize("away", ["nothing", "inference before", "inference", "the gateway"])
 async def test_a_fault_has_the_last_refusal_and_counts_unless_what_it_asks_was_away(away: str, tmp_path: Path) -> None:
     async with setting(tmp_path) as at:
@@ -302,6 +326,22 @@ async def test_the_gateway_asks_over_the_link_and_a_new_one_takes_over(tmp_path:
             assert server.num_runs == 1
         keeping.cancel()
         await asyncio.wait([keeping])
+
+
+async def test_a_reply_that_is_too_large_to_send_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with setting(tmp_path) as at:
+        sessions = at.sessions(secret=workspace_secret(OutputDir(tmp_path)))
+        async with gateway_here(tmp_path) as server, sessions.open(at.policy()) as session:
+            keeping = asyncio.create_task(Link(OutputDir(tmp_path), sessions).keep())
+            await until(lambda: server.num_runs == 1, "the link")
+            call = asks("a", pieces=True)
+            size = len(frame(link.Replied(0, await sessions.ask(session.id, call))))
+            monkeypatch.setattr("prime_rl.gateway.link.MAX_MESSAGE_BYTES", size - 1)
+            refusal = await refused(server, session.id, call)
+            assert refusal.status == 500 and f"at most {size - 1}" in refusal.message
+            assert await server.ask(session.id, Delivered(0)) == Done()
+            keeping.cancel()
+            await asyncio.wait([keeping])
 
 
 async def test_a_hang_up_crosses_the_link(tmp_path: Path) -> None:

@@ -228,9 +228,10 @@ class AgentEnvironment:
     async def _end(self, process: asyncio.subprocess.Process, working: asyncio.Future[None], name: str) -> None:
         """End all of a program that has not ended, and what is left where its keeper was killed."""
         if not working.done():
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            await asyncio.wait({working}, timeout=END_GRACE_S)
+            if process.returncode is None:  # else its keeper was killed, and nobody ends the rest
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()
+                await asyncio.wait({working}, timeout=END_GRACE_S)
             if process.returncode is None:
                 keeper.kill_tree(process.pid)
             if self._args.runtime != "process":

@@ -203,6 +203,8 @@ class CheckedEnvironment:
         except Interrupted:
             raise
         except EnvironmentFault as fault:
+            if self._config.sessions:  # somebody outside must not be able to end the run
+                raise Interrupted(str(fault)) from fault
             if isinstance(fault, TimedOut) and asked.began_s >= self._limit_at_s:
                 self._num_limits, self._limit_at_s = self._num_limits + 1, asyncio.get_running_loop().time()
                 self._first_limit_s = min(self._first_limit_s, self._limit_at_s)
@@ -391,7 +393,12 @@ def check_outcome(
         raise EnvironmentFault(f"there are advantages of {num_given} turns, but the policy took {len(lens)}")
     given = zip(outcome.advantages, lens, strict=False)
     advantages = tuple(_credit(turn, value, length) for turn, (value, length) in enumerate(given, 1))
-    return replace(outcome, reward=reward, metrics=metrics, rewards=rewards, advantages=advantages)
+    posted = {
+        number: _number(f"the reward of answer {number}", each) for number, each in outcome.answer_rewards.items()
+    }
+    return replace(
+        outcome, reward=reward, metrics=metrics, rewards=rewards, advantages=advantages, answer_rewards=posted
+    )
 
 
 def last_lines(output: str) -> str:

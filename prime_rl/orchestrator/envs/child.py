@@ -222,8 +222,10 @@ async def run(stream_in: BinaryIO, stream_out: BinaryIO) -> None:
             loop.call_soon_threadsafe(requests.put_nowait, request)
 
     def send(report: process.Report) -> None:
+        data = frame(report)
+        process.decode_report(data[HEADER_BYTES:])  # what cannot be read there is a fault here of who sends it
         with contextlib.suppress(BrokenPipeError):  # nobody reads any more: the input ends too
-            stream_out.write(frame(report))
+            stream_out.write(data)
             stream_out.flush()
 
     threading.Thread(target=read_requests, args=(stream_in, post), daemon=True).start()

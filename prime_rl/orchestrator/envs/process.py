@@ -133,6 +133,8 @@ decode_report = msgspec.msgpack.Decoder(Report).decode
 
 logger = logging.getLogger("orchestrator")
 
+# Downloads of data and programs are part of it.
+LOAD_TIMEOUT_S = 1800.0
 # How long a cancelled rollout may take to end, with all that it started.
 CANCEL_GRACE_S = 15.0
 # A process that sends no beat over so many looks, together half of `timeout_s`, hangs.
@@ -246,8 +248,10 @@ class _Child:
         self._end(self._death or Transient(f"its process ended with exit code {code}"))
 
     async def watch(self, hang_s: float) -> None:
-        """Kill the process when it hangs for `hang_s`, once it is ready."""
-        await asyncio.wait([self.ready])
+        """Kill the process when it hangs for `hang_s`, once it is ready, or is never ready."""
+        if not (await asyncio.wait([self.ready], timeout=LOAD_TIMEOUT_S))[0]:
+            self._death = TimedOut(f"loading it took longer than {LOAD_TIMEOUT_S:g} s, so its process was killed")
+            kill_tree(self._process.pid)
         num_missed = seen = 0
         while not self.dead and num_missed < MAX_MISSED_LOOKS:
             await asyncio.sleep(hang_s / MAX_MISSED_LOOKS)

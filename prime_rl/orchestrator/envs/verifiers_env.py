@@ -10,6 +10,7 @@ each metric becomes one of the run's metrics.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -40,6 +41,8 @@ sys.modules[HARNESS_ID] = sys.modules[__name__]
 __all__ = ["ChatHarness"]
 # The defaults of verifiers: its own chat program, and a rented sandbox.
 DEFAULT_HARNESS_ID = "bash"
+# Of one harness: less than all of loading may take, so that it is named.
+SETUP_TIMEOUT_S = 1200.0
 # verifiers reads the key of an endpoint from a variable, and does not hand on those that have API_KEY in their names.
 KEY_VAR = "PRL_SESSION_{}_API_KEY"
 # verifiers keeps errors as text. Those of a connection, of a sandbox or of another model are no fault of the task; that
@@ -99,8 +102,13 @@ class VerifiersEnvironment:
         default = default_agent_harness(self._env.config.taskset.id)
         for role in agent_config_fields(self._env.config).values():
             if isinstance(role.runtime, SubprocessConfig):
-                async with provision_runtime(role.runtime) as runtime:
-                    await load_harness(role.harness or default).setup(runtime)
+                harness = role.harness or default
+                try:
+                    async with asyncio.timeout(SETUP_TIMEOUT_S), provision_runtime(role.runtime) as runtime:
+                        await load_harness(harness).setup(runtime)
+                except TimeoutError:
+                    words = f"the setup of harness {harness.id!r} (uv, network) took longer than {SETUP_TIMEOUT_S:g} s"
+                    raise TimeoutError(words) from None
         async with self._env.serving():
             yield
 
