@@ -28,6 +28,7 @@ from prime_rl.contract.notes import Item, WorkNote
 from prime_rl.contract.served import TEMPERATURE
 from prime_rl.contract.types import (
     ADVANTAGE_DTYPE,
+    HELD_OUT,
     LOGPROB_DTYPE,
     MASK_DTYPE,
     MAX_BATCH_BYTES,
@@ -136,18 +137,18 @@ class Packer:
     def _take_in(self, run: TrainerRun, found: BatchColumns | str) -> BatchColumns:
         if isinstance(found, str):
             raise BadBatchError(found)
-        config, num_tokens = run.config, sum(len(sample.loss_mask) for sample in found.samples)
-        kept = run.keeping.samples(found.samples)
-        loss, samples = config.loss, found.samples
+        config, loss, samples = run.config, run.config.loss, found.samples
+        trained = [sample for sample in samples if sample.use != HELD_OUT]
+        num_tokens, kept = sum(len(sample.loss_mask) for sample in trained), run.keeping.samples(trained)
         needs_advantage = loss.needs_advantage
         rows = rows_of(run.run_idx, samples, loss.mean, config.loss_length, kept, needs_advantage=needs_advantage)
         run.in_work = ReadyRun(
             run.run_idx,
             num_tokens,
-            len(samples),
+            len(trained),
             kept,
             num_rows=sum(row.loss_scale > 0 for row in rows),
-            num_trained=sum(row.num_tokens for row in rows),
+            num_trained=sum(row.num_tokens for row in rows if not row.is_held_out),
             num_computed=self._queue.add(run.run_idx, rows, config.weight, self._num_ranks),
         )
         return found
