@@ -195,9 +195,19 @@ MAX_HISTORY_BYTES = 64_000_000
 
 
 class RunMeter:
-    """Tokens, seconds of inference and hours at work of one run, over all its starts."""
+    """Tokens, seconds of inference and hours at work of one run, over all its starts.
 
-    def __init__(self, run: RunDir, config: OrchestratorConfig, client: InferenceClient) -> None:
+    `num_learned`: tokens of texts, which count like those that are sampled.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        config: OrchestratorConfig,
+        client: InferenceClient,
+        num_learned: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._num_learned = num_learned
         self._run_id = run.run_id
         self._tags = config.tags
         self._client = client
@@ -218,8 +228,8 @@ class RunMeter:
         return sum(line.tokens for line in lines), sum(line.work_s for line in lines) / 3600
 
     def _counters(self) -> dict[str, float]:
-        client = self._client
-        return {"tokens": client.num_sampled_tokens, "inference_s": client.request_s, "work_s": time.monotonic()}
+        client, tokens = self._client, self._client.num_sampled_tokens + self._num_learned()
+        return {"tokens": tokens, "inference_s": client.request_s, "work_s": time.monotonic()}
 
 
 class Ending:

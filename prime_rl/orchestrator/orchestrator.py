@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -70,10 +70,11 @@ from prime_rl.orchestrator.publication import (
     warn_of_narrow_sampling,
 )
 from prime_rl.orchestrator.report import BatchReporter, LearningWatch, RunReporter, SampleKeeper, environment_figures
-from prime_rl.orchestrator.rollout import RolloutWorker
+from prime_rl.orchestrator.rollout import Group, RolloutWorker
 from prime_rl.orchestrator.sampler import Curricula, ExampleSampler, Pools
 from prime_rl.orchestrator.scheduler import GroupLedger, Scheduler
 from prime_rl.orchestrator.sessions import Sessions, linked
+from prime_rl.orchestrator.texts import Texts
 from prime_rl.utils.process import StopFlag, end_orphans, inherit_orphans
 from prime_rl.utils.runtime import complain, setup_logger
 from prime_rl.utils.secrets import SecretError, close_handed
@@ -132,28 +133,25 @@ async def set_up(
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_bytes)
     reporter.update(step=progress.step)
 
-    publication = await choose_publication(config, run, reporter.wait_for, cleanup)
-    client = connect(config, run, publication, phases.note_trouble)
-    close_handed()
-    cleanup.push_async_callback(client.close)
-    reporter.wait_for(lambda now: client.trouble)
-    base = await base_model(client, config.model.name)
-    check_temperature(config.sampling, raw=client.reports_raw_logprobs)
-    warn_of_narrow_sampling(config.sampling, raw=client.reports_raw_logprobs)
-    ending = Ending(run, config, RunMeter(run, config, client), step=progress.step)
-    policy = PolicyVersions(publication, client, base)
-    cleanup.push_async_callback(policy.close)
-    sampler = make_sampler(config, envs, progress)
-    worker = RolloutWorker(
-        TurnSampler(client, policy, config.sampling, seq_len=seq_len),
-        tokenizer,
-        envs,
-        sampler,
-        rollouts_per_example=config.rollouts_per_example,
-        seed=config.sampling_seed,
-        max_rollout_bytes=max_rollout_bytes(config.batch_size, config.max_branches, seq_len),
-    )
-    scheduler = make_scheduler(config, run, progress, worker, client, policy, trainer, phases, cleanup)
+    texts = Texts(config, run.data_file, tokenizer, seq_len) if config.data else None
+    num_learned = partial(getattr, texts, "num_tokens", 0)
+    client, policy = await serve(config, run, reporter, phases, cleanup)
+    ending = Ending(run, config, RunMeter(run, config, client, num_learned), step=progress.step)
+    if config.kind == "sft":
+        assert texts is not None, "its config has [[data]]"
+        sampler, make_group = texts.sampler, texts.worker(policy, config.max_env_failure_share)
+    else:
+        sampler = make_sampler(config, envs, progress)
+        make_group = RolloutWorker(
+            TurnSampler(client, policy, config.sampling, seq_len=seq_len),
+            tokenizer,
+            envs,
+            sampler,
+            rollouts_per_example=config.rollouts_per_example,
+            seed=config.sampling_seed,
+            max_rollout_bytes=max_rollout_bytes(config.batch_size, config.max_branches, seq_len),
+        ).group
+    scheduler = make_scheduler(config, run, progress, make_group, client, policy, trainer, phases, cleanup)
     eval_turns = TurnSampler(client, policy, config.eval_sampling, seq_len=seq_len)
     evaluator = (
         Evaluator(config, run, eval_turns, tokenizer, policy, eval_envs, step=progress.step, on_figures=ending.feed)
@@ -161,13 +159,32 @@ async def set_up(
         else None
     )
     checked = [*envs.values(), *eval_envs.values()]
-    told = partial(environment_figures, checked, changed)
+    told = partial(environment_figures, checked, changed, texts.unusable if texts else None)
     cleanup.callback(lambda: writer.update(**told()))
-    status = make_reporter(writer, scheduler, policy, client, told, sessions)
-    batches = BatchReporter(run, scheduler, client, status, envs, sampler, LearningWatch(run))
+    status = make_reporter(writer, scheduler, policy, client, told, sessions, num_learned)
+    batches = BatchReporter(run, scheduler, client, status, envs, sampler, LearningWatch(run), texts)
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     cleanup.callback(lambda: ending.note(scheduler.ledger.step - 1))
-    return BatchLoop(config, run, client, scheduler, sampler, evaluator, batches, samples, status, ending)
+    return BatchLoop(config, run, client, scheduler, sampler, evaluator, batches, samples, status, ending, texts)
+
+
+async def serve(
+    config: OrchestratorConfig, run: RunDir, reporter: RunReporter, phases: PhaseClock, cleanup: AsyncExitStack
+) -> tuple[InferenceClient, PolicyVersions]:
+    """Inference, once it is there, and the run's versions in it. A run that samples nothing has no servers."""
+    publication = await choose_publication(config, run, reporter.wait_for, cleanup)
+    client = connect(config, run, publication, phases.note_trouble)
+    close_handed()
+    cleanup.push_async_callback(client.close)
+    base = config.model.name
+    if config.needs_inference:
+        reporter.wait_for(lambda now: client.trouble)
+        base = await base_model(client, config.model.name)
+        check_temperature(config.sampling, raw=client.reports_raw_logprobs)
+        warn_of_narrow_sampling(config.sampling, raw=client.reports_raw_logprobs)
+    policy = PolicyVersions(publication, client, base)
+    cleanup.push_async_callback(policy.close)
+    return client, policy
 
 
 def make_sampler(config: OrchestratorConfig, envs: Environments, progress: Progress) -> ExampleSampler:
@@ -187,7 +204,7 @@ def make_scheduler(
     config: OrchestratorConfig,
     run: RunDir,
     progress: Progress,
-    worker: RolloutWorker,
+    make_group: Callable[[int, Callable[[int], None]], Awaitable[Group]],
     client: InferenceClient,
     policy: PolicyVersions,
     trainer: TrainerWatch,
@@ -210,7 +227,7 @@ def make_scheduler(
     scheduler = Scheduler(
         run,
         ledger,
-        worker.group,
+        make_group,
         client,
         policy,
         watcher,
@@ -230,6 +247,7 @@ def make_reporter(
     client: InferenceClient,
     told: Callable[[], dict[str, object]],
     sessions: Sessions | None,
+    num_learned: Callable[[], int],
 ) -> RunReporter:
     """The status file while batches are made: what the scheduler waits for, how far it is, and what is `told`."""
 
@@ -237,7 +255,7 @@ def make_reporter(
         return {
             "policy_version": max(0, policy.version),
             "num_in_flight": scheduler.ledger.num_in_flight,
-            "progress": client.num_sampled_tokens + policy.version + scheduler.ledger.step,
+            "progress": client.num_sampled_tokens + num_learned() + policy.version + scheduler.ledger.step,
             **told(),
         }
 
