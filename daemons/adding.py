@@ -23,7 +23,7 @@ from typing import Any
 
 import tomli_w
 
-from daemons.data_files import copy_data, data_problems, has_data, plugin_problems
+from daemons.data_files import copy_data, data_problems, has_data, plugin_problems, program_problems
 from daemons.details import Version, find_version, parse_version
 from daemons.errors import ActionError, WrongUseError, expand_home, need, one_line_errors, record_act
 from daemons.specs import find_model, saved_folder
@@ -255,12 +255,13 @@ def check_file(
 def check_doubts(
     output_dir: Path, source: Path | str, *, overrides: Mapping[str, Any] | None = None
 ) -> list[ConfigProblem]:
-    """What is valid in a run's TOML file and rarely meant; [] also for an invalid one."""
+    """What is valid in a run's TOML file and rarely meant, or is not on this machine; [] also for an invalid one."""
     try:
         config = load_run_config(Path(source), overrides)
-    except ConfigError:
+        missing_here = program_problems(config, place_of(Path(source)))
+    except (ConfigError, OSError):
         return []
-    return doubts(config, trainer_limits(Path(output_dir)))
+    return doubts(config, trainer_limits(Path(output_dir))) + missing_here
 
 
 def validate_file(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from prime_rl.configs.agents import AgentArgs, read_tasks
+from prime_rl.configs.agents import AgentArgs, missing_program, read_tasks
 from prime_rl.configs.base import ConfigProblem
 from prime_rl.configs.envs import MODULES, PLUGIN, PLUGIN_GROUP, EnvConfig
 from prime_rl.configs.jsonl import MAX_CODE_BYTES, MAX_FOLDER_BYTES, Place, RowsArgs, read_rows
@@ -61,7 +61,7 @@ def _first_problem(args: RowsArgs, place: Place) -> tuple[str, str] | None:
                 if named and not (path := place(named)).is_file():
                     raise FileNotFoundError
             if args.tasks:
-                read_tasks(read_file(path, limit=2 * MAX_FOLDER_BYTES), tested=args.is_tested)
+                read_tasks(read_file(path, limit=2 * MAX_FOLDER_BYTES), args)
         if args.code:
             name, path = "reward", place(args.code)
             _check_code(path, args.function)
@@ -116,6 +116,17 @@ def plugin_problems(config: OrchestratorConfig) -> list[ConfigProblem]:
         provider, _, name = env.id.partition(":")
         if provider == PLUGIN and (reason := _why_missing(name)):
             problems.append(ConfigProblem(f"{key}.id", f"found {env.id!r}: {reason}"))
+    return problems
+
+
+def program_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProblem]:
+    """Programs of agents that are not on this machine, which need not be that of the run's orchestrator."""
+    problems = []
+    for key, agent in ((key, env.agent) for key, env in _envs(config)):
+        if agent is not None:
+            template = read_file(place(agent.cwd), limit=2 * MAX_FOLDER_BYTES) if agent.cwd else b""
+            if found := missing_program(agent, template):
+                problems.append(ConfigProblem(f"{key}.args.{found[0]}", f"on this machine {found[1]}"))
     return problems
 
 

@@ -135,6 +135,13 @@ OUTPUTS: dict[str, Keys] = {
                         "prompt_text": str | None,
                         "prompt_tokens": list[int] | None,
                         "turns": [TURN],
+                        "branches": [
+                            {
+                                "num_tokens": int | None,
+                                **dict.fromkeys(("num_shared", "shared_with"), int),
+                                "turns": [{**TURN, "num_tokens": int | None, "reward": float | None}],
+                            }
+                        ],
                         "answer_tokens": list[int] | None,
                         "time_s": float,
                         "reward": float | None,

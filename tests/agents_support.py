@@ -19,7 +19,10 @@ from prime_rl.orchestrator.envs.agent_env import (
 from prime_rl.orchestrator.envs.base import Outcome
 from prime_rl.orchestrator.envs.child import Posted, RemotePolicy
 
-CHAT = {"choices": [{"message": {"content": 'It is {"score": 7}.'}}], "usage": {"total_tokens": 12}}
+CHAT = {
+    "choices": [{"message": {"content": 'It is {"score": 7}.'}}],
+    "usage": {"prompt_tokens": 10, "completion_tokens": 2},
+}
 # Asks once with urllib, as any client does.
 ASKS = """
 import json, os, sys, urllib.request

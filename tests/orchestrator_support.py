@@ -39,7 +39,7 @@ CHATML = (
 )
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Token ids of the specials come first, then one id a byte.
-IM_END = 2
+IM_START, IM_END = 1, 2
 FIRST_BYTE = len(SPECIALS)
 
 

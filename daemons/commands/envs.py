@@ -23,12 +23,12 @@ from daemons.chat import BASE, Chat
 from daemons.commands import complete
 from daemons.commands.common import JsonOption, OutputDirOption, choose_output_dir, number, print_json, say
 from daemons.commands.runs import FileArgument
-from daemons.data_files import data_problems, plugin_problems
+from daemons.data_files import data_problems, plugin_problems, program_problems
 from daemons.errors import ActionError, need_cpu
 from daemons.process import log_tail, python_module
 from daemons.specs import INFERENCE, module_of, saved_folder
 from daemons.start import end_as_interrupted
-from prime_rl.configs.base import ConfigError
+from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.jsonl import place_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import load_run_config
@@ -94,7 +94,9 @@ def _tried(output: OutputDir, file: Path, num: int, model: str) -> dict[str, Any
     """The answer of the process that tries. Raises ActionError with its reason, or ConfigError."""
     need_cpu()
     config = load_run_config(file)
-    if problems := [*data_problems(config, place_of(file)), *plugin_problems(config)]:
+    place = place_of(file)
+    problems = [*data_problems(config, place), *plugin_problems(config)] or program_problems(config, place)
+    if problems := problems or list(_of_sessions(config)):
         raise ConfigError(str(file), problems)
     argv, folder = python_module(_MODULE, str(file.absolute()), str(num)), saved_folder(output)
     end_as_interrupted()
@@ -113,6 +115,14 @@ def _tried(output: OutputDir, file: Path, num: int, model: str) -> dict[str, Any
     if "error" in answer:
         raise ActionError(answer["error"])
     return dict(answer)
+
+
+def _of_sessions(config: OrchestratorConfig) -> Iterator[ConfigProblem]:
+    """Environments whose rollouts an application makes, for which nothing here would ever ask."""
+    what = "its rollouts are made by an application: prl runs add FILE, then prl runs endpoint ID prints its URL"
+    for at, env in enumerate(config.env):
+        if env.sessions:
+            yield ConfigProblem(f"env.{at}.id", f"found {env.id!r}: {what}")
 
 
 @contextlib.contextmanager
@@ -155,11 +165,33 @@ def env_view(env: Mapping[str, Any]) -> str:
         figures = {**each["rewards"], **each["metrics"]}
         lines += ["  " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items())] if figures else []
         lines += [f"  error: {one_line(each['error'], 2_000)}"] if each["error"] else []
-        asked = each["prompt"]
-        if each["prompt_text"] is not None:
-            tokens = counted(len(each["prompt_tokens"]), "token")
-            asked = [{"role": f"prompt ({tokens})", "content": each["prompt_text"]}]
-        printed = [{"role": "output of the program", "content": each["output"]}] if each["output"] else []
-        for message in [*asked, *each["turns"], *printed]:
-            lines += [f"  {message['role']}:", *(f"    {line}" for line in message["content"].splitlines() or [""])]
+        for title, text in _said(each):
+            said = [] if text is None else text.splitlines() or [""]
+            lines += [f"  {title}:", *(f"    {line}" for line in said)]
     return "\n".join(lines)
+
+
+def _said(rollout: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """Titles and texts: the prompt and the turns after it, or of a tree all of its branches; then what was printed."""
+    branches = rollout["branches"]
+    if len(branches) < 2:
+        if rollout["prompt_text"] is None:
+            yield from ((message["role"], message["content"]) for message in rollout["prompt"])
+        else:
+            yield f"prompt ({counted(len(rollout['prompt_tokens']), 'token')})", rollout["prompt_text"]
+        yield from ((message["role"], message["content"]) for message in rollout["turns"])
+    for at, branch in enumerate(branches if len(branches) > 1 else [], 1):
+        told = [f"branch {at} of {len(branches)}", _tokens(branch["num_tokens"])]
+        if branch["num_shared"]:
+            told.append(f"the first {branch['num_shared']} as in branch {branch['shared_with'] + 1}")
+        yield ", ".join(filter(None, told)), None
+        for turn in branch["turns"]:
+            reward = "" if turn["reward"] is None else f"reward {number(turn['reward'])}"
+            own = ", ".join(filter(None, [_tokens(turn["num_tokens"]), reward]))
+            yield turn["role"] + (f" ({own})" if own else ""), turn["content"]
+    if rollout["output"]:
+        yield "output of the program", rollout["output"]
+
+
+def _tokens(num: int | None) -> str:
+    return "" if num is None else counted(num, "token")

@@ -46,7 +46,7 @@ from prime_rl.contract.usage import UsageLine, read_usage
 from prime_rl.results import Workspace, columns_of
 from prime_rl.utils.text import one_line, size_text
 
-_COLUMNS = ("trainer", "sampled", "trained", "computed", "inference", "hours")
+_COLUMNS = ("trainer", "sampled", "trained", "computed", "inference", "hours", "judge")
 TRAINER = "trainer"
 NO_TAG = "(no tag)"
 
@@ -72,6 +72,8 @@ class Use:
     tokens_computed: int = 0
     inference_s: float = 0.0
     hours: float = 0.0
+    judge_prompt_tokens: int = 0
+    judge_completion_tokens: int = 0
 
     def plus(self, line: UsageLine) -> Use:
         """This row with the numbers of `line` added; its seconds at work are added as hours."""
@@ -83,6 +85,8 @@ class Use:
             tokens_computed=self.tokens_computed + line.computed_tokens,
             inference_s=self.inference_s + line.inference_s,
             hours=self.hours + line.work_s / 3600,
+            judge_prompt_tokens=self.judge_prompt_tokens + line.judge_prompt_tokens,
+            judge_completion_tokens=self.judge_completion_tokens + line.judge_completion_tokens,
         )
 
 
@@ -169,9 +173,10 @@ def usage(
     elif not found.rows:
         say(f"{place}: no usage yet")
     else:
-        rows = [_cells(row) for row in [*found.rows, found.total]]
-        first_left_out = ("hours", "inference", "computed", "trained", "sampled")
-        console().print(FittingTable([str(by), *_COLUMNS], rows, first_left_out))
+        num_columns = len(_COLUMNS) - (not found.total.judge_prompt_tokens)  # most runs have no judge
+        rows = [_cells(row)[: num_columns + 1] for row in [*found.rows, found.total]]
+        first_left_out = ("hours", "inference", "computed", "trained", "judge", "sampled")
+        console().print(FittingTable([str(by), *_COLUMNS[:num_columns]], rows, first_left_out))
 
 
 def _cells(use: Use) -> list[object]:
@@ -183,6 +188,7 @@ def _cells(use: Use) -> list[object]:
         f"{use.tokens_computed:,}",
         f"{use.inference_s:,.1f} s",
         f"{use.hours:,.2f}",
+        f"{use.judge_prompt_tokens:,} + {use.judge_completion_tokens:,}",
     ]
 
 

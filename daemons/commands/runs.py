@@ -569,7 +569,10 @@ def sample_view(sample: Sample) -> str:
     ]
     if shared := sample.num_shared:
         lines.append(f"  the first {counted(shared, 'token')} as in branch {sample.shared_with + 1}")
-    texts = [("prompt", sample.prompt), ("completion", sample.completion)]
+    texts = [("prompt", sample.prompt)]
+    for turn, reward in sample.said():
+        title = "completion" if not sample.turns else "policy" if turn.by_policy else "environment"
+        texts.append((title if reward is None else f"{title} (reward {number(reward)})", turn.text))
     for title, text in (*texts, ("output", sample.output)) if sample.output else texts:
         lines += [f"  {title}:", *(f"    {line}" for line in text.splitlines() or [""])]
     return "\n".join(lines)

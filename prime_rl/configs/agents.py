@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
+import os
 import re
+import shutil
 import tarfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+import msgspec
 from pydantic import Field, field_validator, model_validator
 
 from prime_rl.configs.base import BaseConfig, ConfigError, ConfigProblem
@@ -19,7 +26,7 @@ from prime_rl.contract.layout import RunDir
 AGENT = "agent"
 WAYS = ("file", "posted", "command", "judge")
 # Of a task in a folder of tasks, and what is run where no other command is named.
-INSTRUCTION, TEST = "instruction.md", ("bash", "tests/test.sh")
+INSTRUCTION, TEST, DOCKERFILE = "instruction.md", ("bash", "tests/test.sh"), "environment/Dockerfile"
 # What each rollout sets itself.
 OWN_VARIABLES = frozenset(
     (
@@ -33,14 +40,13 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 class JudgeConfig(BaseConfig):
-    """`[env.args.judge]`: a model that scores what the program printed, by a rubric."""
+    """`[env.args.judge]`: a model that scores what a rollout did, by a rubric."""
 
-    model: str = Field(min_length=1)
-    """Name of the model at its endpoint."""
+    model: str | None = Field(None, min_length=1)
+    """Name of the model at `base_url`; null: the run's own base model, which the run's inference serves."""
 
     base_url: str | None = None
-    """An OpenAI-compatible endpoint, such as "https://api.openai.com/v1". Required: the run's own model cannot
-    judge."""
+    """An OpenAI-compatible endpoint, such as "https://api.openai.com/v1"; null with the base model."""
 
     api_key_var: str | None = None
     """Environment variable with the key of the endpoint; null sends none. The program does not get it."""
@@ -52,22 +58,23 @@ class JudgeConfig(BaseConfig):
     """Lowest and highest score that the judge gives. The reward is its place between them: 0 to 1."""
 
     mode: Literal["score", "rank"] = "score"
-    """"score": each rollout by itself. "rank", a group by comparison, does not exist yet."""
+    """"score": each rollout by itself. "rank": all rollouts of an example in one request, against each other;
+    in evaluations each by itself."""
 
-    @field_validator("mode")
-    @classmethod
-    def _exists(cls, mode: str) -> str:
-        if mode == "rank":
-            raise ValueError("found 'rank': a judge that ranks a group does not exist yet; set mode = 'score'")
-        return mode
+    temperature: float | None = Field(None, ge=0, le=2)
+    """Temperature of the judge; null: the endpoint's own, and 0 of the base model."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest answer of the judge, in tokens; null: the endpoint's own, and 1024 of the base model."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if not self.base_url or not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"base_url: found {self.base_url!r}: must be the http address of an OpenAI-compatible endpoint; "
-                "the run's own model cannot judge"
-            )
+        if (self.model is None) != (self.base_url is None):
+            raise ValueError("model, base_url: give both, or neither for the run's own base model as the judge")
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url: found {self.base_url!r}: must be an http address of an OpenAI-compatible API")
+        if self.api_key_var and not self.base_url:
+            raise ValueError("api_key_var: not used with the base model as the judge: remove it")
         if not self.scale[0] < self.scale[1]:
             raise ValueError(f"scale: found {list(self.scale)}: must be two numbers, the lower one first")
         return self
@@ -96,7 +103,8 @@ class AgentArgs(RowsArgs):
     """Environment variables of the program, with their values."""
 
     timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
-    """Deadline of the program, in seconds; its waiting for the policy counts. Again as many for `reward_command`."""
+    """Deadline of the program, in seconds; its waiting for the policy counts. Again as many for `reward_command`. A
+    shorter one of a task's task.toml goes before."""
 
     max_turns: int = Field(64, ge=1)
     """Calls of the policy in one rollout, at most; further ones are refused."""
@@ -128,7 +136,8 @@ class AgentArgs(RowsArgs):
     """Where the program runs: as a process of this account, or in a container of `image`."""
 
     image: str | None = None
-    """Image of the container; its folder /work is that of the rollout."""
+    """Image of the container, whose folder /work is that of the rollout; null: that of each task
+    (`environment.docker_image` in its task.toml)."""
 
     judge: JudgeConfig | None = None
     """The judge, for `reward = "judge"`."""
@@ -158,11 +167,6 @@ class AgentArgs(RowsArgs):
         """The files that these arguments name, a folder as one, with the most bytes of each."""
         # What is packed has a header for each file.
         return super().files | {folder: 2 * MAX_FOLDER_BYTES for folder in (self.cwd, self.tasks) if folder}
-
-    @property
-    def variables(self) -> list[str]:
-        """The environment variables that are needed, by name."""
-        return [*self.env, *([self.judge.api_key_var] if self.judge and self.judge.api_key_var else [])]
 
     @property
     def whole_timeout_s(self) -> float:
@@ -209,11 +213,15 @@ class AgentArgs(RowsArgs):
             "path: name examples with either path or tasks": bool(self.path) == bool(self.tasks),
             "reward_command: name what is run afterwards": way == "command" and not (self.tasks or self.reward_command),
             f"reward_command: not used with reward = {way!r}": way != "command" and self.reward_command,
-            "judge: add a table [env.args.judge] with model, base_url and rubric": way == "judge" and not self.judge,
+            "judge: add a table [env.args.judge] with a rubric": way == "judge" and not self.judge,
             f"judge: not used with reward = {way!r}": way != "judge" and self.judge,
             f"reward: tasks have no right answers for {way!r}; remove it for their tests": self.tasks and self.scoring,
-            f"image: name the image for runtime = {self.runtime!r}": not is_process and not self.image,
-            "image: set runtime = 'podman' or 'docker' to use it": is_process and self.image,
+            f"image: runtime = {self.runtime!r} starts a container: name its image, such as 'python:3.11'": (
+                not is_process and not self.image and not self.tasks
+            ),
+            "image: not used with runtime = 'process': remove it, or set runtime = 'podman' or 'docker'": (
+                is_process and self.image
+            ),
             "set: a value has a character 0 in it": any("\0" in value for value in self.set.values()),
         }
         if found := next((words for words, is_wrong in wrong.items() if is_wrong), None):
@@ -233,28 +241,124 @@ def check_owner(file: Path) -> None:
                 raise ConfigError(str(config), [ConfigProblem("", f"{words}; add the run as the workspace's account")])
 
 
-def read_tasks(packed: bytes, *, tested: bool) -> dict[str, str]:
-    """The instruction of each task in a packed folder, by name. Raises ValueError that names what is missing.
+class _Phase(msgspec.Struct):
+    timeout_sec: float = math.inf
+    network_mode: str = "public"
 
-    Args:
-        tested: each must have tests/test.sh.
-    """
-    found: dict[str, str] = {}
+
+class _TaskEnvironment(msgspec.Struct):
+    docker_image: str | None = None
+    cpus: float | None = None
+    memory_mb: int | None = None
+    memory: str | None = None  # "2G", as older files have it
+    gpus: int = 0
+    allow_internet: bool = True  # in older files, for network_mode
+    network_mode: str = "public"
+    mcp_servers: list[Any] = []
+
+
+class _TaskFile(msgspec.Struct):
+    """task.toml, as far as it counts; all other keys are ignored."""
+
+    agent: _Phase = msgspec.field(default_factory=_Phase)
+    verifier: _Phase = msgspec.field(default_factory=_Phase)
+    environment: _TaskEnvironment = msgspec.field(default_factory=_TaskEnvironment)
+    steps: list[Any] = []
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a folder of them: its prompt, and what its task.toml sets."""
+
+    instruction: str
+    image: str | None = None
+    timeout_s: float = math.inf
+    verifier_timeout_s: float = math.inf
+    cpus: float | None = None
+    memory_mb: int | None = None
+
+
+def read_tasks(packed: bytes, args: AgentArgs) -> dict[str, Task]:
+    """The tasks in a packed folder, by name. Raises ValueError with the first that cannot be used, and what to do."""
+    found: dict[str, Task] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as tar:
             members = {member.name: member for member in tar}
             for name in sorted(each for each, member in members.items() if "/" not in each and member.isdir()):
-                if name.startswith("."):
-                    continue
-                member = members.get(f"{name}/{INSTRUCTION}")
-                opened = tar.extractfile(member) if member and member.isfile() else None
-                if opened is None:
-                    raise ValueError(f"task {name!r} has no {INSTRUCTION}")
-                if tested and f"{name}/{TEST[1]}" not in members:
-                    raise ValueError(f"task {name!r} has no {TEST[1]}: add it, or set reward or reward_command")
-                found[name] = opened.read().decode()
-    except (tarfile.TarError, UnicodeDecodeError) as error:
+                if not name.startswith("."):
+                    try:
+                        found[name] = _task(name, tar, members, args)
+                    except ValueError as error:
+                        raise ValueError(f"task {name!r} {error}") from error
+    except tarfile.TarError as error:
         raise ValueError(f"tasks cannot be read: {error}") from error
     if not found:
         raise ValueError(f"there are no tasks: each is a folder with {INSTRUCTION}")
     return found
+
+
+def _task(name: str, tar: tarfile.TarFile, members: Mapping[str, tarfile.TarInfo], args: AgentArgs) -> Task:
+    def text(part: str) -> str | None:
+        member = members.get(f"{name}/{part}")
+        opened = tar.extractfile(member) if member and member.isfile() else None
+        return opened.read().decode() if opened else None
+
+    if (instruction := text(INSTRUCTION)) is None:
+        raise ValueError(f"has no {INSTRUCTION}")
+    if args.is_tested and f"{name}/{TEST[1]}" not in members:
+        raise ValueError(f"has no {TEST[1]}: add it, or set reward or reward_command")
+    try:
+        file = msgspec.convert(tomllib.loads(text("task.toml") or ""), _TaskFile)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"has a task.toml that is not valid: {error}") from error
+    asked = file.environment
+    networks = {each.network_mode for each in (asked, file.agent, file.verifier)}
+    has_dockerfile = f"{name}/environment/Dockerfile" in members
+    refused = {
+        "asks for GPUs": asked.gpus > 0,
+        "asks for MCP servers": asked.mcp_servers,
+        "limits the network": not asked.allow_internet or networks != {"public"},
+        "has several steps": file.steps,
+        "names an image that begins with -": (asked.docker_image or "").startswith("-"),
+    }
+    if wrong := next((words for words, is_wrong in refused.items() if is_wrong), None):
+        raise ValueError(f"{wrong} in its task.toml, which is not possible here: leave the task out")
+    if args.runtime == "process" and (asked.docker_image or has_dockerfile):
+        raise ValueError(f"needs an image ({asked.docker_image or DOCKERFILE}): set runtime = 'podman' or 'docker'")
+    if args.runtime != "process" and not (args.image or asked.docker_image):
+        words = f"no image: {DOCKERFILE} is not built" if has_dockerfile else "no image"
+        raise ValueError(f"has {words}; set environment.docker_image in its task.toml, or image for all tasks")
+    image, times = args.image or asked.docker_image, (file.agent.timeout_sec, file.verifier.timeout_sec)
+    if not all(value > 0 for value in (*times, asked.cpus or 1, asked.memory_mb or 1)):
+        raise ValueError("has a number in its task.toml that is not above 0")
+    return Task(instruction, image, *times, asked.cpus, asked.memory_mb or _mebibytes(asked.memory))
+
+
+def _mebibytes(size: str | None) -> int | None:
+    """Of a size such as "2G" or "512M". Raises ValueError."""
+    if size is None:
+        return None
+    if not (found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", size.strip(), re.IGNORECASE)):
+        raise ValueError(f"has environment.memory = {size!r} in its task.toml: must be a size such as '2G'")
+    return max(1, int(float(found[1]) * 1024.0 ** ("KMGT".index(found[2].upper()) - 1)))
+
+
+def missing_program(args: AgentArgs, template: bytes) -> tuple[str, str] | None:
+    """(argument, what is wrong) for a program that is to be started and is not on this machine; None: all are.
+
+    `template` is the packed `cwd`. What a task or the program itself puts into the folder is not known before.
+    """
+    named = {"command": args.command, "reward_command": args.reward_command}
+    if args.runtime != "process":
+        named = {"runtime": [args.runtime]}
+    for key, (program, *_) in ((key, words) for key, words in named.items() if words):
+        is_here = bool(args.tasks) or key != "command"
+        if "/" not in program or os.path.isabs(program):
+            is_here = shutil.which(program) is not None
+        elif template:
+            with tarfile.open(fileobj=io.BytesIO(template), mode="r:") as tar:
+                is_here |= os.path.normpath(program) in tar.getnames()
+        if not is_here:
+            where = "in cwd" if "/" in program else "on PATH"
+            return key, f"{program!r} was not found {where}: install it, or name it with its path"
+    return None

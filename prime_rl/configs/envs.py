@@ -159,7 +159,7 @@ class EnvConfig(BaseConfig):
     @property
     def variables(self) -> list[str]:
         """The environment variables that its process gets, by name, in addition to what every process needs."""
-        return [*self.env_vars, *(self.agent.variables if self.agent else [])]
+        return [*self.env_vars, *(self.agent.env if self.agent else [])]
 
     def placed(self, place: Callable[[str], Path]) -> EnvConfig:
         """The same, with its files at `place` of what it names."""
@@ -210,6 +210,8 @@ class EnvConfig(BaseConfig):
         if agent := self.agent:
             if self.prompt != PromptConfig():
                 raise ValueError("prompt: an agent asks the policy itself: remove it")
+            if agent.judge and not (self.reward_range[0] <= 0 and self.reward_range[1] >= 1):
+                raise ValueError("reward_range: a judge's rewards are from 0 to 1: remove it")
             if "timeout_s" not in self.model_fields_set:
                 self.__dict__["timeout_s"] = agent.whole_timeout_s
         low, high = self.reward_range

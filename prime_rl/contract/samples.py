@@ -106,6 +106,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         branch, num_branches: which of the branches of its rollout it is, from 0, and how many there are.
         num_shared: tokens with which the branch `shared_with` begins as well; `prompt` has what follows them.
         output: the end of what an agent's program printed; it may be cut in its middle.
+        turn_rewards: of each turn of the policy (the completion, where `turns` is empty) the reward that was posted for
+            it alone, None without one; [] where none was.
     """
 
     step: int
@@ -126,6 +128,13 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     num_shared: int = 0
     shared_with: int = 0
     output: str = ""
+    turn_rewards: list[float | None] = []
+
+    def said(self) -> list[tuple[SampleTurn, float | None]]:
+        """The turns after the prompt, at least one, each with the reward that was posted for it."""
+        rewards = iter(self.turn_rewards)
+        turns = self.turns or [SampleTurn(True, self.completion)]
+        return [(turn, next(rewards, None) if turn.by_policy else None) for turn in turns]
 
 
 class SampleTokens(msgspec.Struct, frozen=True, omit_defaults=True):

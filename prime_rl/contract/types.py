@@ -74,6 +74,8 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         token_advantages: T numbers that stand in for `advantage`, 0.0 where `loss_mask` is false; [] without them.
         rollout_id: samples behind each other with the same one are branches of one rollout; "": it is a rollout alone.
         use: "supervised" or "held_out" for a text that the policy did not sample.
+        turn_rewards: of each turn in `turn_versions` the reward that was posted for it alone, None without one; []
+            where none was. For reports only: `reward` is that of the whole, their sum where no other was given.
     """
 
     token_ids: list[int]
@@ -88,6 +90,7 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_advantages: list[float] = []
     rollout_id: str = ""
     use: Use = ""
+    turn_rewards: list[float | None] = []
 
     def columns(self) -> SampleColumns:
         """Logprobs and advantages are rounded to float32.
@@ -127,6 +130,7 @@ class SampleColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     token_advantages: bytes = b""
     rollout_id: str = ""
     use: Use = ""
+    turn_rewards: list[float | None] = []
 
     def lists(self) -> TrainingSample:
         """Raises ValueError when the bytes are not whole numbers."""

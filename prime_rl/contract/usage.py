@@ -37,7 +37,8 @@ class UsageLine(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `tokens`: sampled, evaluations included. `inference_s`: the durations of all requests together, `work_s`: the
     orchestrator at work. `trained_tokens` (of the samples of its updates), `computed_tokens` (positions of its passes)
-    and `trainer_s` are the trainer's.
+    and `trainer_s` are the trainer's. `judge_*`: tokens that judges read and wrote; what the base model wrote as one is
+    in `tokens` too.
     """
 
     version: int = USAGE_VERSION
@@ -49,6 +50,8 @@ class UsageLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     tokens: int = 0
     inference_s: float = 0.0
     work_s: float = 0.0
+    judge_prompt_tokens: int = 0
+    judge_completion_tokens: int = 0
     trained_tokens: int = 0
     computed_tokens: int = 0
     trainer_s: float = 0.0

@@ -193,6 +193,7 @@ def _samples(
                 turn_versions=branch.turn_versions,
                 rollout_id=rollout_id,
                 use=branch.use,
+                turn_rewards=branch.turn_rewards,
             )
             if _is_masked(rollout, advantage):
                 # Without a loss token no term of the loss reaches it, whatever the loss is.

@@ -40,7 +40,7 @@ from prime_rl.orchestrator.metrics import eval_metrics, mean, pass_at, standard_
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TokenizerError, TurnSampler
 from prime_rl.orchestrator.publication import AdapterPublication, base_model, connect
 from prime_rl.orchestrator.recorder import Rollout
-from prime_rl.orchestrator.rollout import together
+from prime_rl.orchestrator.rollout import BaseModel, give_judges, together
 from prime_rl.orchestrator.sampler import Pick
 from prime_rl.orchestrator.sessions import sessions_here
 from prime_rl.utils.process import end_orphans, inherit_orphans
@@ -159,12 +159,14 @@ class Evaluation:
         publication = LentAdapter(output, output.evaluations / folder if folder else None)
         client = connect(self.config, RunDir(output.path / CLIENT), publication, lambda trouble: say(waits(trouble)))
         cleanup.push_async_callback(client.close)
-        policy = PolicyVersions(publication, client, await base_model(client, self.config.model.name))
+        base = await base_model(client, self.config.model.name)
+        policy = PolicyVersions(publication, client, base)
         cleanup.push_async_callback(policy.close)
         if folder:
             await policy.switch_to(VERSION)
         trainer = read_status(output.trainer_status, TrainerStatus)
         seq_len = self.config.seq_len or (trainer.max_seq_len if trainer else None) or NO_LIMIT
+        give_judges(self.envs.values(), BaseModel(client, base, self.tokenizer, seq_len), cleanup)
         return TurnSampler(client, policy, self.config.eval_sampling, seq_len=seq_len)
 
     def _examples(self, env: CheckedEnvironment) -> Sequence[Example]:

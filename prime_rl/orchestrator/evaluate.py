@@ -23,7 +23,7 @@ from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.metrics import eval_metrics, last_eval_step, write_metrics
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler
 from prime_rl.orchestrator.recorder import PolicySession, Rollout, derive_seed
-from prime_rl.orchestrator.rollout import together
+from prime_rl.orchestrator.rollout import judged, together
 from prime_rl.orchestrator.sampler import Pick
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ async def eval_rollout(
 ) -> Rollout:
     """Rollout `number` of an example of the eval split; `seed` is the run's. It has the same seed at every version."""
     own_seed = derive_seed(seed, "eval", pick.env_name, pick.example.id, number)
-    return await PolicySession(turns, tokenizer, seed=own_seed, version=version).rollout(env, pick.example)
+    rollout = await PolicySession(turns, tokenizer, seed=own_seed, version=version).rollout(env, pick.example)
+    return (await judged(env, pick.example, [rollout], tokenizer))[0]
 
 
 class Evaluator:

@@ -21,7 +21,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never, TypeVar
 
@@ -45,6 +45,7 @@ from prime_rl.contract.status import (
     stalled_since,
 )
 from prime_rl.contract.usage import UsageLog, budget_reason, life_of
+from prime_rl.orchestrator.envs.agent_judge import Judge
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.utils.runtime import cancel_all, log_failure
 
@@ -195,7 +196,7 @@ MAX_HISTORY_BYTES = 64_000_000
 
 
 class RunMeter:
-    """Tokens, seconds of inference and hours at work of one run, over all its starts.
+    """Tokens, also those of `judges`, seconds of inference and hours at work of one run, over all its starts.
 
     `num_learned`: tokens of texts, which count like those that are sampled.
     """
@@ -205,12 +206,14 @@ class RunMeter:
         run: RunDir,
         config: OrchestratorConfig,
         client: InferenceClient,
+        judges: Sequence[Judge] = (),
         num_learned: Callable[[], int] = lambda: 0,
     ) -> None:
         self._num_learned = num_learned
         self._run_id = run.run_id
         self._tags = config.tags
         self._client = client
+        self._judges = judges
         self._life = _life(run)
         self._log = UsageLog(OutputDir(run.path.parent).run_usage(run.run_id))
         self._written = self._counters()
@@ -228,8 +231,14 @@ class RunMeter:
         return sum(line.tokens for line in lines), sum(line.work_s for line in lines) / 3600
 
     def _counters(self) -> dict[str, float]:
-        client, tokens = self._client, self._client.num_sampled_tokens + self._num_learned()
-        return {"tokens": tokens, "inference_s": client.request_s, "work_s": time.monotonic()}
+        client = self._client
+        return {
+            "tokens": client.num_sampled_tokens + self._num_learned(),
+            "inference_s": client.request_s,
+            "work_s": time.monotonic(),
+            "judge_prompt_tokens": sum(judge.num_prompt_tokens for judge in self._judges),
+            "judge_completion_tokens": sum(judge.num_completion_tokens for judge in self._judges),
+        }
 
 
 class Ending:

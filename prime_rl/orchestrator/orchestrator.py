@@ -70,7 +70,7 @@ from prime_rl.orchestrator.publication import (
     warn_of_narrow_sampling,
 )
 from prime_rl.orchestrator.report import BatchReporter, LearningWatch, RunReporter, SampleKeeper, environment_figures
-from prime_rl.orchestrator.rollout import Group, RolloutWorker
+from prime_rl.orchestrator.rollout import BaseModel, Group, RolloutWorker, give_judges
 from prime_rl.orchestrator.sampler import Curricula, ExampleSampler, Pools
 from prime_rl.orchestrator.scheduler import GroupLedger, Scheduler
 from prime_rl.orchestrator.sessions import Sessions, linked
@@ -135,8 +135,10 @@ async def set_up(
 
     texts = Texts(config, run.data_file, tokenizer, seq_len) if config.data else None
     num_learned = partial(getattr, texts, "num_tokens", 0)
-    client, policy = await serve(config, run, reporter, phases, cleanup)
-    ending = Ending(run, config, RunMeter(run, config, client, num_learned), step=progress.step)
+    client, policy, base = await serve(config, run, reporter, phases, cleanup)
+    checked = [*envs.values(), *eval_envs.values()]
+    judges = give_judges(checked, BaseModel(client, base, tokenizer, seq_len), cleanup)
+    ending = Ending(run, config, RunMeter(run, config, client, judges, num_learned), step=progress.step)
     if config.kind == "sft":
         assert texts is not None, "its config has [[data]]"
         sampler, make_group = texts.sampler, texts.worker(policy, config.max_env_failure_share)
@@ -158,7 +160,6 @@ async def set_up(
         if config.eval
         else None
     )
-    checked = [*envs.values(), *eval_envs.values()]
     told = partial(environment_figures, checked, changed, texts.unusable if texts else None)
     cleanup.callback(lambda: writer.update(**told()))
     status = make_reporter(writer, scheduler, policy, client, told, sessions, num_learned)
@@ -170,8 +171,11 @@ async def set_up(
 
 async def serve(
     config: OrchestratorConfig, run: RunDir, reporter: RunReporter, phases: PhaseClock, cleanup: AsyncExitStack
-) -> tuple[InferenceClient, PolicyVersions]:
-    """Inference, once it is there, and the run's versions in it. A run that samples nothing has no servers."""
+) -> tuple[InferenceClient, PolicyVersions, str]:
+    """Inference, once it is there, the run's versions in it, and the base model's name there.
+
+    A run that samples nothing has no servers.
+    """
     publication = await choose_publication(config, run, reporter.wait_for, cleanup)
     client = connect(config, run, publication, phases.note_trouble)
     close_handed()
@@ -184,7 +188,7 @@ async def serve(
         warn_of_narrow_sampling(config.sampling, raw=client.reports_raw_logprobs)
     policy = PolicyVersions(publication, client, base)
     cleanup.push_async_callback(policy.close)
-    return client, policy
+    return client, policy, base
 
 
 def make_sampler(config: OrchestratorConfig, envs: Environments, progress: Progress) -> ExampleSampler:

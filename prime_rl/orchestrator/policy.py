@@ -348,6 +348,12 @@ class ChatTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def without_special(self, text: str) -> str:
+        """The text with a space in each special token that is written out in it, so that it is read as text."""
+        for token in self._tokenizer.get_added_tokens_decoder().values():
+            text = text.replace(token.content, f"{token.content[:1]} {token.content[1:]}") if token.special else text
+        return text
+
 
 def _add_missing(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
     """Add the tokens that only the config has, in transformers' order: else text is split where it is one token."""

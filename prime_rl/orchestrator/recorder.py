@@ -36,7 +36,8 @@ class Branch:
     The lists over T have equal length. `turn_versions` has the policy version of each turn that has a loss in it, which
     is no turn of an earlier branch. `token_advantages_T` is what the environment gave in place of the advantage that
     follows from the rewards, or []. `num_shared`: tokens before its own first answer with which an earlier branch, that
-    of number `shared_with`, begins as well.
+    of number `shared_with`, begins as well. `turn_rewards`: posted for each turn of `turn_versions` alone, None without
+    one; [] where none was.
     """
 
     token_ids_T: list[int]
@@ -48,6 +49,7 @@ class Branch:
     num_shared: int = 0
     shared_with: int = 0
     use: Use = ""
+    turn_rewards: list[float | None] = field(default_factory=list)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -213,14 +215,15 @@ class PolicySession:
                 f"its {len(leaves)} branches take {num_bytes:,} bytes of a batch, in which each rollout has "
                 f"{self._max_bytes:,}: {_FEWER}"
             )
-        branches = list(self._branches(leaves, outcome.advantages))
+        branches = list(self._branches(leaves, outcome))
         truncated = any(not each.ended for each in self._answered)
         rewards = dict(outcome.rewards)
         return Rollout(branches, outcome.reward, outcome.metrics, truncated, rewards, outcome.output)
 
-    def _branches(self, leaves: Sequence[_Answered], advantages: Sequence[float | Sequence[float]]) -> Iterator[Branch]:
-        """One for each of `leaves`; `advantages`: of each answer, or ()."""
-        own = dict(zip(map(id, self._answered), advantages, strict=False))
+    def _branches(self, leaves: Sequence[_Answered], outcome: Outcome) -> Iterator[Branch]:
+        """One for each of `leaves`, with the advantages and rewards of single answers."""
+        own = dict(zip(map(id, self._answered), outcome.advantages, strict=False))
+        posted = {id(each): outcome.answer_rewards.get(at) for at, each in enumerate(self._answered)}
         seen: set[int] = set()
         known: list[tuple[list[int], int]] = []  # the tokens of the earlier ones, in their order, and which it is
         for number, leaf in enumerate(leaves):
@@ -235,14 +238,16 @@ class PolicySession:
                 given = own.get(id(each), 0.0) if is_new else 0.0
                 values += [0.0] * len(each.prompt_ids)
                 values += given if isinstance(given, Sequence) else [given] * length
-            versions = [each.version for each in path if id(each) not in seen]
+            new = [each for each in path if id(each) not in seen]
+            versions, rewards = [each.version for each in new], [posted[id(each)] for each in new]
             seen |= {id(each) for each in path}
             at, most = bisect.bisect(known, (ids, number)), mask.index(True)
             neighbours = known[max(at - 1, 0) : at + 1]
             shared = max(((_num_alike(ids, other, most), which) for other, which in neighbours), default=(0, 0))
             known.insert(at, (ids, number))
             num_prompt = len(path[0].prompt_ids)
-            yield Branch(ids, mask, logprobs, num_prompt, versions, values if advantages else [], *shared)
+            given_T, rewards = values if own else [], rewards if any(each is not None for each in rewards) else []
+            yield Branch(ids, mask, logprobs, num_prompt, versions, given_T, *shared, rewards)
 
     async def _answer(
         self, call: Call, first_turn: FirstTurn | None, *, is_limited: bool = False

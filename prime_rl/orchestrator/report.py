@@ -34,7 +34,7 @@ from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.orchestrator.texts import Texts
 from prime_rl.utils.runtime import TokenRate
 from prime_rl.utils.tail import FileTail
-from prime_rl.utils.text import one_line
+from prime_rl.utils.text import one_line, shorten
 
 MAX_TURNS = 64
 MIN_TURN_CHARS = 80
@@ -100,6 +100,7 @@ class SampleKeeper:
             place=place,
             num_shared=branch.num_shared,
             shared_with=branch.shared_with,
+            turn_rewards=branch.turn_rewards,
             tokens=self._tokens(branch, sample.token_advantages, keeping),
         )
 
@@ -128,14 +129,6 @@ class SampleKeeper:
         # All turns together may be as long as one completion; what is left of each must still be readable.
         limit = max(self._config.max_chars // len(spans), MIN_TURN_CHARS)
         return [SampleTurn(by_policy, shorten(self._decode(ids), limit)) for by_policy, ids in spans[:MAX_TURNS]]
-
-
-def shorten(text: str, limit: int) -> str:
-    """`text`, or its beginning and its end around an ellipsis: questions begin, answers end."""
-    if len(text) <= limit:
-        return text
-    head = limit // 2
-    return f"{text[:head]} … {text[len(text) - (limit - head - 3) :]}"
 
 
 logger = logging.getLogger("orchestrator")

@@ -1,5 +1,8 @@
 """The rollouts of one example: each is a session with the policy (`recorder`), lost ones are made again.
 
+Where the environment has a judge (`envs.agent_judge`), the reward is set here: of each rollout when it is made, or of
+all of them when the group is complete.
+
 Legend: G = rollouts of one example.
 """
 
@@ -9,22 +12,28 @@ import asyncio
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from prime_rl.configs.base import SamplingConfig
+from prime_rl.contract.served import BASE_WEIGHTS
 from prime_rl.contract.types import MAX_BATCH_BYTES
-from prime_rl.orchestrator.client import AccessDenied, AdapterRefused
-from prime_rl.orchestrator.envs.base import Environment, RolloutError
+from prime_rl.orchestrator.client import AccessDenied, AdapterRefused, CompletionRequest, RequestRefused
+from prime_rl.orchestrator.envs.agent_judge import Endpoint, Judge, Reply
+from prime_rl.orchestrator.envs.base import Environment, Example, Message, RolloutError
 from prime_rl.orchestrator.envs.checked import (
+    CheckedEnvironment,
     EnvironmentBroken,
     EnvironmentFault,
     ExampleUnusable,
     Interrupted,
     TimedOut,
 )
-from prime_rl.orchestrator.policy import ChatTokenizer, FirstTurn, TurnSampler
-from prime_rl.orchestrator.recorder import PolicySession, Rollout, derive_seed
+from prime_rl.orchestrator.policy import ChatTokenizer, FirstTurn, TokenizerError, TooLong, TurnSampler
+from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.orchestrator.recorder import PolicySession, Rollout, as_turns, derive_seed
 from prime_rl.orchestrator.sampler import ExampleSampler, Pick
 
 logger = logging.getLogger(__name__)
@@ -88,6 +97,7 @@ class RolloutWorker:
                 self._member(pick, index, number, first_turn, limit_reached, note_version)
                 for number in range(self.rollouts_per_example)
             )
+            rollouts = await judged(self.envs[pick.env_name], pick.example, rollouts, self.tokenizer, ranks=True)
         except (AccessDenied, AdapterRefused, EnvironmentBroken, ExampleUnusable):
             raise
         except Exception as error:  # whatever an environment raises is its own affair
@@ -123,7 +133,9 @@ class RolloutWorker:
                 max_bytes=self.max_rollout_bytes,
             )
             try:
-                return await session.rollout(self.envs[pick.env_name], pick.example)
+                env = self.envs[pick.env_name]
+                rollout = await session.rollout(env, pick.example)
+                return (await judged(env, pick.example, [rollout], self.tokenizer, ranks=False))[0]
             except ExampleUnusable:
                 raise
             except (EnvironmentFault, RolloutError) as fault:
@@ -145,3 +157,88 @@ async def together(parts: Iterable[Coroutine[Any, Any, ResultT]]) -> list[Result
         kinds = (AccessDenied, AdapterRefused, EnvironmentBroken, ExampleUnusable, Exception)
         raise next(error for kind in kinds for error in errors.exceptions if isinstance(error, kind)) from None
     return [task.result() for task in running]
+
+
+# Of one answer of the base model as a judge, unless `judge.max_tokens` is set; at most half of `seq_len`.
+MAX_JUDGE_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The run's base model, for judges: the model `name` of the run's inference, without an adapter."""
+
+    client: InferenceClient
+    name: str
+    tokenizer: ChatTokenizer
+    seq_len: int
+
+    async def ask(self, messages: Sequence[Message], *, temperature: float, max_tokens: int) -> Reply:
+        """Its answer. Raises TooLong, and EnvironmentBroken where inference does not have the base model."""
+        # What was said must not end the message that it stands in.
+        plain: list[Message] = [
+            {**each, "content": self.tokenizer.without_special(each["content"])} for each in messages
+        ]
+        max_tokens = min(max_tokens, self.seq_len // 2)
+        try:
+            prompt = self.tokenizer.prompt(as_turns(plain))
+        except TokenizerError as error:  # of a template without a system prompt, for one
+            raise EnvironmentBroken(f"the base model cannot judge: {error}") from error
+        if self.seq_len - len(prompt) < max_tokens:
+            raise TooLong(f"{len(prompt)} tokens to read and {max_tokens} to write, in seq_len = {self.seq_len}")
+        sampling = SamplingConfig().model_copy(update={"temperature": temperature})
+        request = CompletionRequest(self.name, prompt, sampling, max_tokens, seed=derive_seed(*prompt))
+        try:
+            async with self.client.places.hold(1):
+                (found,) = await self.client.complete(request)
+        except RequestRefused as error:  # the server's longest sequence may be shorter
+            raise TooLong(str(error)) from error
+        if found.weights not in (None, BASE_WEIGHTS):
+            words = f"inference serves {found.weights}, not the base model: name another judge (judge.base_url)"
+            raise EnvironmentBroken(words)
+        return Reply(self.tokenizer.decode(found.token_ids), len(prompt), len(found.token_ids))
+
+
+def give_judges(envs: Iterable[CheckedEnvironment], base: BaseModel | None, cleanup: AsyncExitStack) -> list[Judge]:
+    """Give the environments whose arguments name a judge theirs. Raises ConfigError.
+
+    Args:
+        base: None where nothing is sampled: then it does not judge.
+    """
+    judges = []
+    for env in envs:
+        config = env.judge_config
+        if config is not None and config.base_url:
+            endpoint = Endpoint(config)
+            cleanup.push_async_callback(endpoint.close)
+            env.judge = Judge(config, endpoint.ask)
+        elif config is not None and base is not None:
+            max_tokens = config.max_tokens or MAX_JUDGE_TOKENS
+            ask = functools.partial(base.ask, temperature=config.temperature or 0.0, max_tokens=max_tokens)
+            env.judge = Judge(config, ask)
+        judges += [env.judge] if env.judge else []
+    return judges
+
+
+async def judged(
+    env: Environment, example: Example, rollouts: list[Rollout], tokenizer: ChatTokenizer, ranks: bool | None = None
+) -> list[Rollout]:
+    """The rollouts with the rewards of the environment's judge, if it has one. Raises EnvironmentFault.
+
+    `ranks`: only by a judge that ranks groups, or only by one that does not.
+    """
+    if not isinstance(env, CheckedEnvironment) or env.judge is None or ranks not in (None, env.judge.ranks):
+        return rollouts
+    try:
+        scores, num_tokens = await env.judge.scores([transcript(each, tokenizer) for each in rollouts])
+    except EnvironmentFault as fault:
+        env.note_lost(example.id, fault, len(rollouts))
+        raise
+    cost = {"judge_tokens": num_tokens / len(rollouts)}
+    pairs = zip(rollouts, scores, strict=True)
+    return [replace(each, reward=score, metrics={**each.metrics, **cost}) for each, score in pairs]
+
+
+def transcript(rollout: Rollout, tokenizer: ChatTokenizer) -> str:
+    """All that was said in a rollout, branch by branch, and what its program printed."""
+    parts = [tokenizer.decode(each.token_ids_T[each.num_shared :], special=True) for each in rollout.branches]
+    return "\n\n".join([*parts, *(["It printed:\n" + rollout.output] if rollout.output else [])])

@@ -53,7 +53,7 @@ from prime_rl.orchestrator.orchestrator import FINAL, make_sampler
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler
 from prime_rl.orchestrator.publication import AdapterPublication, base_model, check_temperature, connect
 from prime_rl.orchestrator.recorder import Rollout
-from prime_rl.orchestrator.rollout import Group, GroupFailed, RolloutWorker, together
+from prime_rl.orchestrator.rollout import BaseModel, Group, GroupFailed, RolloutWorker, give_judges, together
 from prime_rl.orchestrator.sampler import ExampleSampler, Pick
 from prime_rl.orchestrator.sessions import sessions_here
 from prime_rl.utils.runtime import complain, setup_logger
@@ -100,6 +100,8 @@ async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, 
     client = connect(config, run, adapters)
     cleanup.push_async_callback(client.close)
     base = await base_model(client, config.model.name)
+    judge = BaseModel(client, base, tokenizer, request.seq_len)
+    give_judges([*envs.values(), *eval_envs.values()], judge, cleanup)
     if request.split == "train":
         check_temperature(config.sampling, raw=client.reports_raw_logprobs)
     policy = PolicyVersions(adapters, client, base)

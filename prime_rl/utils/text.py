@@ -90,6 +90,14 @@ def clean_strings(value: T, clean: Callable[[str], str] = clean_text) -> T:
     return result  # type: ignore[no-any-return]
 
 
+def shorten(text: str, limit: int) -> str:
+    """`text`, or its beginning and its end around an ellipsis: questions begin, answers end."""
+    if len(text) <= limit:
+        return text
+    head = limit // 2
+    return f"{text[:head]} … {text[len(text) - (limit - head - 3) :]}"
+
+
 def printable(text: str) -> str:
     """`text` with what cannot be encoded (bytes of a file name that are not UTF-8) written as escapes."""
     return text.encode(errors="backslashreplace").decode()

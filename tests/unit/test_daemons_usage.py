@@ -15,6 +15,7 @@ from daemons.commands.results import NO_TAG, By, Use, read_workspace_usage
 from daemons.observe import Observer
 from daemons.specs import RunNow, wants_orchestrator
 from daemons.workspace_reader import read_workspace
+from prime_rl.contract.files import append_line
 from prime_rl.contract.layout import OutputDir, RunDir, stable_marker
 from prime_rl.contract.status import RunState, RunStatus, StatusWriter
 from prime_rl.contract.usage import UsageLog
@@ -92,11 +93,18 @@ def test_the_command(output: OutputDir, capsys: pytest.CaptureFixture[str]) -> N
         "tokens_computed": 40,
         "inference_s": 4.0,
         "hours": 1.0,
+        "judge_prompt_tokens": 0,
+        "judge_completion_tokens": 0,
     }
     assert shown["total"]["tokens_trained"] == sum(row["tokens_trained"] for row in shown["rows"])
     assert cli.run(["usage", "--by", "day", "--output-dir", str(output.path)]) == 0
     table = capsys.readouterr().out
     assert "1970-01-02" in table and "total" in table and "22.0 s" in table
+    assert "judge" not in table.casefold(), "no run has one"
+    append_line(output.run_usage("run_j"), '{"run_id": "run_j", "day": "1970-01-03", "judge_prompt_tokens": 1200}')
+    assert cli.run(["usage", "--output-dir", str(output.path)]) == 0
+    table = capsys.readouterr().out
+    assert "judge" in table.casefold() and "1,200 + 0" in table
     (output.path / "nothing").mkdir()
     assert cli.run(["usage", "--output-dir", str(output.path / "nothing")]) == 0
     assert "no usage yet" in capsys.readouterr().out

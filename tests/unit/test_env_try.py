@@ -89,6 +89,12 @@ def test_what_is_wrong_is_named_in_one_line(file: Path, capsys: pytest.CaptureFi
     for target in ("base@v1", "run_a"):
         assert run(["env", "try", str(file), "--model", target, "--output-dir", str(nowhere)]) == 1
         assert "is not running: start the workspace with prl up" in capsys.readouterr().err
+    outside = file.parent / "outside.toml"
+    data = config_data(file.parent / "model", env=[{"id": "sessions"}])
+    outside.write_text(tomli_w.dumps(data), encoding="utf-8")
+    assert run(["env", "try", str(outside)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "env.0.id: found 'sessions': its rollouts are made by an application: prl runs add FILE, then prl" in line
     (file.parent / "rows.jsonl").unlink()
     assert run(["env", "try", str(file)]) == 2
     assert f"env.0.args.path: {file.parent}/rows.jsonl not found" in capsys.readouterr().err

@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from prime_rl.configs.agents import AgentArgs
+from prime_rl.configs.agents import AgentArgs, Task, read_tasks
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.envs import EnvConfig
+from prime_rl.configs.jsonl import packed
 from prime_rl.contract.calls import Reward
 from prime_rl.contract.types import MAX_BRANCHES
 from prime_rl.orchestrator.envs.agent_env import (
@@ -26,9 +27,8 @@ from prime_rl.orchestrator.envs.agent_env import (
     container_argv,
     folder_of_its_own,
 )
-from prime_rl.orchestrator.envs.agent_judge import read_score
 from prime_rl.orchestrator.envs.base import Example, Outcome
-from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFault, TimedOut, Transient
+from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFault, TimedOut
 from prime_rl.orchestrator.envs.process import ProcessEnvironment
 from tests.agents_support import ASKS, Policy, Server, agent, once, write_rows, writes
 from tests.orchestrator_support import until
@@ -250,49 +250,78 @@ async def test_a_folder_of_tasks_is_tested(rows: Path, tmp_path: Path) -> None:
         await once(rows, program, tasks=str(tasks), reward="file")
 
 
-async def test_a_judge_scores_what_was_printed_once(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_rl.orchestrator.envs.agent_judge.WAIT_S", 0.0)
-    monkeypatch.setenv("JUDGE_KEY", "judge's")
-    server = Server()
-    table = {"model": "m", "base_url": f"{server.url}/v1/", "rubric": "Be polite.", "scale": [0, 10]}
-    table["api_key_var"] = "JUDGE_KEY"
-    try:
-        async with agent(rows, "print('Good day')", reward="judge", judge=table) as env:
-            example, other = env.examples("train")[:2]
-            found = [await env.rollout(example, Policy()) for _ in range(2)]
-            assert [(each.reward, each.metrics) for each in found] == [(0.7, {"judge_tokens": n}) for n in (12.0, 0.0)]
-            ((path, key, body),) = server.seen
-            assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer judge's", "m")
-            assert "Be polite." in body["messages"][0]["content"]
-            assert "q2" in body["messages"][1]["content"] and "Good day" in body["messages"][1]["content"]
-            server.status = 503
-            with pytest.raises(Transient, match=r"the judge at .* does not answer: HTTP 503"):
-                await env.rollout(other, Policy())
-            assert len(server.seen) == 4
-            server.status = 401
-            with pytest.raises(EnvironmentFault, match=r"the judge at .* refuses: HTTP 401"):
-                await env.rollout(other, Policy())
-        monkeypatch.delenv("JUDGE_KEY")
-        with pytest.raises(ValueError, match=r"the environment variable JUDGE_KEY is not set"):
-            await once(rows, "", reward="judge", judge=table)
-    finally:
-        server.close()
-
-
 @pytest.mark.parametrize(
-    ("answer", "score"),
+    ("text", "runtime", "message"),
     [
-        ('```json\n{"score": 0.5}\n```', 0.5),
-        ('{"score": 1} no, {"score": 2}', 2.0),
-        ("I give it 8 of 10: 8", 8.0),
-        ('{"score": NaN}', None),
-        ('{"score": true}', None),
-        ('{"score": 1e999}', None),
-        ("none", None),
+        ("environment.gpus = 1", "podman", "task 'one' asks for GPUs in its task.toml, which is not possible here"),
+        ("environment.allow_internet = false", "podman", "limits the network in its task.toml"),
+        ("environment.network_mode = 'no-network'", "podman", "limits the network in its task.toml"),
+        ("agent.network_mode = 'allowlist'", "podman", "limits the network in its task.toml"),
+        ("[[environment.mcp_servers]]\nname = 'x'", "podman", "asks for MCP servers in its task.toml"),
+        ("[[steps]]\nname = 'x'", "podman", "has several steps in its task.toml"),
+        ("environment.docker_image = '--privileged'", "podman", "names an image that begins with - in its task.toml"),
+        ("agent.timeout_sec = 'long'", "podman", "has a task.toml that is not valid: Expected `float`, got `str`"),
+        ("agent = [", "podman", "has a task.toml that is not valid"),
+        ("agent.timeout_sec = 0", "podman", "has a number in its task.toml that is not above 0"),
+        ("verifier.timeout_sec = nan", "podman", "has a number in its task.toml that is not above 0"),
+        (
+            "environment.memory = 'much'",
+            "podman",
+            "environment.memory = 'much' in its task.toml: must be a size such as",
+        ),
+        ("environment.docker_image = 'i'", "process", "needs an image (i): set runtime = 'podman' or 'docker'"),
+        ("FROM x", "process", "needs an image (environment/Dockerfile): set runtime = 'podman' or 'docker'"),
+        ("FROM x", "podman", "no image: environment/Dockerfile is not built; set environment.docker_image in its"),
+        ("", "podman", "has no image; set environment.docker_image in its task.toml, or image for all tasks"),
     ],
 )
-def test_a_judges_answer(answer: str, score: float | None) -> None:
-    assert read_score(answer) == score
+def test_a_task_that_cannot_be_run_as_it_asks_is_refused(tmp_path: Path, text: str, runtime: str, message: str) -> None:
+    write_task(tmp_path / "tasks", "one", "exit 0")
+    docker = "" if "docker_image" in text or not text.startswith(("env", "[", "agent", "ver")) else IMAGE
+    name = "environment/Dockerfile" if text.startswith("FROM") else "task.toml"
+    (tmp_path / "tasks" / "one" / name).write_text(docker + text)
+    args = build(AgentArgs, {"command": ["x"], "tasks": "tasks", "runtime": runtime}, "args")
+    with pytest.raises(ValueError, match=r"^task 'one' ") as caught:
+        read_tasks(packed(tmp_path / "tasks").read_bytes(), args)
+    assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+IMAGE = "environment.docker_image = 'of-task:1'\n"
+
+
+async def test_a_task_has_its_own_image_limits_and_deadlines(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a `podman` that notes its words and runs them here. Keys that do not count are ignored."""
+    podman, seen = tmp_path / "bin" / "podman", tmp_path / "seen"
+    podman.parent.mkdir()
+    podman.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps(sys.argv), file=open({str(seen)!r}, 'a'))\n"
+        "at = next(at for at, word in enumerate(sys.argv) if word in ('of-task:1', 'mine'))\n"
+        "os.chdir(next(word[:-6] for word in sys.argv if word.endswith(':/work')))\n"
+        "os.environ['PRL_VERIFIER_DIR'] = '../logs/verifier'\n"
+        "os.execvp(sys.argv[at + 1], sys.argv[at + 1:])\n"
+    )
+    podman.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{podman.parent}{os.pathsep}{os.environ['PATH']}")
+    tasks = tmp_path / "tasks"
+    write_task(tasks, "one", 'echo 0.5 > "$PRL_VERIFIER_DIR/reward.txt"')
+    more = "cpus = 1.5\nmemory = '2G'\nstorage_mb = 1\nbuild_timeout_sec = 1\ndocker_image = 'of-task:1'"
+    (tasks / "one" / "task.toml").write_text(f"version = '1.0'\nmetadata.tags = ['a']\n[environment]\n{more}")
+    given = {"tasks": str(tasks), "runtime": "podman", "num_eval_examples": 0}
+    assert (await once(rows, "", **given)).reward == 0.5
+    for words in map(json.loads, seen.read_text().splitlines()):
+        assert {"--cpus=1.5", "--memory=2048m", "of-task:1"} <= set(words)
+    seen.unlink()
+    assert (await once(rows, "", image="mine", memory_mb=64, **given)).reward == 0.5
+    for words in map(json.loads, seen.read_text().splitlines()):
+        assert {"--cpus=1.5", "--memory=64m", "mine"} <= set(words) and "of-task:1" not in words
+    (tasks / "one" / "task.toml").write_text(IMAGE + "agent.timeout_sec = 3\nverifier.timeout_sec = 3")
+    with pytest.raises(TimedOut, match=r"ran longer than the timeout_sec of its task.toml = 3"):
+        await once(rows, "import time; time.sleep(600)", **given)
+    (tasks / "one" / "tests" / "test.sh").write_text("sleep 600")
+    with pytest.raises(TimedOut, match=r"the program bash ran longer than the timeout_sec of its task.toml = 3"):
+        await once(rows, "", **given)
 
 
 # Faults
@@ -481,7 +510,8 @@ def test_a_container_is_a_list_of_words(tmp_path: Path) -> None:
         "memory_mb": 64,
         "cpu_seconds": 5,
     }
-    argv = container_argv(build(AgentArgs, args, "args"), ["a", "b c"], tmp_path, "name", ["Z", "KEY"])
+    task, config = Task("", "img"), build(AgentArgs, args, "args")
+    argv = container_argv(config, task, ["a", "b c"], tmp_path, "name", ["Z", "KEY"])
     assert argv == [
         *("podman", "run", "--rm", "-i", "--init", "--name", "name", "--network", "host"),
         *("-v", f"{tmp_path}/work:/work", "-v", f"{tmp_path}/logs:/logs", "-w", "/work"),

@@ -50,14 +50,25 @@ def rows(tmp_path: Path) -> Path:
         ({"reward": "flie"}, "must be one of file, posted, command, judge, exact, contains"),
         ({"reward": "command"}, "reward_command: name what is run"),
         ({"reward_command": ["x"]}, "reward_command: not used with reward = 'file'"),
-        ({"reward": "judge"}, "add a table [env.args.judge] with model, base_url and rubric"),
+        ({"reward": "judge"}, "add a table [env.args.judge] with a rubric"),
         ({"path": "", "tasks": "t", "reward": "number"}, "tasks have no right answers for 'number'"),
-        ({"runtime": "podman"}, "image: name the image for runtime = 'podman'"),
-        ({"image": "i"}, "image: set runtime = 'podman' or 'docker'"),
+        ({"runtime": "podman"}, "image: runtime = 'podman' starts a container: name its image, such as 'python:3.11'"),
+        ({"image": "i"}, "image: not used with runtime = 'process': remove it, or set runtime = 'podman' or 'docker'"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"max_turns": 0}, "max_turns"),
-        ({"judge": {"model": "m", "rubric": "r"}}, "the run's own model cannot judge"),
-        ({"judge": {"model": "m", "rubric": "r", "base_url": "http://x", "mode": "rank"}}, "does not exist yet"),
+        (
+            {"judge": {"model": "m", "rubric": "r"}},
+            "model, base_url: give both, or neither for the run's own base model",
+        ),
+        (
+            {"judge": {"model": "m", "rubric": "r", "base_url": "x"}},
+            "must be an http address of an OpenAI-compatible API",
+        ),
+        ({"judge": {"rubric": "r", "api_key_var": "K"}}, "api_key_var: not used with the base model as the judge"),
+        (
+            {"judge": {"rubric": "r", "mode": "best"}},
+            "judge.mode: found 'best': must be 'score' or 'rank'",
+        ),
         ({"judge": {"model": "m", "rubric": "r", "base_url": "http://x", "scale": [1, 1]}}, "the lower one first"),
         ({"judge": {"model": "m", "rubric": "r", "base_url": "http://x"}}, "judge: not used with reward = 'file'"),
     ],
@@ -73,6 +84,14 @@ def test_an_agent_has_no_prompt_of_the_run() -> None:
     with pytest.raises(ConfigError, match="prompt: an agent asks the policy itself: remove it"):
         build(EnvConfig, {"id": "agent", "args": args, "prompt": {"system": "s"}}, "env")
     assert build(EnvConfig, {"id": "agent", "args": args, "timeout_s": 5.0}, "env").timeout_s == 5.0
+
+
+def test_a_judge_gives_rewards_from_0_to_1_and_its_key_stays_with_the_orchestrator() -> None:
+    judge = {"rubric": "r", "model": "m", "base_url": "http://x", "api_key_var": "JUDGE_KEY"}
+    args = {"command": ["x"], "path": "p", "reward": "judge", "judge": judge, "env": ["NAMED"]}
+    assert build(EnvConfig, {"id": "agent", "args": args, "env_vars": ["OTHER"]}, "env").variables == ["OTHER", "NAMED"]
+    with pytest.raises(ConfigError, match="reward_range: a judge's rewards are from 0 to 1: remove it"):
+        build(EnvConfig, {"id": "agent", "args": args, "reward_range": [0.5, 1.0]}, "env")
 
 
 RUN = """
@@ -106,6 +125,37 @@ def test_a_run_file_is_validated_and_its_folder_is_copied(
     (folder / "agent.py").write_text("print(2)")
     assert not has_data(config, place_of(file), run)
     assert changed_data(run) == {}
+
+
+def test_a_program_that_is_not_here_is_warned_about(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `validate` and `add`, as the run's orchestrator may be on another machine; `try` needs it here."""
+    file, folder = tmp_path / "agent.toml", tmp_path / "agent"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "go").touch()
+    for command, missing in {
+        "no-such-program": "on this machine 'no-such-program' was not found on PATH: install it, or name it with",
+        "bin/stop": "on this machine 'bin/stop' was not found in cwd: install it",
+        "bin/go": "",
+        "./bin/go": "",
+        "sh": "",
+        "/nowhere/sh": "on this machine '/nowhere/sh' was not found",
+    }.items():
+        file.write_text(RUN.replace('"python"', f'"{command}"'))
+        assert prl(["runs", "validate", str(file), "--output-dir", str(tmp_path / "o")]) == 0
+        told = capsys.readouterr().err
+        assert ("env.0.args.command: " + missing in told) if missing else "args.command" not in told
+        assert prl(["runs", "add", "--dry-run", "--yes", str(file), "--output-dir", str(tmp_path / "o")]) == 0
+        assert missing in capsys.readouterr().err
+        if missing:
+            assert prl(["env", "try", str(file)]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert missing in line
+    monkeypatch.setenv("PATH", "/nowhere")
+    file.write_text(RUN.replace("max_turns = 4", 'runtime = "podman", image = "i"'))
+    assert prl(["runs", "validate", str(file)]) == 0
+    assert "env.0.args.runtime: on this machine 'podman' was not found on PATH" in capsys.readouterr().err
 
 
 async def test_a_run_uses_its_copy(rows: Path, tmp_path: Path) -> None:

@@ -84,10 +84,11 @@ class RolloutsData(TabData):
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn: its speaker ("prompt", "policy", "environment") and its text."""
+    """One turn: its speaker ("prompt", "policy", "environment"), its text, and the reward of it alone."""
 
     speaker: str
     text: str
+    reward: float | None = None
 
 
 class RolloutsReader:
@@ -198,10 +199,13 @@ def step_rewards(data: RolloutsData) -> dict[int, tuple[float, ...]]:
 
 def turns(sample: Sample) -> list[Turn]:
     """The prompt and the turns of a sample, in order; a completion without turns is one turn of the policy."""
-    found = [Turn("prompt", sample.prompt.strip("\n"))]
-    if not sample.turns:
-        return [*found, Turn("policy", sample.completion)]
-    return found + [Turn("policy" if turn.by_policy else "environment", turn.text.strip("\n")) for turn in sample.turns]
+    said = [
+        Turn(
+            "policy" if turn.by_policy else "environment", turn.text.strip("\n") if sample.turns else turn.text, reward
+        )
+        for turn, reward in sample.said()
+    ]
+    return [Turn("prompt", sample.prompt.strip("\n")), *said]
 
 
 def branch_of(sample: Sample) -> str:

@@ -85,7 +85,8 @@ def describe(sample: Sample, words: Sequence[str] = ()) -> Text:
     conversation = turns(sample)
     for number, turn in enumerate(conversation):
         place = f" {number} of {len(conversation) - 1}" if number and len(conversation) > 2 else ""
-        text.append(f"\n── {turn.speaker}{place} ──\n", f"bold {colours[turn.speaker]}")
+        reward = "" if turn.reward is None else f", reward {fmt.reward(turn.reward)}"
+        text.append(f"\n── {turn.speaker}{place}{reward} ──\n", f"bold {colours[turn.speaker]}")
         text.append(turn.text or "(nothing)", "" if turn.text else "muted").append("\n")
     if sample.output:
         text.append("\n── output of the agent ──\n", "bold secondary").append(sample.output.strip("\n")).append("\n")

@@ -27,12 +27,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from prime_rl.configs.agents import AGENT, TEST, AgentArgs, read_tasks
+from prime_rl.configs.agents import AGENT, TEST, AgentArgs, Task, missing_program, read_tasks
 from prime_rl.configs.base import build
 from prime_rl.configs.jsonl import MAX_FOLDER_BYTES, Row, packed, read_rows
 from prime_rl.contract.files import UNDECODABLE, closing, open_lock, read_file
-from prime_rl.orchestrator.envs.agent_judge import Judge
-from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Posted, Split
+from prime_rl.orchestrator.envs.base import Example, Message, Outcome, Policy, Posted, Split
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, TimedOut, Transient, last_lines
 from prime_rl.orchestrator.envs.jsonl_env import Scored, example_of, own_code
 from prime_rl.orchestrator.envs.process import environment_of_its_own
@@ -83,19 +82,19 @@ class AgentEnvironment:
         self._template = bundle(config.cwd)
         self._tasks = bundle(config.tasks)
         self._rows: dict[str, Row] = {}
+        self._task_of: dict[str, Task] = {}
         if config.tasks:
-            tasks = read_tasks(self._tasks, tested=config.is_tested).items()
-            found = [Example(name, [{"role": "user", "content": text}], "") for name, text in tasks]
+            self._task_of = read_tasks(self._tasks, config)
+            prompts = {name: [Message(role="user", content=task.instruction)] for name, task in self._task_of.items()}
+            found = [Example(name, messages, "") for name, messages in prompts.items()]
         else:
             self._rows = {row.id: row for row in read_rows(Path(config.path), config)}
             found = [example_of(row) for row in self._rows.values()]
         train, held = config.split(found)
         self._splits: dict[Split, Sequence[Example]] = {"train": train, "eval": held}
         self._scored = Scored(config)
-        self._judge = Judge(config.judge) if config.judge else None
-        program = config.command[0] if config.runtime == "process" else config.runtime
-        if not shutil.which(program) and ("/" not in program or config.runtime != "process"):
-            raise ValueError(f"{program!r} was not found on PATH: install it, or name it with its path")
+        if missing := missing_program(config, self._template):
+            raise ValueError(f"args.{missing[0]}: {missing[1]}")
         self._root, self._lock = folder_of_its_own()
         self._numbers = itertools.count()
         self._keepers: set[int] = set()
@@ -110,10 +109,10 @@ class AgentEnvironment:
         endpoint, posted = cast("RemotePolicy", policy).endpoint, cast("RemotePolicy", policy).posted
         if endpoint is None:
             raise EnvironmentFault("there is no endpoint for the program to ask the policy")
-        place = self._root / str(next(self._numbers))
+        place, task = self._root / str(next(self._numbers)), self._task(example)
         try:
             await asyncio.to_thread(self._prepare, example, place)
-            ended = await self._run(self._args.command, place, self._variables(endpoint), posted)
+            ended = await self._run(self._args.command, place, self._variables(endpoint), task, task.timeout_s, posted)
             if ended.code and not self._args.allow_failure:
                 hint = f" ({LIMITED[ended.code]})" if ended.code in LIMITED else ""
                 raise EnvironmentFault(f"the program ended with exit code {ended.code}{hint}{last_lines(ended.output)}")
@@ -129,10 +128,12 @@ class AgentEnvironment:
 
     async def close(self) -> None:
         """Remove what belongs to no rollout."""
-        if self._judge:
-            await self._judge.close()
         _clear(self._root)
         os.close(self._lock)
+
+    def _task(self, example: Example) -> Task:
+        """The task of an example; of a row, one that asks for nothing of its own."""
+        return self._task_of.get(example.id) or Task("", self._args.image)
 
     def _prepare(self, example: Example, place: Path) -> None:
         """The folder of a rollout: `work` is the program's, `example.json` beside it is for what scores."""
@@ -174,17 +175,27 @@ class AgentEnvironment:
         return {"OPENAI_AGENTS_DISABLE_TRACING": "1", "PYTHONUNBUFFERED": "1"} | self._given | own
 
     async def _run(
-        self, command: Sequence[str], place: Path, variables: dict[str, str], posted: Posted | None = None
+        self,
+        command: Sequence[str],
+        place: Path,
+        variables: dict[str, str],
+        task: Task,
+        timeout_s: float,
+        posted: Posted | None = None,
     ) -> Ended:
-        """Run a command in the folder of a rollout until all of it has ended. Raises TimedOut, OSError."""
+        """Run a command in the folder of a rollout until all of it has ended. Raises TimedOut, OSError.
+
+        Its deadline is `timeout_s` of the task, or that of the arguments where it is shorter.
+        """
         config, folder = self._args, place / "work"
+        timeout_s = min(timeout_s, config.timeout_s)
         name = f"{self._root.name}-{next(self._numbers)}"
         if config.runtime == "process":
             memory, file = _bytes(config.memory_mb), _bytes(config.max_file_mb)
             limits = {"--cpu": config.cpu_seconds, "--memory": memory, "--file": file}
             argv = [word for kind, value in limits.items() if value for word in (kind, str(value))] + [*command]
         else:
-            argv = container_argv(config, command, place, name, variables)
+            argv = container_argv(config, task, command, place, name, variables)
         # Python's own settings, and modules in the folder, are the program's and not its keeper's.
         argv = [sys.executable, "-P", "-E", keeper.__file__, *argv]
         with (place / "work" / "example.json").open("rb") as example:
@@ -203,7 +214,7 @@ class AgentEnvironment:
         working = asyncio.ensure_future(_output(process, output))
         closed = asyncio.ensure_future((posted.closed if posted else asyncio.Event()).wait())
         try:
-            async with asyncio.timeout(config.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 # Its output ends with it, unless its keeper was killed.
                 while not (working.done() or closed.done()) and process.returncode is None:
                     await asyncio.wait({working, closed}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -211,7 +222,8 @@ class AgentEnvironment:
                     await asyncio.wait({working}, timeout=CLOSE_GRACE_S if closed.done() else LOOK_S)
             return Ended(process.returncode, _text(output))
         except TimeoutError:
-            words = f"the program {command[0]} ran longer than timeout_s = {config.timeout_s:g}"
+            own = "timeout_s" if timeout_s == config.timeout_s else "the timeout_sec of its task.toml"
+            words = f"the program {command[0]} ran longer than {own} = {timeout_s:g}"
             raise TimedOut(f"{words}{last_lines(_text(output))}") from None
         finally:
             closed.cancel()
@@ -247,9 +259,7 @@ class AgentEnvironment:
         if way == "command":
             return await self._verified(example, place)
         if way == "judge":
-            assert self._judge is not None
-            score, num_tokens = await self._judge.score(example.messages[-1]["content"], ended.output)
-            return Outcome(score, {"judge_tokens": float(num_tokens)})
+            return Outcome(0.0)  # the orchestrator sets it
         if self._scored.scorer:
             return Outcome(float(self._scored.scorer(ended.last_line, self._rows[example.id].target)))
         return await self._scored.call(self._told(example, answer=True), ended.output, folder)
@@ -270,7 +280,8 @@ class AgentEnvironment:
             "PRL_EXAMPLE": str(folder / "example.json") if is_process else "/work/example.json",
             "PRL_VERIFIER_DIR": str(logs) if is_process else "/logs/verifier",
         }
-        ended = await self._run(self._args.reward_command or TEST, place, variables)
+        command, task = self._args.reward_command or TEST, self._task(example)
+        ended = await self._run(command, place, variables, task, task.verifier_timeout_s)
         for name in ("reward.txt", "reward.json"):
             if (logs / name).exists():
                 return reward_file(logs / name)
@@ -281,11 +292,13 @@ class AgentEnvironment:
 
 
 def container_argv(
-    args: AgentArgs, command: Sequence[str], place: Path, name: str, variables: Collection[str]
+    args: AgentArgs, task: Task, command: Sequence[str], place: Path, name: str, variables: Collection[str]
 ) -> list[str]:
     """The command that runs `command` in a container; the values of `variables` are not in it."""
+    memory_mb = args.memory_mb or task.memory_mb
     limits = {
-        "--memory": args.memory_mb and f"{args.memory_mb}m",
+        "--cpus": task.cpus and f"{task.cpus:g}",
+        "--memory": memory_mb and f"{memory_mb}m",
         "--ulimit=cpu": args.cpu_seconds,
         "--ulimit=fsize": _bytes(args.max_file_mb),
     }
@@ -297,7 +310,7 @@ def container_argv(
         words += ["--user", f"{os.geteuid()}:{os.getegid()}"]
     words += [f"{option}={value}" for option, value in limits.items() if value]
     words += [word for variable in sorted(variables) for word in ("--env", variable)]
-    return [*words, cast(str, args.image), *command]
+    return [*words, cast(str, task.image), *command]
 
 
 def reward_file(path: Path) -> Outcome:

@@ -52,6 +52,7 @@ class Outcome:
         advantages: the environment's own, in place of those that follow from the rewards; () without them. One entry
             for each answer of the policy: a number for all its tokens, or a number for each of them.
         output: the end of what its program printed, for people.
+        answer_rewards: those that were posted for single answers, by their numbers, for reports.
     """
 
     reward: float
@@ -59,6 +60,7 @@ class Outcome:
     rewards: Mapping[str, float] = field(default_factory=dict)
     advantages: Sequence[float | Sequence[float]] = ()
     output: str = ""
+    answer_rewards: Mapping[int, float] = field(default_factory=dict)
 
 
 class RolloutError(RuntimeError):

@@ -24,7 +24,8 @@ import socket
 from array import array
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from prime_rl.configs.envs import EnvConfig, PromptConfig
 from prime_rl.contract.calls import Answer, Call
@@ -42,6 +43,9 @@ from prime_rl.orchestrator.envs.base import (
     as_messages,
 )
 from prime_rl.utils.text import one_line
+
+if TYPE_CHECKING:
+    from prime_rl.orchestrator.envs.agent_judge import Judge
 
 logger = logging.getLogger("orchestrator")
 
@@ -142,6 +146,7 @@ class CheckedEnvironment:
         num_tries: rollouts of an example that may fail before it is unusable, if none has succeeded.
 
     Attributes:
+        judge_config, judge: of what sets the rewards of its rollouts once they are made, in place of the environment.
         num_dropped: rollouts since the start.
         unusable: the reason of each unusable example, by its id.
     """
@@ -159,6 +164,8 @@ class CheckedEnvironment:
         num_tries: int = 1,
     ) -> None:
         self.id = env.id
+        self.judge_config = config.agent.judge if config.agent else None
+        self.judge: Judge | None = None
         self.num_dropped = 0
         self.unusable: dict[str, str] = {}
         self.name = name or config.label
@@ -207,6 +214,14 @@ class CheckedEnvironment:
         self._failures[example.id] = None
         self._dropped.append(False)
         return outcome
+
+    def note_lost(self, example_id: str, fault: EnvironmentFault, num_rollouts: int) -> None:
+        """Count rollouts as dropped that had counted as made: their judge failed. Raises as `rollout` does."""
+        for _ in range(num_rollouts):
+            self._num_rollouts -= 1
+            with contextlib.suppress(ValueError):
+                self._dropped.remove(False)
+            self._note_dropped(example_id, fault)
 
     def problem(self) -> str | None:
         """The trouble in it, in words; None while there is none. A drop is told for FAILURE_WINDOW rollouts."""
@@ -371,7 +386,7 @@ def check_outcome(outcome: object, reward_range: tuple[float, float], answer_len
         raise EnvironmentFault(f"there are advantages of {num_given} turns, but the policy took {len(answer_lens)}")
     given = zip(outcome.advantages, answer_lens, strict=False)
     advantages = tuple(_credit(turn, value, length) for turn, (value, length) in enumerate(given, 1))
-    return Outcome(reward, metrics, rewards, advantages, outcome.output)
+    return replace(outcome, reward=reward, metrics=metrics, rewards=rewards, advantages=advantages)
 
 
 def last_lines(output: str) -> str:

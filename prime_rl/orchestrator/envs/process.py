@@ -27,6 +27,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -35,7 +36,7 @@ from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.envs import MODULES, EnvConfig, SessionLimits
 from prime_rl.contract import calls
 from prime_rl.contract.calls import Call, Reward
-from prime_rl.orchestrator.envs.base import AnswersCalls, Example, Message, Outcome, Policy, Split
+from prime_rl.orchestrator.envs.base import AnswersCalls, Example, Message, Outcome, Policy, Posted, Split
 from prime_rl.orchestrator.envs.checked import FAULTS, EnvironmentFault, Interrupted, TimedOut, Transient
 from prime_rl.utils.frames import frame, read_payload
 from prime_rl.utils.process import end_orphans, kill_tree, orphans
@@ -380,7 +381,11 @@ class ProcessEnvironment:
         if self._sessions is None:
             return await self._in_process(child, start, policy)
 
+        posted = Posted()
+
         def tell(what: int | Reward) -> None:
+            if isinstance(what, Reward):
+                posted.take(what)
             child.send(Told(start.key, what))
 
         assert isinstance(policy, AnswersCalls)
@@ -388,7 +393,8 @@ class ProcessEnvironment:
             start.base_url, start.session_key = session.base_url, session.key
             num_lost = self._sessions.num_lost
             try:
-                return await self._in_process(child, start, policy)
+                outcome = await self._in_process(child, start, policy)
+                return replace(outcome, answer_rewards=posted.by_answer)
             except EnvironmentFault as fault:
                 if self._sessions.num_lost == num_lost:
                     raise

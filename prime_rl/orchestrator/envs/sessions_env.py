@@ -145,4 +145,5 @@ class SessionsEnvironment:
         value = posted.total
         if value is None or not policy.answer_lens:
             raise Interrupted(f"its session was closed without {'a call' if value is not None else 'a reward'}")
-        return Outcome(value, {"turns": float(len(policy.answer_lens))}, dict(posted.rewards))
+        turns = {"turns": float(len(policy.answer_lens))}
+        return Outcome(value, turns, dict(posted.rewards), answer_rewards=posted.by_answer)
