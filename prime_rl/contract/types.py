@@ -89,8 +89,8 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turn_versions: list[int] = []
     token_advantages: list[float] = []
     rollout_id: str = ""
-    use: Use = ""
     turn_rewards: list[float | None] = []
+    use: Use = ""
 
     def columns(self) -> SampleColumns:
         """Logprobs and advantages are rounded to float32.
@@ -129,8 +129,8 @@ class SampleColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     turn_versions: list[int] = []
     token_advantages: bytes = b""
     rollout_id: str = ""
-    use: Use = ""
     turn_rewards: list[float | None] = []
+    use: Use = ""
 
     def lists(self) -> TrainingSample:
         """Raises ValueError when the bytes are not whole numbers."""

@@ -48,8 +48,8 @@ class Branch:
     token_advantages_T: list[float] = field(default_factory=list)
     num_shared: int = 0
     shared_with: int = 0
-    use: Use = ""
     turn_rewards: list[float | None] = field(default_factory=list)
+    use: Use = ""
 
     @property
     def num_completion_tokens(self) -> int:
