@@ -18,6 +18,7 @@ from prime_rl.contract.calls import (
     Count,
     Delivered,
     Done,
+    Invalid,
     Open,
     Opened,
     Reply,
@@ -48,14 +49,21 @@ def answer(turn: Turn | str = "hello", **changes: Any) -> Answer:
 
 @dataclass
 class Scripted:
-    """A `Backend`. Calls get what `script` has, an answer once it is empty; `hold` keeps them until it is set."""
+    """A `Backend`. Calls get what `script` has, an answer once it is empty; `hold` keeps them until it is set.
+
+    `refused` are the reasons of calls that the gateway itself refuses.
+    """
 
     script: deque[Answer | Exception] = field(default_factory=deque)
     asked: list[tuple[str, Request]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     hold: asyncio.Event | None = None
     num_cancelled: int = 0
 
     async def ask(self, session: str, request: Request) -> Reply:
+        if isinstance(request, Invalid):
+            self.refused.append(request.reason)
+            return Done()
         self.asked.append((session, request))
         match request:
             case Call():
@@ -72,6 +80,8 @@ class Scripted:
             case Count():
                 return Done(11)
             case Open():
+                if self.hold:
+                    await self.hold.wait()
                 return Opened(f"{session}.0123456789", {"question": request.example})
             case Delivered() | Reward():
                 return Done()

@@ -249,7 +249,7 @@ def test_environments_and_their_arguments_are_those_of_the_code() -> None:
 
     from prime_rl.configs.envs import BUILT_IN_ENVS, PLUGIN_GROUP, EnvConfig
     from prime_rl.configs.orchestrator import OrchestratorConfig
-    from prime_rl.orchestrator.envs import BUILT_IN_ARGS
+    from prime_rl.orchestrator.envs import BUILT_IN
     from prime_rl.orchestrator.envs.checked import FAILURE_WINDOW, MAX_TIME_LIMITS, MIN_ROLLOUTS
     from prime_rl.orchestrator.rollout import MAX_REPLACEMENTS
 
@@ -257,8 +257,8 @@ def test_environments_and_their_arguments_are_those_of_the_code() -> None:
     section = text.partition("## Built in\n")[2].partition("\n## ")[0]
     common = set(re.findall(r"`(num_\w+|wording)` \(", section))
     rows = dict(re.findall(r"^\| ([\w-]+) \| [^|]+ \| ([^|]+) \|", section, re.MULTILINE))
-    assert set(rows) - {"id"} == set(BUILT_IN_ARGS) == set(BUILT_IN_ENVS)
-    for env_id, args in BUILT_IN_ARGS.items():
+    assert set(rows) - {"id"} == set(BUILT_IN) == set(BUILT_IN_ENVS)
+    for env_id, (args, _) in BUILT_IN.items():
         said = {name: json.loads(value) for name, value in re.findall(r"`(\w+)` = (\[.*?\]|\d+)", rows[env_id])}
         defaults = {name: field.get_default() for name, field in args.model_fields.items() if name not in common}
         assert said == defaults and common <= set(args.model_fields), env_id

@@ -15,14 +15,15 @@ from typing import Any
 import verifiers.v1 as vf
 from renderers.configs import Qwen3RendererConfig
 
-from prime_rl.orchestrator.envs import verifiers_chat
 from prime_rl.orchestrator.envs.verifiers_env import HARNESS_ID
 
 
 async def main(base_url: str, model: str, tokenizer: str) -> None:
     # The chat program of verifiers would be a process for each rollout.
-    sys.modules[HARNESS_ID] = verifiers_chat
-    agent: dict[str, Any] = {"runtime": {"type": "subprocess"}, "harness": {"id": HARNESS_ID}}
+    agent: dict[str, Any] = {
+        "runtime": {"type": "subprocess"},
+        "harness": {"id": HARNESS_ID},
+    }
     env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": "word-box", "num_tasks": 8}, "agent": agent}))
     client = vf.TrainClientConfig(
         base_url=base_url, api_key_var="NO_KEY", renderer=Qwen3RendererConfig(), renderer_model_name=tokenizer

@@ -83,9 +83,15 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
 
 
 class Delivered(msgspec.Struct, frozen=True, tag=True):
-    """The client has all of an answer: the same request, sent again, asks for another one."""
+    """The client has all of an answer: the same request, sent again, asks for another one. None: it has `Opened`."""
 
-    number: int
+    number: int | None = None
+
+
+class Invalid(msgspec.Struct, frozen=True, tag=True):
+    """A call of the session that was not understood, so it was refused without being asked for."""
+
+    reason: str
 
 
 class Count(msgspec.Struct, frozen=True, tag=True):
@@ -127,7 +133,7 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     num_tokens: int = 0
 
 
-Request = Call | Delivered | Count | Reward | Open
+Request = Call | Delivered | Invalid | Count | Reward | Open
 Reply = Answer | Done | Opened
 
 

@@ -108,7 +108,7 @@ class Messages(Form, kw_only=True):
         stop = answer.stop if answer.stop in (self.stop_sequences or ()) else None
         reason = "tool_use" if turn.calls else "end_turn" if stop is None else "stop_sequence"
         return {
-            **{"id": forms.new_id("msg"), "type": "message", "role": "assistant", "model": self.model or ""},
+            **{"id": forms.new_id("msg"), "type": "message", "role": "assistant", "model": self.model},
             "content": content,
             "stop_reason": "max_tokens" if answer.finish == "length" else reason,
             "stop_sequence": stop,

@@ -3,6 +3,7 @@
 It holds nothing that must outlive it. Whoever answers is its `Backend`. A client that hangs up while its call is in
 work gives its place back: what asks the backend is cancelled. Headers of a stream are sent when the answer is there, or
 after `keep_alive_s`: a client that is refused earlier than that sees the status, and repeats itself where that helps.
+Bodies that are being read have a limit together, so that none has to wait for calls in work.
 """
 
 from __future__ import annotations
@@ -13,28 +14,42 @@ import hmac
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from prime_rl.contract.calls import Answer, Backend, Call, Count, Delivered, Done, Open, Opened, Refusal, Reward
+from prime_rl.contract.calls import (
+    Answer,
+    Backend,
+    Call,
+    Count,
+    Delivered,
+    Done,
+    Invalid,
+    Open,
+    Opened,
+    Refusal,
+    Reward,
+)
 from prime_rl.contract.layout import LayoutError, check_run_id
 from prime_rl.gateway.anthropic_forms import Messages
 from prime_rl.gateway.forms import BodyError, Form, decoded, sse
 from prime_rl.gateway.keys import run_key, run_of, session_key
 from prime_rl.gateway.openai_forms import Chat, Completion, Histories, Responses
+from prime_rl.utils.http_server import BodyRefused, read_body
 from prime_rl.utils.runtime import cancel_all, http_refusal
 
 # A request is a whole conversation with what its tools returned; the context of the model is the real limit.
 MAX_BODY_BYTES = 64 * 2**20
-# Of all requests that are in work. What is beyond it is read to its end without being kept, so the client sees why.
+# Of all bodies that are not decoded yet.
 MAX_HELD_BYTES = 8 * MAX_BODY_BYTES
 BODY_TIMEOUT_S = 60.0
 # Each waits until the client has taken most of what was sent before it.
@@ -48,7 +63,7 @@ FORMS: dict[str, type[Form]] = {
     "/v1/messages": Messages,
 }
 
-
+T = TypeVar("T")
 _Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
@@ -76,6 +91,7 @@ class _Gateway:
     def __init__(self, backend: Backend, secret: bytes, url: str, keep_alive_s: float) -> None:
         self._backend, self._secret, self._url, self._keep_alive_s = backend, secret, url, keep_alive_s
         self._histories = Histories()
+        self._num_held = 0
 
         def route(method: str, path: str, handle: Callable[..., Awaitable[Any]], form: type[Form] = Form) -> Route:
             async def endpoint(request: Request) -> Any:
@@ -109,16 +125,21 @@ class _Gateway:
 
     async def _answer(self, request: Request, form: type[Form]) -> ASGIApp:
         session = self._session(request)
-        body = decoded(await _body(request), form)
-        previous = body.previous_response_id if isinstance(body, Responses) else None
-        call = body.call(self._histories.find(session, previous) if previous else ())
+        try:
+            body = await self._body(request, form)
+            body.model = body.model or run_of(session)
+            previous = body.previous_response_id if isinstance(body, Responses) else None
+            call = body.call(self._histories.find(session, previous) if previous else ())
+        except Refusal as refusal:
+            await _tell(self._backend, session, Invalid(refusal.message))
+            raise
         if request.headers.get("x-stainless-retry-count", "0") != "0":
             call = msgspec.structs.replace(call, again=True)
         return _Exchange(self._backend, self._histories, session, body, call, self._keep_alive_s)
 
     async def _count(self, request: Request, form: type[Form]) -> Response:
         session = self._session(request)
-        call = decoded(await _body(request), form).call()
+        call = (await self._body(request, form)).call()
         counted = await self._backend.ask(session, Count(call))
         assert isinstance(counted, Done)
         return _json({"input_tokens": counted.num_tokens})
@@ -136,7 +157,7 @@ class _Gateway:
 
     async def _reward(self, request: Request, form: type[Form]) -> Response:
         session = self._session(request)
-        given = decoded(await _body(request), _Reward)
+        given = await self._body(request, _Reward)
         if given.reward is None and given.done is None and not (given.error or given.rewards):
             raise BodyError("reward", "must be a number; `error` or `done` end a session without one")
         ends = given.answer is None and (given.reward is not None or given.error != "")
@@ -161,13 +182,35 @@ class _Gateway:
         except LayoutError as error:
             raise Refusal(404, "not_found", str(error)) from error
         self._check_key(request, run_key(self._secret, run_id))
-        asked = decoded(await _body(request) or b"{}", _Opening)
+        asked = await self._body(request, _Opening, empty=b"{}")
         opened = await self._backend.ask(run_id, Open(asked.example or "", asked.group or ""))
         assert isinstance(opened, Opened)
         url, key = self._url or str(request.base_url).rstrip("/"), session_key(self._secret, opened.session)
         base = f"{url}/s/{opened.session}"
         where = {"base_url": f"{base}/v1", "anthropic_base_url": base, "api_key": key}
-        return _json({"session": opened.session, **where, "example": opened.example})
+        response = _json({"session": opened.session, **where, "example": opened.example})
+        if not await request.is_disconnected():
+            response.background = BackgroundTask(_tell, self._backend, opened.session, Delivered())
+        return response
+
+    async def _body(self, request: Request, kind: type[T], *, empty: bytes = b"") -> T:
+        """The body as `kind`; `empty` stands for one without bytes. Raises Refusal."""
+        held: list[int] = []
+
+        def hold(num_bytes: int) -> bool:
+            held.append(num_bytes)
+            self._num_held += num_bytes
+            return self._num_held <= MAX_HELD_BYTES
+
+        limits = MAX_BODY_BYTES, MAX_HELD_BYTES
+        try:
+            body = await read_body(request.receive, *limits, timeout_s=BODY_TIMEOUT_S, hold=hold)
+            return decoded(body or empty, kind)
+        except BodyRefused as error:
+            code = {408: "timeout", 413: "request_too_large", 429: "busy"}.get(error.status, "gone")
+            raise Refusal(error.status, code, error.message, 1 if error.status == 429 else None) from None
+        finally:
+            self._num_held -= sum(held)
 
     def _session(self, request: Request) -> str:
         """The session of a request that has its key, or that of its run. Raises Refusal."""
@@ -250,16 +293,20 @@ class _Exchange:
         # Nothing comes between the last byte and the note: the client's next request is read after it.
         await send(_part(parts[-1], more=False))
         if not gone.done():
-            with contextlib.suppress(Refusal):
-                await self._backend.ask(self._session, Delivered(answer.number))
+            await _tell(self._backend, self._session, Delivered(answer.number))
+
+
+async def _tell(backend: Backend, session: str, noted: Delivered | Invalid) -> None:
+    """Have something noted that the client does not wait for."""
+    with contextlib.suppress(Refusal):
+        await backend.ask(session, noted)
 
 
 class _Guard:
-    """Middleware: what no server of the project answers, and how much of bodies is held."""
+    """Middleware: what no server of the project answers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._num_held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -269,38 +316,7 @@ class _Guard:
         if refused := http_refusal(scope["method"], headers, None):
             await _refused(Refusal(refused[0], "refused", refused[1]), Form)(scope, receive, send)
             return
-        size = 0
-
-        async def counted() -> Message:
-            nonlocal size
-            message = await receive()
-            size += (new := len(message.get("body", b"")))
-            self._num_held += new
-            if size <= MAX_BODY_BYTES and self._num_held <= MAX_HELD_BYTES:
-                return message
-            self._num_held, held, size = self._num_held - size, size, 0
-            while message.get("more_body", False) and held < MAX_HELD_BYTES:
-                message = await receive()
-                held += len(message.get("body", b""))
-            if held > MAX_BODY_BYTES:
-                raise Refusal(413, "request_too_large", f"the body must have at most {MAX_BODY_BYTES} bytes")
-            raise Refusal(429, "busy", "too many large requests at once: try again in 1 s", 1)
-
-        try:
-            await self._app(scope, counted, send)
-        finally:
-            self._num_held -= size
-
-
-async def _body(request: Request) -> bytes:
-    """The body. Raises Refusal."""
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.body()
-    except TimeoutError:
-        raise Refusal(408, "timeout", f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
-    except ClientDisconnect:
-        raise Refusal(400, "gone", "the client has closed the connection") from None
+        await self._app(scope, receive, send)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -1,9 +1,9 @@
 """The link between the gateway and the orchestrators: one TCP connection a run, over which the gateway asks.
 
-The orchestrator dials and proves that it knows the workspace's secret. A newer connection of a run replaces the older
-one. Messages are frames (`utils.frames`): the gateway's begin with `Challenge`, the orchestrator's with `Hello`; then
-`Ask` and `Cancel`, `Replied`, and from both ends `Beat`. `key` is a request. Whatever is wrong with a
-connection ends that one only.
+The orchestrator dials (`sessions.Link`). Each end proves to the other that it knows the workspace's secret. A newer
+connection of a run replaces the older one. Messages are frames (`utils.frames`): the gateway's `Challenge`, the
+orchestrator's `Hello`, the gateway's `Welcome`; then `Ask` and `Cancel`, `Replied`, and from both ends `Beat`. `key` is
+a request. Whatever is wrong with a connection ends that one only.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from prime_rl.contract.calls import Backend, Call, Open, Refusal, Reply, Request
+from prime_rl.contract.calls import Call, Open, Refusal, Reply, Request
 from prime_rl.contract.files import UNDECODABLE
 from prime_rl.gateway.keys import run_of
 from prime_rl.utils.frames import frame, read_payload
@@ -48,6 +48,12 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
     nonce: str
 
 
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The gateway's own proof: the orchestrator answers nothing before it."""
+
+    proof: str
+
+
 class Ask(msgspec.Struct, frozen=True, tag=True):
     """A request in a session, or for `Open` of a run. `Replied` follows."""
 
@@ -69,10 +75,11 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Who this is, the proof, and the longest sequence of the run."""
+    """Who this is, the proof, what the gateway is to prove itself with, and the longest sequence of the run."""
 
     run_id: str
     proof: str
+    nonce: str
     max_model_len: int | None = None
 
 
@@ -92,12 +99,18 @@ class Replied(msgspec.Struct, frozen=True, tag=True):
     reply: Reply | Refused
 
 
-decode_asked = msgspec.msgpack.Decoder(Challenge | Ask | Cancel | Beat).decode
+decode_asked = msgspec.msgpack.Decoder(Challenge | Welcome | Ask | Cancel | Beat).decode
 decode_replied = msgspec.msgpack.Decoder(Hello | Replied | Beat).decode
 
 
-def _proof(secret: bytes, run_id: str, nonce: str) -> str:
-    return hmac.digest(secret, f"link:{run_id}:{nonce}".encode(), "sha256").hex()
+def prove(secret: bytes, end: Literal["gateway", "orchestrator"], run_id: str, nonce: str) -> str:
+    """The proof of one end that it knows `secret`, over the nonce of the other one, whose own proof is no use here."""
+    return hmac.digest(secret, f"{end}:{run_id}:{nonce}".encode(), "sha256").hex()
+
+
+def is_proof(given: str, secret: bytes, end: Literal["gateway", "orchestrator"], run_id: str, nonce: str) -> bool:
+    """True when `given` is that proof."""
+    return hmac.compare_digest(given.encode(), prove(secret, end, run_id, nonce).encode())
 
 
 class Lost(ConnectionError):
@@ -254,9 +267,9 @@ class LinkServer:
             del self._strangers[wire]
         if not isinstance(hello, Hello):
             raise Lost("its first message is no Hello")
-        proof = _proof(self._secret, hello.run_id, nonce)
-        if not hmac.compare_digest(hello.proof.encode(), proof.encode()):
+        if not is_proof(hello.proof, self._secret, "orchestrator", hello.run_id, nonce):
             raise Lost(f"its proof for {one_line(hello.run_id, 80)} is wrong: it has another secret")
+        wire.send(Welcome(prove(self._secret, "gateway", hello.run_id, hello.nonce)))
         return hello
 
     async def _serve(self, run_id: str, peer: _Peer) -> None:
@@ -288,53 +301,3 @@ async def beat(wire: Wire, made: Callable[[], Beat]) -> None:
     while True:
         wire.send(made())
         await asyncio.sleep(BEAT_S)
-
-
-async def answer_link(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    run_id: str,
-    secret: bytes,
-    backend: Backend,
-    *,
-    num_sessions: Callable[[], int],
-    greeted: Callable[[], None],
-) -> None:
-    """The orchestrator's end of one connection: answer what the gateway asks, side by side. Raises Lost at its end.
-
-    `greeted` is called once the gateway believes who this is. Requests under way go on without the connection.
-    """
-    wire, under_way = Wire(reader, writer), dict[int, asyncio.Task[None]]()
-
-    async def answer(asked: Ask) -> None:
-        try:
-            wire.send(Replied(asked.key, await _reply(asked, backend)))
-        finally:
-            del under_way[asked.key]
-
-    async with contextlib.AsyncExitStack() as stack:
-        stack.callback(wire.close)
-        challenge = await wire.read(decode_asked, HELLO_TIMEOUT_S, MAX_HELLO_BYTES)
-        if not isinstance(challenge, Challenge):
-            raise Lost("its first message is no Challenge")
-        proof = _proof(secret, run_id, challenge.nonce)
-        wire.send(Hello(run_id, proof, backend.max_model_len(run_id)))
-        stack.callback(asyncio.create_task(beat(wire, lambda: Beat(num_sessions()))).cancel)
-        message = await wire.read(decode_asked, LOST_AFTER_S)  # its first beat comes once it believes that
-        greeted()
-        while True:
-            if isinstance(message, Ask):
-                under_way[message.key] = asyncio.create_task(answer(message))
-            elif isinstance(message, Cancel) and (found := under_way.get(message.key)):
-                found.cancel()
-            message = await wire.read(decode_asked, LOST_AFTER_S)
-
-
-async def _reply(asked: Ask, backend: Backend) -> Reply | Refused:
-    try:
-        return await backend.ask(asked.session, asked.request)
-    except Refusal as refusal:
-        return Refused(refusal.status, refusal.code, one_line(refusal.message, 2000), refusal.retry_after_s)
-    except Exception as error:  # a fault of ours: the gateway's client must not wait for ever
-        logger.exception("a request of the gateway failed")
-        return Refused(500, "error", one_line(f"{type(error).__name__}: {error}", 1000))

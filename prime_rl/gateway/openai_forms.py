@@ -33,7 +33,7 @@ class _Sampled(Form, kw_only=True):
         num_prompt, num_sampled = answer.num_prompt_tokens, len(answer.token_ids)
         usage = {"prompt_tokens": num_prompt, "completion_tokens": num_sampled}
         return {
-            **{"id": forms.new_id("chatcmpl"), "object": kind, "created": int(time.time()), "model": self.model or ""},
+            **{"id": forms.new_id("chatcmpl"), "object": kind, "created": int(time.time()), "model": self.model},
             "choices": [{"index": 0, **choice, **forms.extras(answer)}],
             "usage": {**usage, "total_tokens": num_prompt + num_sampled},
         }
@@ -299,7 +299,7 @@ class Responses(Form, kw_only=True):
         return {
             **{"id": forms.new_id("resp"), "object": "response", "created_at": int(time.time()), **done},
             "incomplete_details": None if answer.finish == "stop" else {"reason": "max_output_tokens"},
-            **{"model": self.model or "", "error": None, "metadata": {}, "instructions": self.instructions},
+            **{"model": self.model, "error": None, "metadata": {}, "instructions": self.instructions},
             **{"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
             "previous_response_id": self.previous_response_id,
             "output": output,

@@ -31,6 +31,7 @@ from prime_rl.contract.files import UNDECODABLE
 from prime_rl.contract.layout import stable_marker
 from prime_rl.contract.served import refusal
 from prime_rl.lora.adapter_state import Shapes, mismatch, read_shapes, shapes_of
+from prime_rl.utils.http_server import BodyRefused, read_body
 from prime_rl.utils.runtime import http_refusal, is_out_of_memory
 from prime_rl.utils.text import one_line, printable
 
@@ -178,9 +179,12 @@ class Guard:
                     raise ApiError(*refused)
                 if scope["path"] not in OPEN_ROUTES and not self._has_key(scope):
                     raise ApiError(401, "A valid API key is required: Authorization: Bearer KEY.")
-                body = await _read_body(receive)
+                body = await read_body(receive, MAX_BODY_BYTES, MAX_DISCARDED_BYTES, timeout_s=BODY_TIMEOUT_S)
                 await self._hold_large(body)
                 receive = replay(body, receive)
+            except BodyRefused as error:
+                await error_response(ApiError(error.status, error.message))(scope, receive, send)
+                return
             except ApiError as error:
                 await error_response(error)(scope, receive, send)
                 return
@@ -202,31 +206,6 @@ class Guard:
             return True
         kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         return kind.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key.encode())
-
-
-async def _read_body(receive: Receive) -> bytes:
-    """The whole body. A too large one is read to its end without being kept, so the client gets the error."""
-    chunks: list[bytes] = []
-    size, deadline = 0, asyncio.get_running_loop().time() + BODY_TIMEOUT_S
-    while True:
-        try:
-            async with asyncio.timeout_at(deadline):
-                message = await receive()
-        except TimeoutError:
-            raise ApiError(408, f"The body did not come within {BODY_TIMEOUT_S:g} s.") from None
-        if message["type"] == "http.disconnect":
-            raise ApiError(400, "The client has closed the connection.")
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size <= MAX_BODY_BYTES:
-            chunks.append(chunk)
-        else:
-            chunks.clear()
-        if size > MAX_DISCARDED_BYTES or not message.get("more_body", False):
-            break
-    if size > MAX_BODY_BYTES:
-        raise ApiError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
-    return b"".join(chunks)
 
 
 def confined_adapter(output_dir: Path, given: str) -> Path:

@@ -32,7 +32,6 @@ DRAIN_S = 5
 CUT_S = 2
 POLL_S = 0.1
 REPORT_EVERY_S = 0.5
-BACKLOG = 2048
 # File descriptors that are left to everything but connections, at most half of what the process may have.
 OWN_DESCRIPTORS = 256
 
@@ -62,17 +61,7 @@ async def serve(
     `tick` is called every REPORT_EVERY_S and returns what requests that were not begun wait for, in words. Raises
     StartError when the engine is not `alive` any more.
     """
-    config = uvicorn.Config(
-        app,
-        http=Connection,
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=DRAIN_S + CUT_S,
-        backlog=BACKLOG,
-        ws="none",
-    )
-    server, stop, status = QuietServer(config), context.stop, context.status
+    server, stop, status = QuietServer(app, Connection, drain_s=DRAIN_S + CUT_S), context.stop, context.status
     task = asyncio.create_task(server.serve(sockets=[context.sock]))
     beat = asyncio.create_task(_report(server, status, EngineReporter(status, stats), tick))
     try:
@@ -151,8 +140,6 @@ class EngineReporter:
         )
 
 
-# From the first byte, or from the connection. The body has a limit of its own (`guard`).
-HEAD_TIMEOUT_S = 10.0
 # A client that has read nothing for so long would hold its answer for ever.
 READ_TIMEOUT_S = 60.0
 
@@ -165,6 +152,7 @@ def _most_connections() -> int:
 class Connection(TimedConnection):
     """uvicorn's, which waits for the rest of a request for ever, and answers what is not HTTP in a form of its own."""
 
+    head_timeout_s = 10.0  # the body has a limit of its own (`guard`)
     _unread: asyncio.TimerHandle | None = None
     _made_at = 0.0
 
@@ -190,11 +178,6 @@ class Connection(TimedConnection):
         if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
             return None
         return run_of(Request(dict(self.cycle.scope)))
-
-    @property
-    def head_timeout_s(self) -> float:
-        """For a head; the body has a limit of its own (`guard`)."""
-        return HEAD_TIMEOUT_S
 
     def pause_writing(self) -> None:
         """Note that the client is behind: it has some time to read on."""

@@ -73,7 +73,7 @@ from prime_rl.orchestrator.report import BatchReporter, LearningWatch, RunReport
 from prime_rl.orchestrator.rollout import BaseModel, Group, RolloutWorker, give_judges
 from prime_rl.orchestrator.sampler import Curricula, ExampleSampler, Pools
 from prime_rl.orchestrator.scheduler import GroupLedger, Scheduler
-from prime_rl.orchestrator.sessions import Sessions, linked
+from prime_rl.orchestrator.sessions import Sessions, link_up
 from prime_rl.orchestrator.texts import Texts
 from prime_rl.utils.process import StopFlag, end_orphans, inherit_orphans
 from prime_rl.utils.runtime import complain, setup_logger
@@ -127,15 +127,17 @@ async def set_up(
     tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
     phases = PhaseClock(on_change=wake.set)
     changed = await asyncio.to_thread(changed_data_text, run)  # what is loaded now stays
-    sessions = linked(run, tokenizer, seq_len, cleanup) if config.needs_gateway else None
+    sessions = Sessions.of(run, tokenizer, seq_len) if config.needs_gateway else None
     envs, eval_envs = await load_environments(config, phases, cleanup, reporter.wait_for, run.data_file, sessions)
     max_bytes = max_batch_bytes(config.batch_size * config.max_branches, seq_len)
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_bytes)
     reporter.update(step=progress.step)
 
+    if sessions:
+        link_up(run, sessions, cleanup)
     texts = Texts(config, run.data_file, tokenizer, seq_len) if config.data else None
     num_learned = partial(getattr, texts, "num_tokens", 0)
-    client, policy, base = await serve(config, run, reporter, phases, cleanup)
+    client, policy, base = await serve(config, run, reporter, partial(note_trouble, phases, sessions), cleanup)
     checked = [*envs.values(), *eval_envs.values()]
     judges = give_judges(checked, BaseModel(client, base, tokenizer, seq_len), cleanup)
     ending = Ending(run, config, RunMeter(run, config, client, judges, num_learned), step=progress.step)
@@ -170,14 +172,18 @@ async def set_up(
 
 
 async def serve(
-    config: OrchestratorConfig, run: RunDir, reporter: RunReporter, phases: PhaseClock, cleanup: AsyncExitStack
+    config: OrchestratorConfig,
+    run: RunDir,
+    reporter: RunReporter,
+    on_trouble: Callable[[str | None], None],
+    cleanup: AsyncExitStack,
 ) -> tuple[InferenceClient, PolicyVersions, str]:
     """Inference, once it is there, the run's versions in it, and the base model's name there.
 
     A run that samples nothing has no servers.
     """
     publication = await choose_publication(config, run, reporter.wait_for, cleanup)
-    client = connect(config, run, publication, phases.note_trouble)
+    client = connect(config, run, publication, on_trouble)
     close_handed()
     cleanup.push_async_callback(client.close)
     base = config.model.name
@@ -189,6 +195,13 @@ async def serve(
     policy = PolicyVersions(publication, client, base)
     cleanup.push_async_callback(policy.close)
     return client, policy, base
+
+
+def note_trouble(phases: PhaseClock, sessions: Sessions | None, trouble: str | None) -> None:
+    """Note what is wrong with inference, where time is accounted for and where agents wait for it."""
+    phases.note_trouble(trouble)
+    if sessions:
+        sessions.note_trouble(trouble)
 
 
 def make_sampler(config: OrchestratorConfig, envs: Environments, progress: Progress) -> ExampleSampler:

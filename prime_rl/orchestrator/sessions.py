@@ -23,13 +23,26 @@ import msgspec
 
 from prime_rl.configs.envs import SessionLimits
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.calls import Answer, Call, Count, Delivered, Done, Open, Opened, Refusal, Reply, Request, Reward
+from prime_rl.contract.calls import (
+    Answer,
+    Call,
+    Count,
+    Delivered,
+    Done,
+    Invalid,
+    Open,
+    Opened,
+    Refusal,
+    Reply,
+    Request,
+    Reward,
+)
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import GatewayStatus, read_status
+from prime_rl.gateway import link
 from prime_rl.gateway.keys import new_secret, session_key, workspace_secret
-from prime_rl.gateway.link import HELLO_TIMEOUT_S, Lost, answer_link
 from prime_rl.orchestrator.envs.base import MAX_REWARDS, AnswersCalls, RolloutError
-from prime_rl.orchestrator.envs.checked import MAX_REWARD, METRIC_NAME
+from prime_rl.orchestrator.envs.checked import MAX_REWARD, METRIC_NAME, EnvironmentFault, Interrupted, TimedOut
 from prime_rl.orchestrator.policy import ChatTokenizer, TokenizerError, TooLong
 from prime_rl.orchestrator.recorder import pieces
 from prime_rl.utils.runtime import Background, cancel_all
@@ -48,6 +61,8 @@ MAX_POSTED = 1024
 MAX_FINAL_KEPT = 1024
 # A client that hung up comes back within this, when it does: SDKs try again after a half to several seconds.
 LINGER_S = 5.0
+# Of the reason of a refusal, where it is told as that of a rollout.
+MAX_REASON_CHARS = 300
 # All clients end on an error whose message has these words in it.
 TOO_LONG = "maximum context length"
 NO_LIMITS = SessionLimits()
@@ -76,6 +91,8 @@ class OpenSession:
     Attributes:
         base_url, key: for the client.
         num_requests: of any kind, so far.
+        used_s: when something happened in it last, in the event loop's time.
+        refusal: why a call was refused last, in words; "" when none was.
         asked: its newest calls, by their content.
         tasks: those in flight.
     """
@@ -91,14 +108,32 @@ class OpenSession:
     num_answers: int = 0
     num_tokens: int = 0
     num_requests: int = 0
+    used_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    refusal: str = ""
     asked: dict[bytes, _Asked] = field(default_factory=dict)
     tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which nothing has happened in it; 0 while a call is in flight."""
+        return 0.0 if self.tasks else asyncio.get_running_loop().time() - self.used_s
+
     def give_up(self, key: bytes, asked: _Asked) -> None:
-        """End a call. The same one, asked again, is another one from now on."""
-        if self.asked.get(key) is asked:
+        """End a call that is in flight. The same one, asked again, is another one from now on."""
+        if not asked.task.done():
+            asked.task.cancel()
+            if self.asked.get(key) is asked:
+                del self.asked[key]
+
+    def ended(self, key: bytes, task: asyncio.Task[Answer]) -> None:
+        """Note the end of a call. It is forgotten where it failed, and so are the oldest ones."""
+        self.tasks.discard(task)
+        self.used_s = asyncio.get_running_loop().time()
+        if (asked := self.asked.get(key)) and asked.task is task and asked.answer is None:
             del self.asked[key]
-        asked.task.cancel()
+        done = [key for key, asked in self.asked.items() if asked.task.done()]
+        for old in done[: max(0, len(self.asked) - MAX_ANSWERS_KEPT)]:
+            del self.asked[old]
 
 
 class Sessions:
@@ -113,7 +148,6 @@ class Sessions:
         waiting_on: why `served` waits, in words; None when it does not.
         on_open: makes sessions for somebody outside; None where the run takes none.
         num_places: rollouts that wait for somebody outside.
-        num_lost: how often the gateway went away.
     """
 
     def __init__(
@@ -130,7 +164,6 @@ class Sessions:
         self.run_max_model_len = max_model_len
         self.on_open: Callable[[Open], Awaitable[Opened]] | None = None
         self.num_places = 0
-        self.num_lost = 0
         self.waiting_on: str | None = "the gateway"
         self._tokenizer = tokenizer
         self._linger_s = linger_s
@@ -139,6 +172,14 @@ class Sessions:
         self._final: dict[str, Reward] = {}
         self._base_url = ""
         self._is_served = asyncio.Event()
+        self._num_lost = 0  # how often the gateway went away
+        self._trouble: str | None = None
+        self._num_troubles = 0  # how often inference did
+
+    @classmethod
+    def of(cls, run: RunDir, tokenizer: ChatTokenizer, max_model_len: int) -> Sessions:
+        """Those of a run, with the keys of its workspace. Raises SecretError."""
+        return cls(run.run_id, workspace_secret(OutputDir(run.path.parent)), tokenizer, max_model_len=max_model_len)
 
     @property
     def waits_for(self) -> str | None:
@@ -154,10 +195,15 @@ class Sessions:
         """Note the URL of the gateway that asks here, before /s/ID; None: there is none now."""
         self._base_url, self.waiting_on = base_url or self._base_url, waiting_on
         if base_url is None:
-            self.num_lost += self._is_served.is_set()
+            self._num_lost += self._is_served.is_set()
             self._is_served.clear()
         else:
             self._is_served.set()
+
+    def note_trouble(self, trouble: str | None) -> None:
+        """Note what is wrong with inference from now on; None when nothing is."""
+        self._num_troubles += trouble is not None
+        self._trouble = trouble
 
     async def served(self) -> None:
         """Wait until the gateway is there."""
@@ -170,12 +216,27 @@ class Sessions:
         limits: SessionLimits = NO_LIMITS,
         on_reward: Callable[[Reward], None] = lambda reward: None,
     ) -> AsyncIterator[OpenSession]:
-        """A session for as long as the block runs. Its URL is that of the gateway, or of the last one (`served`)."""
+        """A session for as long as the block runs. Its URL is that of the gateway, or of the last one (`served`).
+
+        A fault of the environment in the block gets the reason why a call was refused last; it becomes Interrupted
+        where the gateway went away meanwhile, and so does a time limit that was reached while inference was away.
+        """
         session_id = f"{self.run_id}.{''.join(secrets.choice(_LETTERS) for _ in range(ID_LEN))}"
         base_url, key = f"{self._base_url}/s/{session_id}/v1", session_key(self.secret, session_id)
         session = self._open[session_id] = OpenSession(session_id, base_url, key, policy, limits, on_reward)
+        num_lost, num_troubles, trouble = self._num_lost, self._num_troubles, self._trouble
         try:
             yield session
+            if session.refusal and not session.num_answers:
+                raise EnvironmentFault("no call was answered")
+        except EnvironmentFault as fault:
+            kind, words = type(fault), str(fault)
+            was_away = trouble is not None or self._num_troubles != num_troubles
+            if self._num_lost != num_lost:
+                kind, words = Interrupted, f"the gateway went away meanwhile: {words}"
+            elif isinstance(fault, TimedOut) and was_away:
+                kind, words = Interrupted, f"inference was away meanwhile: {words}"
+            raise kind(words + f"; a call was refused: {session.refusal}" * bool(session.refusal)) from fault
         finally:
             del self._open[session_id]
             session.closed.set()
@@ -208,8 +269,17 @@ class Sessions:
         if found is None or found.closed.is_set():
             raise Refusal(410, "closed", f"session {one_line(session, 100)} is closed: its rollout has ended")
         found.num_requests += 1
+        found.used_s = asyncio.get_running_loop().time()
         if isinstance(request, Call):
-            return await self._answer(found, request)
+            try:
+                return await self._answer(found, request)
+            except Refusal as refusal:
+                if refusal.status == 400:
+                    found.refusal = one_line(refusal.message, MAX_REASON_CHARS)
+                raise
+        if isinstance(request, Invalid):
+            found.refusal = one_line(request.reason, MAX_REASON_CHARS)
+            return Done()
         if isinstance(request, Count):
             return Done(self._count(request.call))
         if isinstance(request, Delivered):
@@ -244,8 +314,7 @@ class Sessions:
             asked = msgspec.structs.replace(call, max_tokens=max_tokens, pieces=False)
             task = asyncio.get_running_loop().create_task(self._sample(session, asked))
             session.tasks.add(task)
-            task.add_done_callback(session.tasks.discard)
-            task.add_done_callback(lambda task: _keep(session, key, task))
+            task.add_done_callback(lambda task: session.ended(key, task))
             return _Asked(task)
         raise Refusal(400, "limit", f"No more answers, as beyond the {TOO_LONG}: the session has reached {reached}")
 
@@ -318,15 +387,6 @@ def reward_problem(reward: Reward, num_answers: int) -> str | None:
     return None
 
 
-def _keep(session: OpenSession, key: bytes, task: asyncio.Task[Answer]) -> None:
-    """Forget a call that failed, and the oldest ones."""
-    if (asked := session.asked.get(key)) and asked.task is task and asked.answer is None:
-        del session.asked[key]
-    done = [key for key, asked in session.asked.items() if asked.task.done()]
-    for old in done[: max(0, len(session.asked) - MAX_ANSWERS_KEPT)]:
-        del session.asked[old]
-
-
 _sorted = msgspec.msgpack.Encoder(order="sorted")
 
 
@@ -353,13 +413,11 @@ async def sessions_here(
     return sessions
 
 
-def linked(run: RunDir, tokenizer: ChatTokenizer, max_model_len: int, cleanup: AsyncExitStack) -> Sessions:
-    """Sessions at the gateway of the run's workspace. Raises SecretError."""
-    output, tasks = OutputDir(run.path.parent), Background()
-    sessions = Sessions(run.run_id, workspace_secret(output), tokenizer, max_model_len=max_model_len)
+def link_up(run: RunDir, sessions: Sessions, cleanup: AsyncExitStack) -> None:
+    """Let the gateway of the run's workspace ask `sessions`, until the `cleanup`."""
+    tasks = Background()
     cleanup.push_async_callback(tasks.cancel)
-    tasks.start(Link(output, sessions).keep(), "the link to the gateway")
-    return sessions
+    tasks.start(Link(OutputDir(run.path.parent), sessions).keep(), "the link to the gateway")
 
 
 logger = logging.getLogger("orchestrator")
@@ -384,7 +442,7 @@ class Link:
             if status is not None and status.link:
                 try:
                     await self._connected(status)
-                except (OSError, ValueError, Lost) as error:
+                except (OSError, ValueError, link.Lost) as error:
                     trouble = f"the gateway at {status.link} ({one_line(str(error), 200)})"
             was_served = self._sessions.waiting_on is None
             self._sessions.served_at(None, trouble)
@@ -394,14 +452,52 @@ class Link:
             await asyncio.sleep(wait_s)
 
     async def _connected(self, status: GatewayStatus) -> None:
-        """Until the connection ends."""
-        sessions, (host, _, port) = self._sessions, status.link.rpartition(":")
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            streams = await asyncio.open_connection(host.strip("[]"), int(port))
+        """Until the connection ends. Requests under way go on without it."""
+        host, _, port = status.link.rpartition(":")
+        async with asyncio.timeout(link.HELLO_TIMEOUT_S):
+            wire = link.Wire(*await asyncio.open_connection(host.strip("[]"), int(port)))
+        with contextlib.ExitStack() as stack:
+            stack.callback(wire.close)
+            await self._greet(wire)
+            stack.callback(asyncio.create_task(link.beat(wire, lambda: link.Beat(self._sessions.num_open()))).cancel)
+            logger.info("the gateway at %s asks for the sessions of %s", status.base_url, self._sessions.run_id)
+            self._sessions.served_at(status.base_url)
+            await self._answer(wire)
 
-        def greeted() -> None:
-            logger.info("the gateway at %s asks for the sessions of %s", status.base_url, sessions.run_id)
-            sessions.served_at(status.base_url)
+    async def _greet(self, wire: link.Wire) -> None:
+        """Prove that this is the run's orchestrator, and see that the other end is the gateway. Raises Lost."""
+        secret, run_id, nonce = self._sessions.secret, self._sessions.run_id, new_secret().decode()
+        challenge = await wire.read(link.decode_asked, link.HELLO_TIMEOUT_S, link.MAX_HELLO_BYTES)
+        if not isinstance(challenge, link.Challenge):
+            raise link.Lost("its first message is no Challenge")
+        proof = link.prove(secret, "orchestrator", run_id, challenge.nonce)
+        wire.send(link.Hello(run_id, proof, nonce, self._sessions.max_model_len(run_id)))
+        welcome = await wire.read(link.decode_asked, link.HELLO_TIMEOUT_S, link.MAX_HELLO_BYTES)
+        if not (isinstance(welcome, link.Welcome) and link.is_proof(welcome.proof, secret, "gateway", run_id, nonce)):
+            raise link.Lost("it does not prove that it is this workspace's gateway")
 
-        run_id, secret = sessions.run_id, sessions.secret
-        await answer_link(*streams, run_id, secret, sessions, num_sessions=sessions.num_open, greeted=greeted)
+    async def _answer(self, wire: link.Wire) -> Never:
+        """Answer what the gateway asks, side by side. Raises Lost at the end of the connection."""
+        under_way: dict[int, asyncio.Task[None]] = {}
+
+        async def answer(asked: link.Ask) -> None:
+            try:
+                wire.send(link.Replied(asked.key, await self._reply(asked)))
+            finally:
+                del under_way[asked.key]
+
+        while True:
+            message = await wire.read(link.decode_asked, link.LOST_AFTER_S)
+            if isinstance(message, link.Ask):
+                under_way[message.key] = asyncio.create_task(answer(message))
+            elif isinstance(message, link.Cancel) and (found := under_way.get(message.key)):
+                found.cancel()
+
+    async def _reply(self, asked: link.Ask) -> Reply | link.Refused:
+        try:
+            return await self._sessions.ask(asked.session, asked.request)
+        except Refusal as refusal:
+            return link.Refused(refusal.status, refusal.code, one_line(refusal.message, 2000), refusal.retry_after_s)
+        except Exception as error:  # a fault of ours: the gateway's client must not wait for ever
+            logger.exception("a request of the gateway failed")
+            return link.Refused(500, "error", one_line(f"{type(error).__name__}: {error}", 1000))

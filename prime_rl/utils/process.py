@@ -12,7 +12,8 @@ may be entered again, not through a lock that its own waiter may hold.
 
 keeps one child, with limits: it ends all of it on request, and when its own parent dies, even by SIGKILL (Linux); what
 the child leaves behind becomes its own. So a killed node of a group leaves no server, no torchrun and no rank. Its exit
-code is the child's, its standard input too.
+code is the child's, its standard input too. All below it is marked (`is_kept`), so that it is found when the keeper is
+killed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -207,6 +209,8 @@ POLL_S = 0.1
 ORPHANS_END_S = 5.0
 ORPHANS_POLL_S = 0.001
 LIMITS = {"--cpu": resource.RLIMIT_CPU, "--memory": resource.RLIMIT_AS, "--file": resource.RLIMIT_FSIZE}
+# RLIMIT_LOCKS: Linux has it and obeys it no more. It is inherited, and only root can raise it: a mark.
+_MARK, _MOST_MARKS = 10, 1 << 62
 
 
 def main(argv: list[str]) -> int:
@@ -226,10 +230,12 @@ def main(argv: list[str]) -> int:
     limits, argv = _limits(argv)
 
     def limit() -> None:
+        with contextlib.suppress(OSError, ValueError):  # some sandboxes do not have it
+            resource.setrlimit(_MARK, (_mark(0) - 1,) * 2)
         for kind, value in limits.items():
             resource.setrlimit(kind, (value, value + 1))  # at the first it gets a signal that tells which limit it was
 
-    child = subprocess.Popen(argv, preexec_fn=limit if limits else None)  # noqa: PLW1509 - this process has one thread
+    child = subprocess.Popen(argv, preexec_fn=limit)  # noqa: PLW1509 - this process has one thread
     while child.poll() is None and not told:
         time.sleep(POLL_S)
     end_all(child)
@@ -246,15 +252,28 @@ def _limits(argv: list[str]) -> tuple[dict[int, int], list[str]]:
     return limits, argv
 
 
+def _mark(pid: int) -> int:
+    """The mark of process `pid`, 0 for this one: the lower, the more keepers are above it."""
+    most = (resource.prlimit(pid, _MARK) if pid else resource.getrlimit(_MARK))[1]
+    return _MOST_MARKS if most == resource.RLIM_INFINITY else most
+
+
+def is_kept(pid: int) -> bool:
+    """True when there is a keeper between this process and that one, or was one that has been killed. Linux only."""
+    try:
+        return _mark(pid) < _mark(0)
+    except (AttributeError, OSError, ValueError):
+        return False
+
+
 def end_all(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
     """SIGTERM to everything below this process, then SIGKILL until nothing is there."""
-    for process in psutil.Process().children(recursive=True):
-        send_signal(process, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
+    signum, deadline = signal.SIGTERM, time.monotonic() + grace_s
     while left := living(child):
-        if time.monotonic() > deadline:
+        if signum == signal.SIGTERM or time.monotonic() > deadline:
             for process in left:
-                send_signal(process, signal.SIGKILL)
+                send_signal(process, signum)
+            signum = signal.SIGKILL
         time.sleep(POLL_S)
 
 
@@ -265,13 +284,7 @@ def living(child: subprocess.Popen[bytes]) -> list[psutil.Process]:
         if process.pid != child.pid:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
-    return [process for process in psutil.Process().children(recursive=True) if _lives(process)]
-
-
-def _lives(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
+    return [each for each in psutil.Process().children(recursive=True) if ProcessId.of(each.pid).is_running()]
 
 
 def send_signal(process: psutil.Process, signum: signal.Signals) -> None:
@@ -282,8 +295,7 @@ def send_signal(process: psutil.Process, signum: signal.Signals) -> None:
 
 def signal_at_parents_death(signum: signal.Signals) -> None:
     """Let the kernel send `signum` to this process when its parent dies. Linux only; elsewhere it does nothing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
+    _prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
@@ -295,27 +307,43 @@ def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
 
 def inherit_orphans() -> None:
     """Whatever a process below this one leaves behind becomes this one's own. Linux only; elsewhere it does nothing."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _inherits_orphans() -> bool:
+    found = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(found))
+    return bool(found.value)
+
+
+def _prctl(option: int, value: Any) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
-def orphans(own: Container[int] = ()) -> dict[int, int]:
+def orphans(own: Container[int] = (), *, kept: bool = False) -> dict[int, int]:
     """The children that this process inherited, pid -> session; those that have ended are reaped.
 
     A process may leave its session and clear its environment, but it cannot join a session of others: `own` are the
-    pids that this process started, and whatever else is a child in another session was inherited.
+    pids that this process started, and whatever else is a child in another session was inherited. With `kept` it is
+    only what the child of a keeper left, whatever others have started here (`is_kept`).
     """
     found: dict[int, int] = {}
     for pid in _children() if _inherits_orphans() else []:
         with contextlib.suppress(OSError):  # it has ended, and another thread has reaped it
             session = os.getsid(pid)
-            if pid not in own and session != os.getsid(0) and os.waitpid(pid, os.WNOHANG) == (0, 0):
+            is_own = pid in own or session == os.getsid(0) or (kept and not is_kept(pid))
+            if not is_own and os.waitpid(pid, os.WNOHANG) == (0, 0):
                 found[pid] = session
     return found
 
 
 def end_orphans(
-    own: Container[int] = (), doomed: Callable[[int], bool] = lambda session: True, patience_s: float = ORPHANS_END_S
+    own: Container[int] = (),
+    doomed: Callable[[int], bool] = lambda session: True,
+    patience_s: float = ORPHANS_END_S,
+    *,
+    kept: bool = False,
 ) -> list[int]:
     """SIGKILL the orphans whose session is `doomed`, and what they leave behind, until none is left.
 
@@ -324,7 +352,7 @@ def end_orphans(
     """
 
     def find() -> list[int]:
-        return [pid for pid, session in orphans(own).items() if doomed(session)]
+        return [pid for pid, session in orphans(own, kept=kept).items() if doomed(session)]
 
     deadline = time.monotonic() + patience_s
     while left := find() or find():  # the first reaps one that has ended, whose children were not ours yet
@@ -335,13 +363,6 @@ def end_orphans(
             break
         time.sleep(ORPHANS_POLL_S)
     return left
-
-
-def _inherits_orphans() -> bool:
-    found = ctypes.c_int()
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(found))
-    return bool(found.value)
 
 
 def _children() -> list[int]:

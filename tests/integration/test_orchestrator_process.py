@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -223,3 +224,43 @@ def test_wrong_use_is_one_line_and_exit_code_2(tmp_path: Path, argv: list[str], 
     assert done.returncode == 2
     assert message in done.stderr and len(done.stderr.splitlines()) == 1
     assert not run.status.exists()
+
+
+FAILS = """
+import os
+
+class Env:
+    def __init__(self, args, seed):
+        if args["how"] == "exits":
+            os._exit(3)
+        raise ValueError("no such args")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("exits", "its process ended with exit code 3"), ("raises", "ValueError: no such args")]
+)
+async def test_the_log_of_an_environment_that_fails_has_the_reason_and_nothing_of_asyncio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, reason: str
+) -> None:
+    """Beside one that is loaded, in Python's development mode."""
+    (tmp_path / "failing.py").write_text(FAILS)
+    info = tmp_path / "failing-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: failing\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[prime_rl.environments]\nfails = failing:Env\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', os.getcwd())}")
+    monkeypatch.setenv("PYTHONDEVMODE", "1")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 20)
+    rows = {"path": "rows.jsonl", "scorer": "exact"}
+    run, _, data = prepared(tmp_path, env=[{"id": "jsonl", "args": rows}, {"id": "plugin:fails", "args": {"how": how}}])
+    (run.path / "data").mkdir()
+    (tmp_path / "rows.jsonl").rename(run.path / "data" / "rows.jsonl")
+    async with orchestrator(write_toml(run, data)) as process:
+        _, log = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert process.returncode == 1
+    lines = log.decode().splitlines()
+    assert lines[-1] == f"run_a failed: env 'plugin:fails': {reason}"
+    assert not [
+        line for line in lines if re.search("never retrieved|unclosed|destroyed|ignored in|Exception in callback", line)
+    ]

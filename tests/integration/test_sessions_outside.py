@@ -16,11 +16,13 @@ import openai
 import pytest
 
 from daemons.cli import run
+from prime_rl.contract.calls import Open, Opened, Refusal
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import GatewayStatus, RunStatus, read_status
 from prime_rl.contract.types import TrainingSample, read_batch
 from prime_rl.gateway.keys import run_key, workspace_secret
+from prime_rl.gateway.link import LinkServer
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from tests.gateway_daemon import gateway_here
 from tests.orchestrator_support import (
@@ -40,7 +42,8 @@ BATCH = {"batch_size": 4, "max_steps": 2, "max_async_level": 1, "seq_len": 400, 
 class Application:
     """A service whose users' questions are answered by the run's policy."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, gateway: LinkServer) -> None:
+        self.gateway = gateway
         self._http = httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE_S)
 
     async def open(self, **body: Any) -> httpx.Response:
@@ -83,14 +86,14 @@ async def a_run(tmp_path: Path, **changes: Any) -> AsyncIterator[tuple[Applicati
     """A run with sessions from outside, its orchestrator at work."""
     model, folder = make_model(tmp_path / "model"), make_run(tmp_path)
     fake = FakeInference(model)
-    async with serving(fake) as inference, gateway_here(tmp_path):
+    async with serving(fake) as inference, gateway_here(tmp_path) as gateway:
         own = {"env": [{"id": "sessions"}], "client": {"base_url": inference}, **changes}
         config = run_config(model, **BATCH, **own)
         trainer = asyncio.create_task(stand_in_trainer(folder))
         orchestrator = asyncio.create_task(run_to_the_end(config, folder, lambda: False))
         status = read_status(OutputDir(tmp_path).gateway_status, GatewayStatus)
         assert status is not None
-        application = Application(status.base_url, run_key(workspace_secret(OutputDir(tmp_path)), "run_a"))
+        application = Application(status.base_url, run_key(workspace_secret(OutputDir(tmp_path)), "run_a"), gateway)
 
         def waits() -> bool:
             status = read_status(folder.status, RunStatus)
@@ -198,6 +201,23 @@ async def test_sessions_that_come_to_nothing_cost_nothing(tmp_path: Path) -> Non
     assert sorted(rewards.values()) == sorted([0.5, *(number / 8 for number in range(7))])
     branches = [sample for sample in samples if sample.rollout_id]
     assert len(branches) == 3, "three questions that go on from nothing"
+
+
+async def test_a_session_that_never_came_to_its_client_gives_its_place_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_rl.orchestrator.envs.sessions_env.UNDELIVERED_S", 0.05)
+    alone = {"rollouts_per_example": 1, "advantage": {"type": "batch"}}
+    async with a_run(tmp_path, **alone) as (application, _, fake):
+        lost = set[str]()
+        for _ in range(2 * BATCH["batch_size"] + 1):  # as a gateway that is killed before it has answered
+            with contextlib.suppress(Refusal):
+                opened = await application.gateway.ask("run_a", Open())
+                assert isinstance(opened, Opened)
+                lost.add(opened.session)
+        assert len(lost) >= BATCH["batch_size"]
+        found = await application.opened()
+        assert found["session"] not in lost and not fake.completions
 
 
 async def test_a_session_that_nobody_uses_ends_and_its_place_is_free(tmp_path: Path) -> None:

@@ -401,6 +401,7 @@ code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); ti
 subprocess.Popen([sys.executable, "-c", code, os.environ["PID_FILE"]], start_new_session=True)
 while not (os.path.exists(os.environ["PID_FILE"]) and open(os.environ["PID_FILE"]).read()): time.sleep(0.01)
 """
+KILLS_ITS_KEEPER = "import signal; os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)"
 
 
 def pid_in(path: Path) -> int:
@@ -438,21 +439,22 @@ async def test_all_that_it_started_ends_with_it(rows: Path, tmp_path: Path) -> N
 
 # A process of an environment, as `child` is, with a stand-in for its policy.
 HOST = """
-import asyncio, sys
+import asyncio, json, sys
 from prime_rl.orchestrator.envs.agent_env import AgentEnvironment
 from prime_rl.utils.process import inherit_orphans
 from tests.unit.test_envs_agent import Policy
 
 async def main():
     inherit_orphans()
-    rows, pid_file, program = sys.argv[1:]
+    rows, pid_file, program, more = sys.argv[1:]
     args = {"command": [sys.executable, "-c", program], "path": rows, "set": {"PID_FILE": pid_file}, "timeout_s": 60}
-    env = AgentEnvironment(args, 1)
+    env = AgentEnvironment(args | json.loads(more), 1)
     print(env._root, flush=True)
-    try:
-        print((await env.rollout(env.examples("train")[0], Policy())).reward, flush=True)
-    except Exception as error:
-        print(error, flush=True)
+    for example in env.examples("train")[:2]:
+        try:
+            print((await env.rollout(example, Policy())).reward, flush=True)
+        except Exception as error:
+            print(error, flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -460,8 +462,8 @@ asyncio.run(main())
 
 
 @contextlib.contextmanager
-def host(rows: Path, pid_file: Path, program: str) -> Iterator[subprocess.Popen[bytes]]:
-    argv = [sys.executable, "-c", HOST, str(rows), str(pid_file), program]
+def host(rows: Path, pid_file: Path, program: str, **args: Any) -> Iterator[subprocess.Popen[bytes]]:
+    argv = [sys.executable, "-c", HOST, str(rows), str(pid_file), program, json.dumps(args)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE)
     try:
         yield process
@@ -491,13 +493,44 @@ def test_a_killed_process_leaves_no_program_and_the_next_one_removes_its_folder(
 
 
 def test_a_program_that_kills_its_keeper_leaves_nothing(rows: Path, tmp_path: Path) -> None:
-    program = LEAVES + "import signal; os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)"
-    with host(rows, tmp_path / "pid", program) as process:
+    with host(rows, tmp_path / "pid", LEAVES + KILLS_ITS_KEEPER) as process:
         assert process.stdout is not None
         process.stdout.readline()
         pid = pid_in(tmp_path / "pid")
         assert b"exit code -9" in process.stdout.readline()
         assert is_gone(pid)
+
+
+# Keeps a helper in a session of its own, and another one that has ended, whose exit code is asked for later.
+SCORER = """
+import subprocess, sys
+from pathlib import Path
+
+started = []
+
+def score(example, transcript, folder):
+    if started:
+        return float(started[0].poll() is None and started[1].wait() == 7)
+    for code in ("sys.stdin.read()", "sys.exit(7)"):
+        command = [sys.executable, "-c", f"import sys; {code}"]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+    while "Z (" not in Path(f"/proc/{started[1].pid}/status").read_text():
+        pass
+    return 0.5
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are inherited on Linux only")
+def test_what_a_function_has_started_is_not_ended_with_a_rollout(rows: Path, tmp_path: Path) -> None:
+    """The keepers of the programs are killed, so what these leave must be told from it."""
+    code = tmp_path / "score.py"
+    code.write_text(SCORER)
+    more = {"reward": f"{code}:score", "allow_failure": True}
+    with host(rows, tmp_path / "pid", LEAVES + KILLS_ITS_KEEPER, **more) as process:
+        assert process.stdout is not None
+        _, first, second = (process.stdout.readline().strip() for _ in range(3))
+        assert (first, second) == (b"0.5", b"1.0")
+        assert is_gone(pid_in(tmp_path / "pid"))
 
 
 def test_a_container_is_a_list_of_words(tmp_path: Path) -> None:

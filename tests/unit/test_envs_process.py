@@ -37,7 +37,7 @@ import asyncio, os, subprocess, sys, time
 
 from prime_rl.orchestrator.envs.base import Example, Outcome
 
-WORDS = ["good", "raise", "nan", "text", "hang", "exit", "slow", "deaf", "key", "credits", "short", "down", "parts"]
+WORDS = "good raise nan text hang exit slow deaf key credits short down odd cut".split()
 # What an example asks with, in place of its word.
 ASKS = {"null": None, "number": 3, "half": "a\\ud800", "whole": [{}], "parts": [{"type": "text", "text": "p"}]}
 
@@ -72,6 +72,10 @@ class Env:
         word = example.id
         if word == "down":
             raise RuntimeError("no judge") from ConnectionRefusedError()
+        if word == "cut":
+            return Outcome(0.5, output="half a character: \\ud800")
+        if word == "odd":
+            raise type("Odd", (BaseException,), {})("no Exception")
         if word == "raise":
             raise RuntimeError("\\x1b[31mred")
         if word == "hang":
@@ -146,6 +150,8 @@ async def test_rollouts_of_several_turns_and_every_fault_but_a_hang() -> None:
         ]
         for word, message in [
             ("raise", "RuntimeError: red"),
+            ("odd", "Odd: no Exception"),
+            ("cut", "UnicodeEncodeError"),
             ("nan", "reward is nan"),
             ("text", "is str instead of a num"),
             ("short", "the advantage of turn 1 has length 1, but its answer has 2 tokens"),
@@ -167,7 +173,7 @@ async def test_rollouts_of_several_turns_and_every_fault_but_a_hang() -> None:
         assert sorted(type(result).__name__ for result in results) == ["Interrupted", "Interrupted", "Transient"]
         assert any("its process ended with exit code 7" in str(result) for result in results)
         assert (await env.rollout(example_of(env, "good"), Says())).reward == 0.5
-        assert env.num_dropped == 5
+        assert env.num_dropped == 7
         own = await env.rollout(example_of(env, "credits"), Says())
         assert (own.rewards, own.advantages) == ({"form": 1.0, "right": 0.25}, ([-1.0, -1.0], 0.25))
         assert (good.rewards, good.advantages) == ({}, ())
@@ -316,11 +322,13 @@ from pathlib import Path
 from subprocess import PIPE
 from prime_rl.orchestrator.envs.process import _Child
 from prime_rl.utils.process import inherit_orphans
+from prime_rl.utils.runtime import Background
 
 async def main():
     inherit_orphans()
     command = [sys.executable, "-c", *sys.argv[1:]]
-    child = _Child(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True))
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
+    child = _Child(process, "words", Background())
     await child.read()
     assert "its process ended with exit code 0" in str(child.ready.exception())
     assert not Path("/proc", Path(sys.argv[2]).read_text()).exists()

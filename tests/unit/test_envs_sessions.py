@@ -60,7 +60,7 @@ class Env:
             await policy.posted.closed.wait()
             late = {"model": "any", "messages": [{"role": "user", "content": "c"}]}
             refused = await client.post(f"{base}/chat/completions", json=late)
-        own = [policy.posted.by_answer.get(number, 0.0) for number in range(len(policy.answer_lens))]
+        own = [policy.posted.by_answer.get(number, 0.0) for number in range(len(texts))]
         metrics = {"refused": float(refused.status_code), "texts": float(len("".join(texts)))}
         return Outcome(policy.posted.value, metrics, policy.posted.rewards, own)
 """

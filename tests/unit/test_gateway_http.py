@@ -6,7 +6,7 @@ import asyncio
 import json
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -148,6 +148,34 @@ async def test_an_answer_is_delivered_before_the_same_request_comes_again() -> N
     assert kinds == [Call, Delivered] * 20 and served.backend.delivered == list(range(20))
 
 
+async def test_a_session_whose_client_has_hung_up_is_not_noted_as_opened() -> None:
+    async with gateway() as served:
+        served.backend.hold = asyncio.Event()
+        async with client() as http:
+            opening = asyncio.create_task(
+                http.post(f"{served.url}/v1/runs/{RUN}/sessions", json={}, headers=RUN_HEADERS)
+            )
+            await until(lambda: bool(served.backend.asked), "the opening")
+            opening.cancel()
+            await asyncio.wait([opening])
+        served.backend.hold.set()
+        async with client() as http:
+            await http.get(f"{served.base()}/v1/models", headers=headers())
+    assert [type(request) for _, request in served.backend.asked] == [Open]
+
+
+async def test_why_a_call_is_refused_is_told_to_the_run_and_an_empty_model_is_its_own() -> None:
+    async with gateway() as served, client() as http:
+        url = f"{served.base()}/v1/chat/completions"
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        done = await http.post(url, json={"messages": image}, headers=headers())
+        assert done.status_code == 400 and served.backend.refused == [done.json()["error"]["message"]]
+        for path, body in BODIES.items():
+            for model in ("", None):
+                done = await http.post(f"{served.base()}/v1/{path}", json={**body, "model": model}, headers=headers())
+                assert done.json()["model"] == RUN
+
+
 async def test_a_body_has_a_limit() -> None:
     async with gateway() as served, client() as http:
 
@@ -162,26 +190,41 @@ async def test_a_body_has_a_limit() -> None:
     assert len(served.backend.calls) == 1
 
 
-async def test_large_bodies_in_work_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_bodies_that_come_have_a_limit_together_and_calls_in_work_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("prime_rl.gateway.app.MAX_BODY_BYTES", 700_000)
     monkeypatch.setattr("prime_rl.gateway.app.MAX_HELD_BYTES", 1_000_000)
+    large, go_on = json.dumps({"messages": [{"role": "user", "content": "x" * 600_000}]}).encode(), asyncio.Event()
 
-    def sized(size: int) -> dict[str, Any]:
-        return {"messages": [{"role": "user", "content": "x" * size}]}
+    async def slow() -> AsyncIterator[bytes]:
+        yield large[:-1]
+        await go_on.wait()
+        yield large[-1:]
 
     async with gateway() as served, client() as http:
-        url = f"{served.base()}/v1/messages"
-        for _ in range(2):
-            served.backend.hold = asyncio.Event()
-            first = asyncio.create_task(http.post(url, json=sized(600_000), headers=headers()))
-            await until(lambda: len(served.backend.calls) % 3 == 1, "the first call")
-            refused = await http.post(url, json=sized(600_000), headers=headers())
+        served.backend.hold = asyncio.Event()
+
+        def post(content: Any) -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(http.post(f"{served.base()}/v1/messages", content=content, headers=headers()))
+
+        in_work = []
+        for number in range(1, 4):
+            in_work.append(post(large))
+            await until(lambda number=number: len(served.backend.calls) == number, "a call in work")  # type: ignore[misc]
+        for _ in range(3):
+            coming = post(slow())
+            while (refused := await post(b"x" * 600_000)).status_code == 400:
+                pass  # the other one has not come that far
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-            assert (await http.post(url, json=sized(800_000), headers=headers())).status_code == 413
-            served.backend.hold.set()
-            assert (await first).status_code == 200
-            for _ in range(2):
-                assert (await http.post(url, json=sized(600_000), headers=headers())).status_code == 200
+            assert (await post(b"x" * 800_000)).status_code == 413
+            coming.cancel()
+            await asyncio.wait([coming])
+        while (await post(b"x" * 600_000)).status_code == 429:
+            pass  # it has not seen yet that the last one has gone
+        go_on.set()
+        served.backend.hold.set()
+        assert [(await call).status_code for call in (*in_work, post(slow()))] == [200] * 4
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -349,8 +392,9 @@ async def test_a_run_opens_sessions_for_others() -> None:
         own = headers(opened["api_key"])
         done = await http.post(f"{opened['base_url']}/chat/completions", json=CHAT, headers=own)
         assert done.status_code == 200
-    assert served.backend.asked[0] == (RUN, Open("e1", "g"))
-    assert served.backend.calls and served.backend.asked[2][0] == session
+    asked = served.backend.asked
+    assert asked[:2] == [(RUN, Open("e1", "g")), (session, Delivered())], "its client has it"
+    assert [each for each, request in asked if isinstance(request, Call)] == [session]
 
 
 async def test_sessions_are_opened_at_the_public_url() -> None:

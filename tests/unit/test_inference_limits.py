@@ -75,7 +75,7 @@ def trickle(*, after: bytes = b"") -> list[bytes]:
 
 
 async def test_a_head_that_trickles_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_module, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(Connection, "head_timeout_s", 0.2)
     async with serving(tmp_path) as address:
         assert await said(address) == b"", "nothing at all"
         assert await said(address, *trickle(after=HEAD + b"x-slow: "), pause_s=0.02) == b""
@@ -142,7 +142,7 @@ async def test_requests_of_whom_has_the_most_connections_give_way_to_new_ones(
 
 async def test_a_body_that_trickles_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(serving_module, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(Connection, "head_timeout_s", 0.2)
     async with serving(tmp_path) as address:
         slow = await said(address, *trickle(after=HEAD + b"content-length: 1000000\r\n\r\n"), pause_s=0.02)
         assert slow.startswith(b"HTTP/1.1 408") and b"The body did not come within 0.2 s." in slow
@@ -190,7 +190,7 @@ async def test_what_is_not_http_is_an_error_of_the_common_form(tmp_path: Path) -
 
 
 async def test_a_head_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_module, "HEAD_TIMEOUT_S", 2 * PATIENCE_S)  # it is its size for which it is refused
+    monkeypatch.setattr(Connection, "head_timeout_s", 2 * PATIENCE_S)  # it is its size for which it is refused
     most = MAX_HEAD_BYTES
     async with serving(tmp_path) as address:
         for piece in (HEAD + b"x: " + b"y" * 9 * most, HEAD + b"x: y\r\n" * most, b"GET /" + b"a" * 9 * most):

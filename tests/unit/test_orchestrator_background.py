@@ -127,7 +127,7 @@ class LostProcess:
 
 
 async def test_rollouts_in_a_process_that_cannot_be_read_end_with_the_reason() -> None:
-    child = _Child(LostProcess())  # type: ignore[arg-type]
+    child = _Child(LostProcess(), "words", Background())  # type: ignore[arg-type]
     inbox = child.inboxes[1] = asyncio.Queue()
     await child.read()
     with pytest.raises(EnvironmentFault, match="ConnectionResetError: connection lost"):

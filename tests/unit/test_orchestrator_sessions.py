@@ -14,7 +14,19 @@ import pytest
 
 from prime_rl.configs.base import SamplingConfig
 from prime_rl.configs.envs import SessionLimits
-from prime_rl.contract.calls import Answer, Call, Count, Delivered, Done, Open, Refusal, Request, Reward, Turn
+from prime_rl.contract.calls import (
+    Answer,
+    Call,
+    Count,
+    Delivered,
+    Done,
+    Invalid,
+    Open,
+    Refusal,
+    Request,
+    Reward,
+    Turn,
+)
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import GatewayStatus
@@ -22,6 +34,7 @@ from prime_rl.gateway import link
 from prime_rl.gateway.keys import new_secret, run_of, session_key, workspace_secret
 from prime_rl.gateway.link import Beat, Hello, LinkServer
 from prime_rl.orchestrator.envs.base import Outcome
+from prime_rl.orchestrator.envs.checked import EnvironmentFault, Interrupted, TimedOut
 from prime_rl.orchestrator.policy import ChatTokenizer, TurnSampler
 from prime_rl.orchestrator.recorder import PolicySession
 from prime_rl.orchestrator.sessions import MAX_ANSWERS_KEPT, MAX_AT_ONCE, Link, OpenSession, Sessions
@@ -29,6 +42,7 @@ from prime_rl.utils.frames import frame
 from prime_rl.utils.secrets import SecretError
 from tests.gateway_daemon import gateway_here
 from tests.orchestrator_support import FakeInference, connected, make_model, make_run, serving, until
+from tests.patience import PATIENCE_S
 
 SECRET = b"s" * 43
 LONG_S = 1000.0  # no call is cancelled in a test that does not wait for it
@@ -147,8 +161,9 @@ async def test_what_is_beyond_a_limit_is_refused_so_that_every_client_ends(tmp_p
                 refusal = await refused(sessions, session.id, request)
                 assert (refusal.status, refusal.retry_after_s) == (400, None)
                 assert "maximum context length" in refusal.message
-        async with sessions.open(at.policy()) as session:
-            assert (await refused(sessions, session.id, Call(prompt="x" * 500))).code == "context_length_exceeded"
+        with pytest.raises(EnvironmentFault, match="no call was answered; a call was refused: The maximum context"):
+            async with sessions.open(at.policy()) as session:
+                assert (await refused(sessions, session.id, Call(prompt="x" * 500))).code == "context_length_exceeded"
 
 
 async def test_calls_at_once_are_limited_and_old_answers_forgotten(tmp_path: Path) -> None:
@@ -188,6 +203,53 @@ async def test_a_closed_session_refuses_and_has_its_reward(tmp_path: Path) -> No
         assert (gone.status, gone.retry_after_s) == (410, None)
         assert (await refused(sessions, "run_a", Open())).status == 404
         await until(lambda: at.inference.num_cancelled == 1, "the place to be free")
+
+
+@pytest.mark.parametrize("away", ["nothing", "inference before", "inference", "the gateway"])
+async def test_a_fault_has_the_last_refusal_and_counts_unless_what_it_asks_was_away(away: str, tmp_path: Path) -> None:
+    async with setting(tmp_path) as at:
+        for raised in (TimedOut, EnvironmentFault):
+            sessions = at.sessions()
+            if away == "inference before":
+                sessions.note_trouble("inference at X (connection refused)")
+
+            async def rollout(sessions: Sessions = sessions, kind: type[EnvironmentFault] = raised) -> None:
+                async with sessions.open(at.policy(), SessionLimits(max_turns=1)) as session:
+                    for word in ("a", "b"):
+                        with contextlib.suppress(Refusal):
+                            await ask(sessions, session, asks(word))
+                    if away == "inference":
+                        sessions.note_trouble("inference at X (connection refused)")
+                        sessions.note_trouble(None)
+                    elif away == "the gateway":
+                        sessions.served_at(None, "the gateway")
+                    raise kind("its end")
+
+            with pytest.raises(EnvironmentFault) as caught:
+                await rollout()
+            counts = away == "nothing" or (away.startswith("inference") and raised is EnvironmentFault)
+            assert type(caught.value) is (raised if counts else Interrupted)
+            assert "its end; a call was refused: No more answers" in str(caught.value)
+            assert str(caught.value).startswith("its end") is counts
+        with pytest.raises(EnvironmentFault, match="no call was answered; a call was refused: messages: no images"):
+            async with sessions.open(at.policy()) as session:
+                await sessions.ask(session.id, Invalid("messages: no\nimages"))
+
+
+async def test_an_answer_that_comes_while_nobody_waits_is_kept_for_who_asks_again(tmp_path: Path) -> None:
+    async with setting(tmp_path) as at:
+        sessions, let_go = at.sessions(linger_s=LONG_S), asyncio.Event()
+        at.inference.gate = lambda body: let_go.wait()  # type: ignore[assignment,return-value]
+        async with sessions.open(at.policy()) as session:
+            gone = asyncio.create_task(ask(sessions, session, asks("a")))
+            await until(lambda: len(at.inference.completions) == 1, "the request")
+            gone.cancel()
+            await asyncio.wait([gone])
+            ((key, asked),) = session.asked.items()
+            let_go.set()
+            await asyncio.wait([asked.task])
+            session.give_up(key, asked)  # as once the time for coming back is over
+            assert (await ask(sessions, session, asks("a"))).number == 0 and len(at.inference.completions) == 1
 
 
 async def waiting_refusal(task: asyncio.Task[Answer]) -> Refusal:
@@ -259,8 +321,8 @@ async def test_a_hang_up_crosses_the_link(tmp_path: Path) -> None:
 
 STRANGE = {
     "no frame": b"GET / HTTP/1.1\r\n\r\n",
-    "too long": frame(Hello("run_a", "x" * link.MAX_HELLO_BYTES)),
-    "no proof": frame(Hello("run_a", "x")),
+    "too long": frame(Hello("run_a", "x" * link.MAX_HELLO_BYTES, "y")),
+    "no proof": frame(Hello("run_a", "x", "y")),
     "no hello": frame(Beat()),
     "no message": frame({"type": "Else"}),
     "closed": b"",
@@ -286,6 +348,41 @@ async def test_a_stranger_ends_its_own_connection_only(sent: bytes, tmp_path: Pa
             assert (await ask(server, session, asks("a"))).number == 0 and not server._strangers
             keeping.cancel()
             await asyncio.wait([keeping])
+
+
+@pytest.mark.parametrize("is_mirror", [False, True])
+async def test_a_stranger_in_the_gateways_place_is_answered_nothing(is_mirror: bool, tmp_path: Path) -> None:
+    """It asks at once, or gives back the proof that it was given."""
+    async with setting(tmp_path) as at:
+        sessions, was_closed = at.sessions(secret=workspace_secret(OutputDir(tmp_path))), asyncio.Event()
+        serving_strangers, answers = list[asyncio.Task[None]](), list[object]()
+        sessions.served_at(None, "the gateway")
+
+        async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            wire, strange = link.Wire(reader, writer), asyncio.current_task()
+            assert strange is not None
+            serving_strangers.append(strange)
+            with contextlib.suppress(link.Lost):
+                wire.send(link.Challenge("n"))
+                hello = await wire.read(link.decode_replied, PATIENCE_S)
+                wire.send(link.Welcome(hello.proof) if is_mirror else link.Ask(0, session.id, asks("a")))
+                wire.send(link.Ask(1, session.id, asks("a")))
+                answers.append(await wire.read(link.decode_replied, PATIENCE_S))
+            wire.close()
+            was_closed.set()
+
+        async with sessions.open(at.policy()) as session:
+            server = await asyncio.start_server(pretend, "127.0.0.1", 0)
+            address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            status = GatewayStatus(base_url=f"http://{address}", address=address, link=address, state="running")
+            write_atomic(OutputDir(tmp_path).gateway_status, msgspec.json.encode(status))
+            keeping = asyncio.create_task(Link(OutputDir(tmp_path), sessions).keep())
+            await asyncio.wait_for(was_closed.wait(), PATIENCE_S)
+            await until(lambda: "does not prove" in str(sessions.waiting_on), "the reason to be told")
+            keeping.cancel()
+            server.close()
+            await asyncio.wait([keeping, *serving_strangers])
+            assert not answers and not at.inference.completions and not session.num_requests
 
 
 async def test_the_newest_connection_of_a_run_stands(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from prime_rl.orchestrator.envs.sessions_env import SessionsEnvironment
 from prime_rl.utils.secrets import names_of
 
 __all__ = [
-    "BUILT_IN_ARGS",
+    "BUILT_IN",
     "Environment",
     "Example",
     "Message",
@@ -29,11 +29,11 @@ __all__ = [
     "load_environment",
 ]
 
-# The arguments of each built-in environment.
-BUILT_IN_ARGS: dict[str, type[BaseConfig]] = {
-    **dict.fromkeys(built_in.TEXT_TASKS, built_in.TextArgs),
-    "arithmetic": built_in.ArithmeticArgs,
-    "guess-number": built_in.GuessNumberArgs,
+# The arguments of each built-in environment, and what makes it.
+BUILT_IN: dict[str, tuple[type[BaseConfig], Callable[..., Environment]]] = {
+    **dict.fromkeys(built_in.TEXT_TASKS, (built_in.TextArgs, built_in.TextEnvironment)),
+    "arithmetic": (built_in.ArithmeticArgs, built_in.ArithmeticEnvironment),
+    "guess-number": (built_in.GuessNumberArgs, built_in.GuessNumberEnvironment),
 }
 
 
@@ -47,21 +47,15 @@ def load_environment(
     Args:
         hidden, sessions: as for ProcessEnvironment.
     """
-    if config.id not in BUILT_IN_ARGS:
+    if config.id not in BUILT_IN:
         return ProcessEnvironment(config, seed, hidden=hidden, sessions=sessions)
-    source = f"env {config.id!r}, args"
-    args = build(BUILT_IN_ARGS[config.id], config.args, source)
+    source, (args, make) = f"env {config.id!r}, args", BUILT_IN[config.id]
     try:
-        return _MAKERS[type(args)](config.id, args, seed)
+        return make(config.id, build(args, config.args, source), seed)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(source, [ConfigProblem("", str(error))]) from error
-
-
-_MAKERS: dict[type[BaseConfig], Callable[..., Environment]] = {
-    built_in.TextArgs: built_in.TextEnvironment,
-    built_in.ArithmeticArgs: built_in.ArithmeticEnvironment,
-    built_in.GuessNumberArgs: built_in.GuessNumberEnvironment,
-}
 
 
 Environments = dict[str, CheckedEnvironment]

@@ -97,8 +97,6 @@ class AgentEnvironment:
             raise ValueError(f"args.{missing[0]}: {missing[1]}")
         self._root, self._lock = folder_of_its_own()
         self._numbers = itertools.count()
-        self._keepers: set[int] = set()
-        self._starting = asyncio.Lock()
 
     def examples(self, split: Split) -> Sequence[Example]:
         """The examples of a split: rows in the order of their file, tasks in that of their names."""
@@ -199,17 +197,15 @@ class AgentEnvironment:
         # Python's own settings, and modules in the folder, are the program's and not its keeper's.
         argv = [sys.executable, "-P", "-E", keeper.__file__, *argv]
         with (place / "work" / "example.json").open("rb") as example:
-            async with self._starting:
-                process = await asyncio.create_subprocess_exec(
-                    *argv,
-                    stdin=example,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
-                    cwd=folder,
-                    env=environment_of_its_own(os.environ, ()) | variables,
-                    start_new_session=True,
-                )
-                self._keepers.add(process.pid)
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=example,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                cwd=folder,
+                env=environment_of_its_own(os.environ, ()) | variables,
+                start_new_session=True,
+            )
         output = bytearray()
         working = asyncio.ensure_future(_output(process, output))
         closed = asyncio.ensure_future((posted.closed if posted else asyncio.Event()).wait())
@@ -241,10 +237,8 @@ class AgentEnvironment:
                 remove = [self._args.runtime, "rm", "--force", name]
                 with contextlib.suppress(OSError, subprocess.SubprocessError):
                     await asyncio.to_thread(subprocess.run, remove, capture_output=True, timeout=END_GRACE_S)
-        async with self._starting:
-            keeper.end_orphans(self._keepers)
+        keeper.end_orphans(kept=True)  # and not what a function that scores has started
         await process.wait()
-        self._keepers.discard(process.pid)
         working.cancel()
 
     async def _score(self, example: Example, place: Path, ended: Ended, posted: Posted) -> Outcome:

@@ -364,11 +364,15 @@ class _AskedPolicy:
                 self.deadline.reschedule(None if limit_s is None else asyncio.get_running_loop().time() + limit_s)
 
 
-def check_outcome(outcome: object, reward_range: tuple[float, float], answer_lens: Sequence[int]) -> Outcome:
+def check_outcome(
+    outcome: object,
+    reward_range: tuple[float, float] = (-math.inf, math.inf),
+    answer_lens: Sequence[int] | None = None,
+) -> Outcome:
     """`outcome` with plain numbers in it. Raises EnvironmentFault for anything else, or a reward out of range.
 
     Args:
-        answer_lens: tokens of each answer of the policy, which `advantages` must fit.
+        answer_lens: tokens of each answer of the policy, which `advantages` must fit; None where that is not known.
     """
     if not isinstance(outcome, Outcome):
         raise EnvironmentFault(f"returned {type(outcome).__name__} instead of an Outcome")
@@ -382,9 +386,10 @@ def check_outcome(outcome: object, reward_range: tuple[float, float], answer_len
     if large := [name for name, value in rewards.items() if abs(value) > MAX_REWARD]:
         raise EnvironmentFault(f"the reward {large[0]} is {rewards[large[0]]:g}, at most {MAX_REWARD:g} is allowed")
     num_given = len(outcome.advantages)
-    if num_given not in (0, len(answer_lens)):
-        raise EnvironmentFault(f"there are advantages of {num_given} turns, but the policy took {len(answer_lens)}")
-    given = zip(outcome.advantages, answer_lens, strict=False)
+    lens = [None] * num_given if answer_lens is None else answer_lens
+    if num_given not in (0, len(lens)):
+        raise EnvironmentFault(f"there are advantages of {num_given} turns, but the policy took {len(lens)}")
+    given = zip(outcome.advantages, lens, strict=False)
     advantages = tuple(_credit(turn, value, length) for turn, (value, length) in enumerate(given, 1))
     return replace(outcome, reward=reward, metrics=metrics, rewards=rewards, advantages=advantages)
 
@@ -411,12 +416,12 @@ def _named(kind: str, values: object) -> dict[str, float]:
     return {name: _number(name, value) for name, value in values.items()}
 
 
-def _credit(turn: int, value: Any, length: int) -> float | list[float]:
+def _credit(turn: int, value: Any, length: int | None) -> float | list[float]:
     """The advantage of all tokens of a turn, or of each: numbers that float32 has a place for."""
     what = f"the advantage of turn {turn}"
     is_one = _is_number(value)
     try:
-        if not is_one and len(value) != length:
+        if not is_one and length is not None and len(value) != length:
             raise EnvironmentFault(f"{what} has length {len(value)}, but its answer has {length} tokens")
         values = array("f", [value] if is_one else iter(value))
     except (TypeError, ValueError, OverflowError):

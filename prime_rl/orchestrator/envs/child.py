@@ -22,12 +22,12 @@ from typing import Any, BinaryIO, Never
 from prime_rl.configs.agents import AGENT
 from prime_rl.configs.envs import PLUGIN_GROUP
 from prime_rl.configs.jsonl import JSONL
-from prime_rl.contract.calls import Reward
 from prime_rl.orchestrator.envs import Environment, Example, Message, Split, process
 from prime_rl.orchestrator.envs.base import Posted, as_messages, text_problem
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, Transient, check_outcome, fault_of
 from prime_rl.utils.frames import HEADER_BYTES, frame, payload_len
 from prime_rl.utils.process import inherit_orphans, kill_tree
+from prime_rl.utils.runtime import cancel_all
 from prime_rl.utils.text import one_line
 
 # How long an environment may take to put its things away.
@@ -75,58 +75,47 @@ class Host:
         self._env = env
         self._send = send
         self._examples = {split: by_id(split, env.examples(split)) for split in SPLITS}
-        self._policies: dict[int, RemotePolicy] = {}
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._rollouts: dict[int, tuple[RemotePolicy, asyncio.Task[None]]] = {}
 
     def ready(self) -> process.Ready:
-        """Ids of all examples, and the levels of those to train on."""
-        train, held = self._examples["train"], self._examples["eval"]
-        return process.Ready(list(train), [each.level for each in train.values()], list(held))
+        """Ids and levels of all examples."""
+        found = self._examples.items()
+        return process.Ready({split: [(each.id, each.level) for each in known.values()] for split, known in found})
 
     def take(self, request: process.Request) -> None:
-        """Start a rollout, give one its answer, or cancel one. An answer to a rollout that has ended is ignored."""
+        """Start a rollout, or tell one what is for it; it is ignored for one that has ended."""
         if isinstance(request, process.Start):
             endpoint = (request.base_url, request.session_key) if request.base_url else None
-            self._policies[request.key] = RemotePolicy(request.key, self._send, endpoint)
-            task = self._tasks[request.key] = asyncio.get_running_loop().create_task(self._run(request))
-            task.add_done_callback(lambda _: self._forget(request.key))
-        elif isinstance(request, process.Answer) and request.key in self._policies:
-            self._policies[request.key].answer(request.text, request.num_tokens)
-        elif isinstance(request, process.Told) and (policy := self._policies.get(request.key)):
-            if isinstance(request.what, Reward):
-                policy.posted.take(request.what)
+            policy = RemotePolicy(request.key, self._send, endpoint)
+            task = asyncio.get_running_loop().create_task(self._run(request, policy))
+            self._rollouts[request.key] = policy, task
+            task.add_done_callback(lambda task: self._ended(request.key, task))
+        elif not isinstance(request, process.Load) and (found := self._rollouts.get(request.key)):
+            policy, task = found
+            if isinstance(request, process.Answer):
+                policy.answer(request.text, request.num_tokens)
+            elif isinstance(request, process.Rewarded):
+                policy.posted.take(request.reward)
             else:
-                policy.answer_lens.append(request.what)
-        elif isinstance(request, process.Cancel):
-            self._cancel(request.key)
+                task.cancel()
 
     async def close(self) -> None:
         """Cancel all rollouts, and wait until they have ended."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await cancel_all(task for _, task in self._rollouts.values())
 
-    def _cancel(self, key: int) -> None:
-        if task := self._tasks.get(key):
-            task.add_done_callback(lambda _: self._send(process.Ended(key)))
-            task.cancel()
-        else:
-            self._send(process.Ended(key))
-
-    def _forget(self, key: int) -> None:
-        del self._policies[key], self._tasks[key]
-
-    async def _run(self, start: process.Start) -> None:
-        key, policy = start.key, self._policies[start.key]
-        try:
-            found = await self._env.rollout(self._examples[start.split][start.example_id], policy)
-            outcome = check_outcome(found, (-float("inf"), float("inf")), policy.answer_lens)
-            figures = (outcome.reward, outcome.metrics, outcome.rewards, outcome.advantages)
-            self._send(process.Done(key, *figures, outcome.output))
-        except (Exception, SystemExit) as error:  # an error of the environment: reported to the caller
-            self._lose(key, fault_of(error, at_first_turn=not policy.answer_lens))
-        except asyncio.CancelledError:
+    def _ended(self, key: int, task: asyncio.Task[None]) -> None:
+        del self._rollouts[key]
+        if task.cancelled():
             self._lose(key, Transient("it was cancelled"))
+        elif error := task.exception():  # one that is no Exception
+            self._lose(key, fault_of(error))
+
+    async def _run(self, start: process.Start, policy: RemotePolicy) -> None:
+        try:
+            outcome = await self._env.rollout(self._examples[start.split][start.example_id], policy)
+            self._send(process.Done(start.key, check_outcome(outcome)))
+        except (Exception, SystemExit) as error:  # an error of the environment: reported to the caller
+            self._lose(start.key, fault_of(error, at_first_turn=not policy.answer_lens))
 
     def _lose(self, key: int, fault: EnvironmentFault) -> None:
         self._send(process.Lost(key, str(fault), type(fault).__name__))
@@ -211,12 +200,9 @@ async def serve(requests: asyncio.Queue[process.Request | None], send: Callable[
 def read_requests(stream: BinaryIO, post: Callable[[process.Request | None], None]) -> None:
     """In its own thread, so that the end of the input is seen while environment code holds the event loop."""
     try:
-        while header := stream.read(HEADER_BYTES):
-            if len(header) < HEADER_BYTES:
-                break
+        while len(header := stream.read(HEADER_BYTES)) == HEADER_BYTES:
             length = payload_len(header)
-            payload = stream.read(length)
-            if len(payload) < length:
+            if len(payload := stream.read(length)) < length:
                 break
             post(process.decode_request(payload))
     except Exception:  # nothing more can be read: that is the end of the input too
@@ -236,8 +222,9 @@ async def run(stream_in: BinaryIO, stream_out: BinaryIO) -> None:
             loop.call_soon_threadsafe(requests.put_nowait, request)
 
     def send(report: process.Report) -> None:
-        stream_out.write(frame(report))
-        stream_out.flush()
+        with contextlib.suppress(BrokenPipeError):  # nobody reads any more: the input ends too
+            stream_out.write(frame(report))
+            stream_out.flush()
 
     threading.Thread(target=read_requests, args=(stream_in, post), daemon=True).start()
     await serve(requests, send)
@@ -250,7 +237,7 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(run(stream_in, stream_out))
     # Whatever environment code has left behind goes, its threads and exit handlers too.
     sys.stderr.flush()

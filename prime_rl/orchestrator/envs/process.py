@@ -14,8 +14,8 @@ Where the environment runs an agent, each rollout has a session (`Sessions`): ca
 orchestrator, and what is posted as a reward is passed on to the process.
 
 Messages between the orchestrator and the process are frames (`utils.frames`). To the process: a `Load` first, then
-`Start`, `Answer`, `Told` and `Cancel`. From it: `Ready` or `Refused` first, then `Ask`, `Done`, `Lost` and `Ended`,
-and all the time `Beat`. `key` is a rollout. No pickle: what a message can be stands here.
+`Start`, `Answer`, `Rewarded` and `Cancel`. From it: `Ready` or `Refused` first, then `Ask`, and `Done` or `Lost` once
+for each rollout, and all the time `Beat`. `key` is a rollout. No pickle: what a message can be stands here.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.envs import MODULES, EnvConfig, SessionLimits
 from prime_rl.contract import calls
-from prime_rl.contract.calls import Call, Reward
+from prime_rl.contract.calls import Reward
 from prime_rl.orchestrator.envs.base import AnswersCalls, Example, Message, Outcome, Policy, Posted, Split
 from prime_rl.orchestrator.envs.checked import FAULTS, EnvironmentFault, Interrupted, TimedOut, Transient
 from prime_rl.utils.frames import frame, read_payload
@@ -60,7 +60,7 @@ class Start(msgspec.Struct, tag=True):
     """
 
     key: int
-    split: Literal["train", "eval"]
+    split: Split
     example_id: str
     base_url: str = ""
     session_key: str = ""
@@ -74,25 +74,23 @@ class Answer(msgspec.Struct, tag=True):
     num_tokens: int
 
 
-class Told(msgspec.Struct, tag=True):
-    """An event in the session of a rollout: a call was answered with so many tokens, or a reward was posted."""
+class Rewarded(msgspec.Struct, tag=True):
+    """A reward was posted in the session of a rollout."""
 
     key: int
-    what: int | Reward
+    reward: Reward
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """End a rollout whose outcome is not needed. `Ended` follows."""
+    """End a rollout whose outcome is not needed."""
 
     key: int
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The environment is there, with the ids of its examples, and the level of each of `train`."""
+    """The environment is there, with the id and level of each of its examples."""
 
-    train: list[str]
-    train_levels: list[int]
-    eval: list[str]
+    examples: dict[Split, list[tuple[str, int]]]
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -112,11 +110,7 @@ class Done(msgspec.Struct, tag=True):
     """The rollout has its score."""
 
     key: int
-    reward: float
-    metrics: dict[str, float]
-    rewards: Mapping[str, float]
-    advantages: Sequence[float | Sequence[float]]
-    output: str = ""
+    outcome: Outcome
 
 
 class Lost(msgspec.Struct, tag=True):
@@ -127,18 +121,12 @@ class Lost(msgspec.Struct, tag=True):
     kind: str
 
 
-class Ended(msgspec.Struct, tag=True):
-    """The cancelled rollout has ended, or had ended before."""
-
-    key: int
-
-
 class Beat(msgspec.Struct, tag=True):
     """The event loop of the process still turns."""
 
 
-Request = Load | Start | Answer | Told | Cancel
-Report = Ready | Refused | Ask | Done | Lost | Ended | Beat
+Request = Load | Start | Answer | Rewarded | Cancel
+Report = Ready | Refused | Ask | Done | Lost | Beat
 
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode
@@ -180,26 +168,65 @@ def environment_of_its_own(environ: Mapping[str, str], named: Collection[str]) -
 
 
 class _Child:
-    """One process, and the rollouts in it. `ready` has the examples, or the error."""
+    """One process of the environment `env_id`, and the rollouts in it.
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    Attributes:
+        ready: the examples, or the error.
+        inboxes: what is reported of each rollout that has not ended, the end of the process too.
+        dead: it ends, or has ended.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, env_id: str, tasks: Background) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self.inboxes: dict[int, asyncio.Queue[Report | Exception]] = {}
-        # Rollouts whose code is at work, the longest first: it takes what it is sent in that order.
-        self.at_work: dict[int, None] = {}
-        self.ending: dict[int, asyncio.Event] = {}
+        self.inboxes: dict[int, asyncio.Queue[Ask | Done | Lost | Transient]] = {}
         self.dead = False
-        self.num_reports = 0
+        # Rollouts whose code is at work, the longest first: it takes what it is sent in that order.
+        self._at_work: dict[int, None] = {}
+        self._num_reports = 0
         self._process = process
+        self._env_id = env_id
+        self._tasks = tasks
         self._death: Transient | None = None
         _STARTED.add(process.pid)
 
     def send(self, request: Request) -> None:
         assert self._process.stdin is not None
         if isinstance(request, Start | Answer):
-            self.at_work[request.key] = None
+            self._at_work[request.key] = None
         if not self._process.stdin.is_closing():
             self._process.stdin.write(frame(request))
+
+    async def rollout(self, start: Start, policy: Policy) -> Outcome:
+        """Its outcome. Raises EnvironmentFault, and what the policy raises: then it is cancelled in the process too."""
+        if self.dead:
+            raise Interrupted("its process has ended")
+        inbox = self.inboxes[start.key] = asyncio.Queue()
+        self.send(start)
+        try:
+            while isinstance(report := await inbox.get(), Ask):
+                text = await policy.complete(report.messages)
+                self.send(Answer(start.key, text, policy.answer_lens[-1]))
+        except BaseException:
+            self.send(Cancel(start.key))
+            self._tasks.start(self._ended(start.key), f"cancelling a rollout of env {self._env_id}")
+            raise
+        del self.inboxes[start.key]
+        if isinstance(report, Done):
+            return report.outcome
+        raise FAULTS.get(report.kind, EnvironmentFault)(report.reason) if isinstance(report, Lost) else report
+
+    async def _ended(self, key: int) -> None:
+        """Wait for the end of a cancelled rollout, or kill the process."""
+        try:
+            async with asyncio.timeout(CANCEL_GRACE_S):
+                while isinstance(await self.inboxes[key].get(), Ask):
+                    pass
+        except TimeoutError:
+            if not self.dead:
+                logger.warning("env %s: a cancelled rollout does not end: restarting its process", self._env_id)
+                self.kill()
+        finally:
+            del self.inboxes[key]
 
     async def read(self) -> None:
         """Hand out what the process reports, until it ends."""
@@ -218,6 +245,19 @@ class _Child:
         end_orphans(_STARTED, lambda session: session == self._process.pid)
         self._end(self._death or Transient(f"its process ended with exit code {code}"))
 
+    async def watch(self, hang_s: float) -> None:
+        """Kill the process when it hangs for `hang_s`, once it is ready."""
+        await asyncio.wait([self.ready])
+        num_missed = seen = 0
+        while not self.dead and num_missed < MAX_MISSED_LOOKS:
+            await asyncio.sleep(hang_s / MAX_MISSED_LOOKS)
+            num_missed = num_missed + 1 if self._num_reports == seen else 0
+            seen = self._num_reports
+        if not self.dead:
+            reason = f"its code blocked its process for {hang_s:g} s, half of timeout_s, so it was killed"
+            self._death = TimedOut(reason)
+            kill_tree(self._process.pid)
+
     def kill(self) -> None:
         self.dead = True
         kill_tree(self._process.pid)
@@ -234,21 +274,8 @@ class _Child:
             self.kill()
             await self._process.wait()
 
-    async def watch(self, hang_s: float) -> None:
-        """Kill the process when it hangs for `hang_s`, once it is ready."""
-        await asyncio.wait([self.ready])
-        num_missed = seen = 0
-        while not self.dead and num_missed < MAX_MISSED_LOOKS:
-            await asyncio.sleep(hang_s / MAX_MISSED_LOOKS)
-            num_missed = num_missed + 1 if self.num_reports == seen else 0
-            seen = self.num_reports
-        if not self.dead:
-            reason = f"its code blocked its process for {hang_s:g} s, half of timeout_s, so it was killed"
-            self._death = TimedOut(reason)
-            kill_tree(self._process.pid)
-
     def _take(self, report: Report) -> None:
-        self.num_reports += 1
+        self._num_reports += 1
         orphans(_STARTED)  # what has ended of them is reaped: an environment may leave behind thousands
         if isinstance(report, Ready | Refused):
             if self.ready.done():
@@ -257,33 +284,37 @@ class _Child:
                 self.ready.set_result(report)
             else:
                 self.ready.set_exception(Transient(report.reason))
-        elif isinstance(report, Ended):
-            if event := self.ending.pop(report.key, None):
-                event.set()
         elif not isinstance(report, Beat):
-            self.at_work.pop(report.key, None)
+            self._at_work.pop(report.key, None)
             if inbox := self.inboxes.get(report.key):
                 inbox.put_nowait(report)
 
     def _end(self, death: Transient) -> None:
         """Fail all waiters. An unexpected death counts once, so a second one ends the run."""
-        keys = [] if self.dead else [key for key in (*self.at_work, *self.inboxes) if key in self.inboxes]
+        keys = [] if self.dead else [key for key in (*self._at_work, *self.inboxes) if key in self.inboxes]
         self.dead = True
         if not self.ready.done():
             self.ready.set_exception(death)
         for key, inbox in self.inboxes.items():
             inbox.put_nowait(death if key in keys[:1] else Interrupted(str(death)))
-        for event in self.ending.values():
-            event.set()
 
 
 class Session(Protocol):
-    """The address and key with which the client of a rollout asks the policy; it has made `num_requests`."""
+    """The address and key with which the client of a rollout asks the policy.
+
+    Attributes:
+        num_requests: those that it has made.
+        idle_s: seconds in which nothing has happened; 0 while a call is in flight.
+    """
 
     id: str
     base_url: str
     key: str
     num_requests: int
+
+    @property
+    def idle_s(self) -> float:
+        """See above."""
 
 
 class Sessions(Protocol):
@@ -292,12 +323,10 @@ class Sessions(Protocol):
     Attributes:
         on_open: makes one for a client outside; None: the run takes none.
         num_places: rollouts that wait for such a client.
-        num_lost: how often the gateway went away.
     """
 
     on_open: Callable[[calls.Open], Awaitable[calls.Opened]] | None
     num_places: int
-    num_lost: int
 
     async def served(self) -> None:
         """Wait until the gateway is there."""
@@ -306,19 +335,6 @@ class Sessions(Protocol):
         self, policy: AnswersCalls, limits: SessionLimits, on_reward: Callable[[Reward], None]
     ) -> AbstractAsyncContextManager[Session]:
         """A session for as long as the block runs, whose calls `policy` answers."""
-
-
-class _TellingPolicy:
-    """The policy of one rollout, which tells its process of each answer."""
-
-    def __init__(self, policy: AnswersCalls, tell: Callable[[int], None]) -> None:
-        self._policy = policy
-        self._tell = tell
-
-    async def call(self, call: Call) -> calls.Answer:
-        answer = await self._policy.call(call)
-        self._tell(len(answer.token_ids))
-        return answer
 
 
 class ProcessEnvironment:
@@ -337,10 +353,9 @@ class ProcessEnvironment:
         self._hang_s = config.timeout_s / 2
         beat_s = min(MAX_BEAT_S, self._hang_s / MAX_MISSED_LOOKS / 2)
         self._load = Load(self.provider, name, config.args, seed, beat_s)
-        self._hidden = set(hidden)
         self._sessions = sessions if config.needs_gateway else None
         self._limits = config.session_limits
-        self._named = set(config.variables)
+        self._named = set(config.variables) - set(hidden)
         self._examples: dict[Split, list[Example]] = {}
         self._child: _Child | None = None
         self._starting = asyncio.Lock()
@@ -360,11 +375,9 @@ class ProcessEnvironment:
             child = await self._living()
         except EnvironmentFault as fault:
             raise ConfigError(source, [ConfigProblem("", str(fault))]) from fault
-        ready = child.ready.result()
-        levels = zip(ready.train, ready.train_levels, strict=True)
         self._examples = {
-            "train": [Example(example_id, [], "", {"split": "train"}, level) for example_id, level in levels],
-            "eval": [Example(example_id, [], "", {"split": "eval"}) for example_id in ready.eval],
+            split: [Example(example_id, [], "", {"split": split}, level) for example_id, level in examples]
+            for split, examples in child.ready.result().examples.items()
         }
 
     async def ready(self) -> None:
@@ -375,54 +388,19 @@ class ProcessEnvironment:
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         """The environment's rollout, in its process. Raises EnvironmentFault, and what the policy raises."""
         child = await self._living()
-        if child.dead:
-            raise Interrupted("its process has ended")
         start = Start(next(self._keys), example.info["split"], example.id)
         if self._sessions is None:
-            return await self._in_process(child, start, policy)
-
+            return await child.rollout(start, policy)
+        assert isinstance(policy, AnswersCalls)
         posted = Posted()
 
-        def tell(what: int | Reward) -> None:
-            if isinstance(what, Reward):
-                posted.take(what)
-            child.send(Told(start.key, what))
+        def post(reward: Reward) -> None:
+            posted.take(reward)
+            child.send(Rewarded(start.key, reward))
 
-        assert isinstance(policy, AnswersCalls)
-        async with self._sessions.open(_TellingPolicy(policy, tell), self._limits, tell) as session:
+        async with self._sessions.open(policy, self._limits, post) as session:
             start.base_url, start.session_key = session.base_url, session.key
-            num_lost = self._sessions.num_lost
-            try:
-                outcome = await self._in_process(child, start, policy)
-                return replace(outcome, answer_rewards=posted.by_answer)
-            except EnvironmentFault as fault:
-                if self._sessions.num_lost == num_lost:
-                    raise
-                raise Interrupted(f"the gateway went away meanwhile: {fault}") from fault
-
-    async def _in_process(self, child: _Child, start: Start, policy: Policy) -> Outcome:
-        key = start.key
-        inbox = child.inboxes[key] = asyncio.Queue()
-        child.send(start)
-        try:
-            while True:
-                report = await inbox.get()
-                if isinstance(report, Done):
-                    return Outcome(report.reward, report.metrics, report.rewards, report.advantages, report.output)
-                if isinstance(report, Lost):
-                    raise FAULTS.get(report.kind, EnvironmentFault)(report.reason)
-                if isinstance(report, Exception):
-                    raise report
-                if isinstance(report, Ask):
-                    text = await policy.complete(report.messages)
-                    child.send(Answer(key, text, policy.answer_lens[-1]))
-        except EnvironmentFault:
-            raise
-        except BaseException:  # cancelled, too slow, or what the policy raises: the process must end it
-            self._cancel(child, key)
-            raise
-        finally:
-            del child.inboxes[key]
+            return replace(await child.rollout(start, policy), answer_rewards=posted.by_answer)
 
     async def close(self) -> None:
         """End the process, which is killed after EXIT_GRACE_S, and what reads from it and watches it."""
@@ -435,36 +413,18 @@ class ProcessEnvironment:
         """The process, started if it does not run. Raises EnvironmentFault when it cannot be started."""
         async with self._starting:
             if self._child is None or self._child.dead:
-                self._child = _Child(await self._spawn())
+                logger.info("env %s: loading %s (takes some seconds)", self.id, self.provider)
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "prime_rl.orchestrator.envs.child"),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    env=environment_of_its_own(os.environ, self._named),
+                    start_new_session=True,  # Ctrl-C is for the orchestrator, which ends it in good order
+                )
+                self._child = _Child(process, self.id, self._tasks)
                 self._child.send(self._load)
                 self._tasks.start(self._child.read(), f"reading from the process of env {self.id}")
                 self._tasks.start(self._child.watch(self._hang_s), f"watching the process of env {self.id}")
         child = self._child
         await asyncio.shield(child.ready)
         return child
-
-    async def _spawn(self) -> asyncio.subprocess.Process:
-        logger.info("env %s: loading %s (takes some seconds)", self.id, self.provider)
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "prime_rl.orchestrator.envs.child"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=environment_of_its_own(os.environ, self._named - self._hidden),
-            start_new_session=True,  # Ctrl-C is for the orchestrator, which ends it in good order
-        )
-
-    def _cancel(self, child: _Child, key: int) -> None:
-        if child.dead:
-            return
-        ended = child.ending[key] = asyncio.Event()
-        child.send(Cancel(key))
-        self._tasks.start(self._kill_unless(ended, child), f"cancelling a rollout of env {self.id}")
-
-    async def _kill_unless(self, ended: asyncio.Event, child: _Child) -> None:
-        try:
-            async with asyncio.timeout(CANCEL_GRACE_S):
-                await ended.wait()
-        except TimeoutError:
-            if not child.dead:
-                logger.warning("env %s: a cancelled rollout does not end: restarting its process", self.id)
-                child.kill()

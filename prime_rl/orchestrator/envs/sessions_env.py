@@ -9,6 +9,7 @@ the same group, or else the same example, by the names that the application give
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 from collections import Counter
@@ -25,6 +26,8 @@ from prime_rl.orchestrator.envs.process import Sessions
 NUM_EXAMPLES = 4096
 # Of a client that finds no place.
 RETRY_S = 5.0
+# The gateway notes within moments that a client has its session. One whose opening was cut off by a kill has none.
+UNDELIVERED_S = 30.0
 
 
 @dataclass(eq=False)
@@ -134,12 +137,13 @@ class SessionsEnvironment:
         async with self._sessions.open(policy, self._limits, take) as session:
             place.opened.set_result(Opened(session.id, {"example": request.example, "group": request.group}))
             while not posted.closed.is_set():
-                before = session.num_requests
-                try:
-                    await asyncio.wait_for(posted.closed.wait(), self._expire_s)
-                except TimeoutError:
-                    if session.num_requests == before:
-                        raise Interrupted(f"its session was not used for expire_s = {self._expire_s:g}") from None
+                is_known = session.num_requests > 0
+                limit_s = self._expire_s if is_known else min(self._expire_s, UNDELIVERED_S)
+                if (left_s := limit_s - session.idle_s) <= 0:
+                    what = f"was not used for expire_s = {limit_s:g}" if is_known else "did not come to its client"
+                    raise Interrupted(f"its session {what}")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(posted.closed.wait(), left_s)
         if posted.error:
             raise Interrupted(f"its client gave it up: {posted.error}")
         value = posted.total

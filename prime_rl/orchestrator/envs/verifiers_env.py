@@ -3,7 +3,7 @@
 verifiers runs the whole episode: it starts tool servers, lets a harness talk to the model, and scores. The model that
 it talks to is the rollout's session at the gateway, so the tokens that are trained on are recorded where all tokens
 are, and verifiers sees text. A conversation that begins anew (compaction, sub-agents) becomes a branch. A role without
-its own harness is played by `verifiers_chat` inside this process, as the program that verifiers would start for each
+its own harness is played by `ChatHarness` inside this process, as the program that verifiers would start for each
 rollout takes seconds to start. The reward is the weighted sum that verifiers makes of its rewards; each of them and
 each metric becomes one of the run's metrics.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 import os
 import re
@@ -19,25 +20,34 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+import httpx
 import verifiers.v1 as vf
 from pydantic import Field
 from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.configs.env import default_agent_harness
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.runtimes import SubprocessConfig, provision_runtime
+from verifiers.v1.utils.loaders import load_harness
 
 from prime_rl.configs.base import BaseConfig, build
-from prime_rl.orchestrator.envs import verifiers_chat
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.checked import Transient
 
-# verifiers finds a harness by the name of one top-level module, so ours gets such a name.
+# verifiers finds a harness by the name of one top-level module and its `__all__`, so this one gets such a name.
 HARNESS_ID = "prime_rl_chat"
+sys.modules[HARNESS_ID] = sys.modules[__name__]
+__all__ = ["ChatHarness"]
 # The defaults of verifiers: its own chat program, and a rented sandbox.
 DEFAULT_HARNESS_ID = "bash"
-# The name of the policy; a role of another model has another one.
-MODEL = "policy"
 # verifiers reads the key of an endpoint from a variable, and does not hand on those that have API_KEY in their names.
 KEY_VAR = "PRL_SESSION_{}_API_KEY"
-# verifiers keeps errors as text. Those of a connection, of a sandbox or of another model are no fault of the task.
-PASSES = re.compile(r"\b\w*(Connect|Connection\w*|Timeout|Pipe|Provider|Sandbox|Interception|Tunnel)Error\b|timed out")
+# verifiers keeps errors as text. Those of a connection, of a sandbox or of another model are no fault of the task; that
+# our endpoint refuses what it is asked is one.
+PASSES = re.compile(
+    r"\b\w*(Connect|Connection\w*|Timeout|Pipe|Sandbox|Interception|Tunnel)Error\b|timed out"
+    r"|\bProviderError\b(?!: upstream 4(00|13))"
+)
 
 
 class VerifiersArgs(BaseConfig):
@@ -61,7 +71,8 @@ class VerifiersEnvironment:
 
     def __init__(self, name: str, args: dict[str, Any], seed: int) -> None:
         config = build(VerifiersArgs, args, f"env 'verifiers:{name}', args")
-        sys.modules.setdefault(HARNESS_ID, verifiers_chat)
+        # `uv`, which makes the environment of verifiers' own programs, may be installed beside this interpreter alone.
+        os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)))
         self.id = f"verifiers:{name}"
         self._numbers = itertools.count()
         self._env = vf.load_environment(_env_config({**config.env, "taskset": {**config.taskset, "id": name}}))
@@ -81,7 +92,15 @@ class VerifiersEnvironment:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Serve what lasts as long as the process: the tool servers that rollouts share."""
+        """Serve what lasts as long as the process: the tool servers that rollouts share.
+
+        First the programs of harnesses that run here get their environments, so that no rollout waits for a download.
+        """
+        default = default_agent_harness(self._env.config.taskset.id)
+        for role in agent_config_fields(self._env.config).values():
+            if isinstance(role.runtime, SubprocessConfig):
+                async with provision_runtime(role.runtime) as runtime:
+                    await load_harness(role.harness or default).setup(runtime)
         async with self._env.serving():
             yield
 
@@ -91,12 +110,14 @@ class VerifiersEnvironment:
         assert endpoint is not None, "the orchestrator opens a session for each rollout"
         variable = KEY_VAR.format(next(self._numbers))
         os.environ[variable] = endpoint[1]
+        # The run's id, under which the endpoint tells how long a conversation may be; other roles have other models.
+        model = endpoint[0].split("/")[-2].rpartition(".")[0]
         try:
             client = vf.EvalClientConfig(base_url=endpoint[0], api_key_var=variable)
-            episode = await self._env.run_episode(self._tasks[example.id], vf.ModelContext(model=MODEL, client=client))
+            episode = await self._env.run_episode(self._tasks[example.id], vf.ModelContext(model=model, client=client))
         finally:
             del os.environ[variable]
-        traces = [trace for trace in episode.traces if trace.agent and trace.agent.config.model == MODEL]
+        traces = [trace for trace in episode.traces if trace.agent and trace.agent.config.model == model]
         errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
         if errors or len(traces) != 1:
             reason = f"{errors[0].type}: {errors[0].message}" if errors else f"{len(traces)} roles asked the policy"
@@ -138,3 +159,75 @@ def _advantages(trace: vf.Trace) -> list[float | list[float]]:
     if all(each is None for each in given):
         return []
     return [0.0 if each is None else each[0] if len(each) == 1 else each for each in given]
+
+
+class ChatHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
+    """No fields."""
+
+
+class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
+    """A chat with tools: turns until the model calls no tool.
+
+    verifiers asks of a harness only that every call of the model goes through its endpoint. Tools are the MCP servers
+    that verifiers has started; a call that cannot be made is answered with the reason, as the model can learn from it.
+    """
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+        tool_interception_url: str | None = None,
+    ) -> vf.ProgramResult:
+        """One segment of the conversation. A turn that is refused (a limit, a stop) ends it with exit code 1."""
+        messages = self._opening(data)
+        config = {"mcpServers": {n: {"url": u, "timeout": self.config.tool_timeout} for n, u in mcp_urls.items()}}
+        async with contextlib.AsyncExitStack() as stack:
+            # Plain HTTP on the loopback: no certificates need to be read.
+            headers = {"Authorization": f"Bearer {secret}"}
+            http = await stack.enter_async_context(httpx.AsyncClient(headers=headers, timeout=None, verify=False))
+            tools, dispatch, servers = await connect_mcp(config, stack)
+            body: dict[str, Any] = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
+            while True:
+                response = await http.post(f"{endpoint}/chat/completions", json=body)
+                if response.status_code != 200:
+                    return vf.ProgramResult(1, "", response.text[-2000:])
+                message = response.json()["choices"][0]["message"]
+                messages.append(message)
+                calls = message.get("tool_calls") or []
+                if not calls:
+                    return vf.ProgramResult(0, message.get("content") or "", "")
+                for call in calls:
+                    result = await _result(call["function"], dispatch, servers)
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+    def _opening(self, data: vf.TaskData) -> list[dict[str, Any]]:
+        system, prompt = self.resolve_prompt(data)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            return [*messages, {"role": "user", "content": prompt}]
+        return [*messages, *(message_to_wire(message) for message in prompt or [])]
+
+
+async def _result(function: dict[str, str], dispatch: dict[str, Any], servers: dict[str, Any]) -> Any:
+    """A tool's output, or why it was not called."""
+    name = function["name"]
+    if name not in dispatch:
+        return f"error: unknown tool {name!r}; tools: {', '.join(sorted(dispatch))}"
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError as error:
+        return f"error: the arguments of {name!r} are not JSON: {error}"
+    if not isinstance(arguments, dict):
+        return f"error: the arguments of {name!r} are not an object"
+    return await call_mcp(servers, dispatch, name, arguments)
