@@ -10,7 +10,7 @@ from pydantic import Field
 
 from prime_rl.configs.base import BaseConfig
 from prime_rl.configs.envs import Name
-from prime_rl.configs.jsonl import MAX_DATA_BYTES, held_out_first
+from prime_rl.configs.jsonl import MAX_DATA_BYTES, MAX_EVAL_EXAMPLES, held_out_first
 
 # Of one line: far above the longest sequence of any model.
 MAX_LINE_BYTES = 4 << 20
@@ -56,7 +56,7 @@ class DataConfig(BaseConfig):
     num_examples: int | None = Field(None, ge=1)
     """Texts to learn, at most; null takes all after those that are held out."""
 
-    num_held_out: int | None = Field(None, ge=0)
+    num_held_out: int | None = Field(None, ge=0, le=1000)
     """Texts to measure on, the first of the file; null takes a tenth of them, at most 100."""
 
     @property
@@ -74,8 +74,16 @@ class DataConfig(BaseConfig):
         return self.model_copy(update={"path": str(place(self.path))})
 
     def split(self, texts: Sequence[_T]) -> tuple[Sequence[_T], Sequence[_T]]:
-        """(to learn, to measure on)."""
-        return held_out_first(texts, self.num_examples, self.num_held_out)
+        """(to learn, to measure on). Raises ValueError where none are left to learn."""
+        train, held_out = held_out_first(texts, self.num_examples, self.num_held_out)
+        if not train:
+            raise ValueError(f"num_held_out = {len(held_out)} leaves none of the {len(texts)} texts to learn")
+        return train, held_out
+
+    @property
+    def max_held_out(self) -> int:
+        """Texts to measure on, at most."""
+        return MAX_EVAL_EXAMPLES if self.num_held_out is None else self.num_held_out
 
 
 class SftConfig(BaseConfig):

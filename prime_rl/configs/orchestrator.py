@@ -51,7 +51,8 @@ class StopConfig(BaseConfig):
     """Ends the run when a metric has stopped getting better."""
 
     metric: str = Field(min_length=1, max_length=200)
-    """A metric of `metrics/orchestrator.jsonl`, such as "reward/mean"; "eval/pass@1" is the mean over environments."""
+    """A metric of `metrics/orchestrator.jsonl`, such as "reward/mean"; "eval/pass@1" is the mean over environments. Of
+    the trainer's those of texts: "held_out/loss"."""
 
     mode: Literal["max", "min"] = "max"
     """Whether more is better, or less."""
@@ -393,8 +394,13 @@ class OrchestratorConfig(RunLifetime):
 
     @property
     def max_branches(self) -> int:
-        """Samples that a rollout may become, at most."""
-        return max((env.max_branches for env in self.env), default=MAX_BRANCHES)
+        """Samples that a rollout or a text may become, at most."""
+        return MAX_BRANCHES if self.data else max(env.max_branches for env in self.env)
+
+    @property
+    def max_rollouts(self) -> int:
+        """Rollouts and texts of a batch, at most."""
+        return self.batch_size + self.texts_per_batch + sum(source.max_held_out for source in self.data)
 
     @property
     def texts_per_batch(self) -> int:
@@ -459,6 +465,8 @@ class OrchestratorConfig(RunLifetime):
                 raise ValueError('rollouts_per_example: remove it: with kind = "sft" there are no rollouts')
             if self.loss.model_fields_set - {"type", "kl_coef"} or self.loss.type != "aipo":
                 raise ValueError('loss: with kind = "sft" the loss is the cross-entropy: only kl_coef may be set')
+            if self.stop is not None and self.stop.metric.startswith("reward"):
+                raise ValueError('stop.metric: with kind = "sft" there are no rewards: "held_out/loss" is usual')
             if self.eval is not None and not self.eval.env:
                 raise ValueError('eval.env: must name environments: with kind = "sft" there are no others')
         names = [source.label for source in self.data]

@@ -96,7 +96,8 @@ class BatchLoop:
 
     async def _make_one(self, step: int) -> None:
         groups = await self.scheduler.next_groups()
-        check_temperature(self.config.sampling, raw=self.client.reports_raw_logprobs)  # a restarted server may differ
+        if self.config.kind == "rl":  # a restarted server may differ
+            check_temperature(self.config.sampling, raw=self.client.reports_raw_logprobs)
         self.sampler.end_batch(groups[-1].index)
         batch = assemble_batch(
             self.run.run_id,
@@ -187,7 +188,7 @@ def _samples(
                 logprobs=branch.logprobs_T,
                 advantage=1.0 if branch.use else value,
                 reward=rollout.reward,
-                temperature=temperature,
+                temperature=1.0 if branch.use else temperature,
                 policy_version=min(branch.turn_versions),
                 example_id=group.example_id,
                 turn_versions=branch.turn_versions,

@@ -129,13 +129,13 @@ async def set_up(
     changed = await asyncio.to_thread(changed_data_text, run)  # what is loaded now stays
     sessions = Sessions.of(run, tokenizer, seq_len) if config.needs_gateway else None
     envs, eval_envs = await load_environments(config, phases, cleanup, reporter.wait_for, run.data_file, sessions)
-    max_bytes = max_batch_bytes(config.batch_size * config.max_branches, seq_len)
+    max_bytes = max_batch_bytes(config.max_rollouts * config.max_branches, seq_len)
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_bytes)
     reporter.update(step=progress.step)
 
     if sessions:
         link_up(run, sessions, cleanup)
-    texts = Texts(config, run.data_file, tokenizer, seq_len) if config.data else None
+    texts = await asyncio.to_thread(Texts, config, run.data_file, tokenizer, seq_len) if config.data else None
     num_learned = partial(getattr, texts, "num_tokens", 0)
     client, policy, base = await serve(config, run, reporter, partial(note_trouble, phases, sessions), cleanup)
     checked = [*envs.values(), *eval_envs.values()]
@@ -143,7 +143,7 @@ async def set_up(
     ending = Ending(run, config, RunMeter(run, config, client, judges, num_learned), step=progress.step)
     if config.kind == "sft":
         assert texts is not None, "its config has [[data]]"
-        sampler, make_group = texts.sampler, texts.worker(policy, config.max_env_failure_share)
+        sampler, make_group = texts.sampler, texts.worker(policy)
     else:
         sampler = make_sampler(config, envs, progress)
         make_group = RolloutWorker(
@@ -153,7 +153,7 @@ async def set_up(
             sampler,
             rollouts_per_example=config.rollouts_per_example,
             seed=config.sampling_seed,
-            max_rollout_bytes=max_rollout_bytes(config.batch_size, config.max_branches, seq_len),
+            max_rollout_bytes=max_rollout_bytes(config.max_rollouts, config.max_branches, seq_len),
         ).group
     scheduler = make_scheduler(config, run, progress, make_group, client, policy, trainer, phases, cleanup)
     eval_turns = TurnSampler(client, policy, config.eval_sampling, seq_len=seq_len)
@@ -190,6 +190,7 @@ async def serve(
     if config.needs_inference:
         reporter.wait_for(lambda now: client.trouble)
         base = await base_model(client, config.model.name)
+    if config.kind == "rl":
         check_temperature(config.sampling, raw=client.reports_raw_logprobs)
         warn_of_narrow_sampling(config.sampling, raw=client.reports_raw_logprobs)
     policy = PolicyVersions(publication, client, base)

@@ -332,11 +332,12 @@ class ChatTokenizer:
         found = self._tokenizer.encode(text, add_special_tokens=False)
         return found.ids, found.offsets
 
-    @property
-    def end_ids(self) -> list[int]:
-        """The token that ends a text; [] where the model has none."""
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text that is no conversation, between those with which the model begins and ends one."""
+        ids = list(self._tokenizer.encode(text).ids)
         end = token_text(self._template.config.get("eos_token"))
-        return [] if end is None else self.encode(end)
+        end_ids = [] if end is None else self.encode(end)
+        return ids if not end_ids or ids[-len(end_ids) :] == end_ids else [*ids, *end_ids]
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """Text of sampled tokens, without special tokens unless `special`."""

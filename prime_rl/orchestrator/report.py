@@ -59,8 +59,7 @@ class SampleKeeper:
         """Append the chosen rollouts of `batch`, which was assembled from `groups`, all of one size."""
         keeping = Keeping(self._config.per_step, len(groups[0].rollouts_G))
         rollouts = [(group, rollout) for group in groups for rollout in group.rollouts_G]
-        num_made = sum(len(rollout.branches) for _, rollout in rollouts)  # texts come after them
-        places = keeping.samples(batch.samples[:num_made])
+        places = keeping.samples(batch.samples)  # texts come after what was made of the groups
         if not places:
             return
         branches = [(number, at) for number, (_, each) in enumerate(rollouts) for at in range(len(each.branches))]
@@ -112,7 +111,7 @@ class SampleKeeper:
         halves = [positions[:head], positions[head:]] if num_left_out else [positions]
         return SampleTokens(
             pieces=[piece for half in halves for piece in pieces([ids[at] for at in half], self._decode)],
-            logprobs=[round(branch.logprobs_T[at], 4) if mask[at] else None for at in positions],
+            logprobs=[round(branch.logprobs_T[at], 4) if mask[at] and not branch.use else None for at in positions],
             num_left_out=num_left_out,
             advantages=[round(advantages_T[at], 4) for at in positions] if advantages_T else [],
         )

@@ -19,7 +19,7 @@ import msgspec
 
 from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.types import HELD_OUT, TrainingSample, Use
+from prime_rl.contract.types import HELD_OUT, MAX_BRANCHES, TrainingSample, Use, max_rollout_bytes, sample_bytes
 from prime_rl.gateway.texts import Text, read_texts
 from prime_rl.orchestrator.envs.base import Example, Split
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken, ExampleUnusable
@@ -36,16 +36,17 @@ class Tokens:
     ids_T: list[int]
     mask_T: list[bool]
 
+    def cut(self, seq_len: int) -> Tokens:
+        """The first `seq_len` of them."""
+        return Tokens(self.ids_T[:seq_len], self.mask_T[:seq_len])
 
-def tokens_of(text: Text, tokenizer: ChatTokenizer, learn: str, seq_len: int) -> list[Tokens]:
-    """The samples of a text, each cut at `seq_len`; those without a loss token are left out. Raises TokenizerError."""
-    if text.text:
-        ids = [*tokenizer.encode(text.text), *tokenizer.end_ids]
-        found = [Tokens(ids, [False] + [True] * (len(ids) - 1))]
-    else:
-        found = _conversation(text, tokenizer, learn)
-    cut = [Tokens(each.ids_T[:seq_len], each.mask_T[:seq_len]) for each in found]
-    return [each for each in cut if any(each.mask_T)]
+
+def tokens_of(text: Text, tokenizer: ChatTokenizer, learn: str) -> list[Tokens]:
+    """The samples of a text. Raises TokenizerError."""
+    if not text.text:
+        return _conversation(text, tokenizer, learn)
+    ids = tokenizer.encode_text(text.text)
+    return [Tokens(ids, [False] + [True] * (len(ids) - 1))]
 
 
 def _conversation(text: Text, tokenizer: ChatTokenizer, learn: str) -> list[Tokens]:
@@ -101,13 +102,16 @@ class Texts:
     ) -> None:
         self._tokenizer = tokenizer
         self._seq_len = seq_len
+        self._max_bytes = max_rollout_bytes(config.max_rollouts, config.max_branches, seq_len)
+        self._max_unusable_share = config.max_env_failure_share
         self.unusable: dict[str, str] = {}
+        self._unlearned = set[str]()
         self.num_tokens = 0
         self._weight = config.sft.weight
         self._interval = config.sft.held_out_interval
         self._sources = {each.label: each for each in config.data}
         self._train: dict[str, dict[str, Text]] = {}
-        held: list[TrainingSample] = []
+        self._held: list[TrainingSample] = []
         for number, (name, source) in enumerate(self._sources.items()):
             try:
                 train, held_out = source.split(read_texts(place(source.path), source))
@@ -116,8 +120,8 @@ class Texts:
             self._train[name] = {text.id: text for text in train}
             for text in held_out:
                 with contextlib.suppress(ExampleUnusable):  # it is measured on the others
-                    held += self._samples(name, text, 0, HELD_OUT)
-        self._held = held
+                    found, _ = self._tokens(name, text)
+                    self._held += self._samples(f"{name}/{text.id}", found, 0, "held out", HELD_OUT)
         weights = {name: each.weight for name, each in self._sources.items()}
         orders = {name: _Order(texts) for name, texts in self._train.items()}
         self.sampler = ExampleSampler(orders, config.seed, weights)
@@ -128,34 +132,26 @@ class Texts:
         return sum(map(len, self._train.values()))
 
     def group(self, index: int, version: int) -> Group:
-        """The text at `index` of the order, as a group of one rollout without a reward. Raises ExampleUnusable."""
-        pick = self.sampler.pick(index)
-        found = self._tokens(pick.env_name, self._train[pick.env_name][pick.example.id])
+        """The text at `index` of the order, as a group of one rollout without a reward.
+
+        Raises ExampleUnusable, and EnvironmentBroken when too many are that.
+        """
+        name, text = self._pick(index)
+        found, is_cut = self._learned(name, text)
         branches = [
             Branch(
                 each.ids_T, each.mask_T, [0.0] * len(each.ids_T), each.mask_T.index(True), [version], use="supervised"
             )
             for each in found
         ]
-        cut = any(len(each.ids_T) == self._seq_len for each in found)
-        return Group(index, pick.env_name, f"{pick.env_name}/{pick.example.id}", [Rollout(branches, 0.0, {}, cut)])
+        return Group(index, name, f"{name}/{text.id}", [Rollout(branches, 0.0, {}, is_cut)])
 
-    def worker(
-        self, policy: PolicyVersions, max_unusable_share: float
-    ) -> Callable[[int, Callable[[int], None]], Awaitable[Group]]:
+    def worker(self, policy: PolicyVersions) -> Callable[[int, Callable[[int], None]], Awaitable[Group]]:
         """What makes the groups of a run that learns texts alone, at the version that is the newest then."""
 
         async def make(index: int, note_version: Callable[[int], None]) -> Group:
             note_version(policy.version)
-            try:
-                group = self.group(index, policy.version)
-            except ExampleUnusable as error:
-                if len(self.unusable) > max_unusable_share * self.num_texts:
-                    words = f"{len(self.unusable)} of {self.num_texts} texts cannot be learned; the last: {error}"
-                    raise EnvironmentBroken(words) from error
-                raise
-            self.num_tokens += sum(len(branch.token_ids_T) for branch in group.rollouts_G[0].branches)
-            return group
+            return self.group(index, policy.version)
 
         return make
 
@@ -163,21 +159,41 @@ class Texts:
         """The samples of the texts that batch `step` has beside its rollouts, `number` of them in each."""
         found = list[TrainingSample]()
         for index in range((step - 1) * number, step * number):
-            pick = self.sampler.pick(index)
+            name, text = self._pick(index)
             with contextlib.suppress(ExampleUnusable):
-                text = self._train[pick.env_name][pick.example.id]
-                found += self._samples(pick.env_name, text, step - 1, "supervised")
+                tokens, _ = self._learned(name, text)
+                found += self._samples(f"{name}/{text.id}", tokens, step - 1, f"text {index}", "supervised")
         return found
 
     def held_out(self, step: int) -> list[TrainingSample]:
         """The samples that batch `step` has to measure the policy before it; [] when that is not due."""
         if (step - 1) % self._interval:
             return []
-        return [msgspec.structs.replace(each, policy_version=step - 1) for each in self._held]
+        return [msgspec.structs.replace(each, policy_version=step - 1, turn_versions=[step - 1]) for each in self._held]
 
-    def _samples(self, name: str, text: Text, version: int, use: Use) -> list[TrainingSample]:
-        found = self._tokens(name, text)
-        example_id = f"{name}/{text.id}"
+    def _pick(self, index: int) -> tuple[str, Text]:
+        """The text at `index` of the order, and its source."""
+        pick = self.sampler.pick(index)
+        return pick.env_name, self._train[pick.env_name][pick.example.id]
+
+    def _learned(self, name: str, text: Text) -> tuple[list[Tokens], bool]:
+        """As `_tokens`, counted. Raises EnvironmentBroken too, when too many texts cannot be learned."""
+        try:
+            found, is_cut = self._tokens(name, text)
+        except ExampleUnusable as error:
+            self._unlearned.add(f"{name}/{text.id}")
+            num = len(self._unlearned)
+            if num > self._max_unusable_share * self.num_texts or num == self.num_texts:
+                words = f"{num} of {self.num_texts} texts cannot be learned; the last: {error}"
+                raise EnvironmentBroken(words) from error
+            raise
+        self.num_tokens += sum(len(each.ids_T) for each in found)
+        return found, is_cut
+
+    def _samples(
+        self, example_id: str, found: Sequence[Tokens], version: int, rollout: str, use: Use
+    ) -> list[TrainingSample]:
+        """Those of one text. `rollout` and `example_id` name it beside its neighbours in a batch."""
         return [
             TrainingSample(
                 token_ids=each.ids_T,
@@ -189,24 +205,30 @@ class Texts:
                 policy_version=version,
                 example_id=example_id,
                 turn_versions=[version],
-                rollout_id=example_id if len(found) > 1 else "",
+                rollout_id=f"{rollout} {example_id}" if len(found) > 1 else "",
                 use=use,
             )
             for each in found
         ]
 
-    def _tokens(self, name: str, text: Text) -> list[Tokens]:
-        source = self._sources[name]
-        limit, problem = self._seq_len + (source.too_long == "drop"), ""
+    def _tokens(self, name: str, text: Text) -> tuple[list[Tokens], bool]:
+        """What is learned of a text, and true where some of it was cut off. Raises ExampleUnusable."""
+        source, problem = self._sources[name], ""
+        whole, found = list[Tokens](), list[Tokens]()
         try:
-            found = tokens_of(text, self._tokenizer, source.learn, limit)
-            if not found:
-                problem = f"nothing to learn in the first seq_len = {self._seq_len} tokens"
-            elif max(len(each.ids_T) for each in found) > self._seq_len:
-                problem = f"longer than seq_len = {self._seq_len} tokens"
+            whole = tokens_of(text, self._tokenizer, source.learn)
+            found = [each for each in (one.cut(self._seq_len) for one in whole) if any(each.mask_T)]
         except TokenizerError as error:
             problem = str(error)
+        longest = max((len(each.ids_T) for each in whole), default=0)
+        num_bytes = sum(sample_bytes(len(each.ids_T)) for each in found)
+        if longest > self._seq_len and source.too_long == "drop":
+            problem = f"{longest} tokens: longer than seq_len = {self._seq_len}"
+        elif not found:
+            problem = problem or f"nothing to learn in the first seq_len = {self._seq_len} tokens"
+        elif len(found) > MAX_BRANCHES or num_bytes > self._max_bytes:
+            problem = f"{len(found)} samples of {num_bytes:,} bytes: more than a batch has room for"
         if problem:
             self.unusable[f"{name}/{text.id}"] = problem
             raise ExampleUnusable(f"{source.path} line {text.id}: {problem}")
-        return found
+        return found, longest > self._seq_len

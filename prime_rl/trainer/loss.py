@@ -495,9 +495,10 @@ def row_statistics(inputs: LossInputs, losses: RowLosses, entropy_RK: Tensor, is
     sums_RS = torch.stack([torch.where(inputs.mask_RK, each_RK, 0.0).sum(-1) for each_RK in by_token], dim=-1)
     if inputs.uses_R3 is None:
         return torch.cat([losses.loss_R[:, None], sums_RS, sums_RS.new_zeros(len(sums_RS), 6)], dim=-1)
-    sampled_R1, supervised_R1, held_out_R1 = inputs.uses_R3.unsqueeze(1).unbind(-1)
+    sampled_R1, supervised_R1, held_out_R1 = inputs.uses_R3.bool().unsqueeze(1).unbind(-1)
     trained_R3, sampled_R3, texts_R3 = sums_RS.view(-1, 3, 3).unbind(1)
-    parts = [trained_R3 * (1 - held_out_R1), sampled_R3 * sampled_R1, texts_R3 * supervised_R1, texts_R3 * held_out_R1]
+    chosen = [(trained_R3, ~held_out_R1), (sampled_R3, sampled_R1), (texts_R3, supervised_R1), (texts_R3, held_out_R1)]
+    parts = [torch.where(is_R1, each_R3, 0.0) for each_R3, is_R1 in chosen]  # what is left out need not be finite
     return torch.cat([losses.loss_R[:, None], *parts], dim=-1)
 
 
