@@ -290,7 +290,7 @@ class ClientConfig(BaseConfig):
 
 # Keys that mean nothing for a run that makes no rollouts.
 _OF_ROLLOUTS = (
-    *("max_async_level", "max_off_policy_steps", "oversampling_factor", "filter_zero_advantage", "settled_share"),
+    *("max_off_policy_steps", "oversampling_factor", "filter_zero_advantage", "settled_share"),
     *("advantage", "env"),
 )
 
@@ -314,7 +314,8 @@ class OrchestratorConfig(RunLifetime):
     """Updates until the run has finished."""
 
     max_async_level: int = Field(2, ge=0, le=16)
-    """How many versions a rollout may lag behind the policy that it trains; 0 is strictly on-policy."""
+    """How many versions a rollout may lag behind the policy that it trains; 0 is strictly on-policy. So far ahead are
+    batches of texts made, too."""
 
     max_off_policy_steps: int | None = Field(None, ge=0)
     """Versions that a group may fall behind the newest while it is being generated; beyond that it is cancelled and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ def read_texts(path: Path, config: DataConfig) -> list[Text]:
 
 
 def _text_of(number: int, fields: Mapping[str, Any], config: DataConfig) -> Text:
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("has half of a surrogate pair, which cannot be encoded") from None
     given = {
         key: fields[key] for key in (config.messages, config.prompt, config.completion, config.text) if key in fields
     }

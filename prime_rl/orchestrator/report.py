@@ -232,6 +232,8 @@ class BatchReporter:
         """Returns the figures of the batch, which was assembled from `groups`."""
         time_s, ledger, step = self.scheduler.phases.lap(), self.scheduler.ledger, batch.step
         held_by = bottleneck(time_s, num_ahead=step - 1 - self.scheduler.published)
+        if not self.envs and held_by != "trainer":  # nothing is sampled
+            held_by = None
         if self.texts is not None and not self.envs:
             values = text_metrics(step, groups, time_s) | {"epoch": (groups[-1].index + 1) / self.texts.num_texts}
         else:

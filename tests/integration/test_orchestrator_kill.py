@@ -116,7 +116,6 @@ async def test_a_killed_run_of_texts_goes_on_at_the_next_text(tmp_path: Path, pa
         run = make_run(tmp_path / life)
         data = config_data(model, **OVER) | {"kind": "sft", "data": [{"path": "texts.jsonl"}]}
         data = {key: value for key, value in data.items() if key not in ("rollouts_per_example", "env")}
-        del data["max_async_level"]
         toml = write_toml(run, data)
         run.data_file("texts.jsonl").parent.mkdir(parents=True, exist_ok=True)
         run.data_file("texts.jsonl").write_text("\n".join(json.dumps({"text": f"text {n}"}) for n in range(30)))
