@@ -195,3 +195,41 @@ async def test_what_people_read_of_a_text_has_no_log_probabilities(world: World)
     kept = [each for each in rows if "env" in each]
     assert len(kept) == 2 and all(each["completion"].strip().isdigit() for each in kept)
     assert all(set(each["tokens"]["logprobs"]) == {None} for each in kept)
+
+
+async def test_a_run_of_texts_is_evaluated_with_the_versions_that_it_makes(world: World) -> None:
+    fake = FakeInference(world.model)
+    env = {"id": "reverse-text", "args": {"wording": "short", "num_examples": 8, "num_eval_examples": 4}}
+    async with serving(fake) as url:
+        over = {"client": {"base_url": url}, "max_steps": 4, "eval": {"interval": 2, "env": [env]}}
+        assert await world.live(world.config(**over)) == 0
+    evaluated = [line["step"] for line in world.lines() if any(name.startswith("eval/") for name in line)]
+    assert evaluated[-1] == 4 and fake.completions
+    assert all(each.use for step in range(1, 5) for each in world.batch(step).samples)
+    assert fake.adapters == {}, "all versions are unloaded"
+
+
+async def test_a_run_that_begins_with_an_adapter_learns_from_its_first_version_on(world: World) -> None:
+    assert await world.live(world.config(init={"from": "run_before@v3"}, max_steps=3)) == 0
+    assert {each.policy_version for each in world.batch(1).samples} == {0}
+    assert list_rollout_steps(world.run) == [1, 2, 3]
+
+
+async def test_a_run_that_is_paused_goes_on_at_the_next_text(world: World) -> None:
+    running = world.start(world.config(max_steps=6))
+    await until(lambda: list_rollout_steps(world.run) == [1, 2, 3], "three batches")
+    world.run.paused.write_text("")
+    await asyncio.wait_for(running, PATIENCE_S)
+    assert world.status.state == "paused"
+    world.run.paused.unlink()
+    assert await world.live(world.config(max_steps=6)) == 0
+    learned = [each for step in range(1, 7) for each in ids(world.batch(step).samples, "supervised")]
+    assert len(set(learned[:10])) == len(set(learned[10:20])) == 10, "each once an epoch"
+
+
+async def test_a_run_that_is_evicted_ends(world: World) -> None:
+    running = world.start(world.config(max_steps=6))
+    await until(lambda: list_rollout_steps(world.run) == [1, 2, 3], "three batches")
+    world.run.evicted.write_text("out of memory")
+    assert await asyncio.wait_for(running, PATIENCE_S) == 1
+    assert (world.status.state, world.status.reason) == ("evicted", "out of memory")
