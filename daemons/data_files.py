@@ -21,12 +21,20 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import read_file, write_atomic
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.notes import digest_of
+from prime_rl.gateway.texts import read_texts
 from prime_rl.utils.runtime import missing
 
 
 def data_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProblem]:
     """Problems of the files, and libraries that environments lack. Reads the files, and runs no code."""
     problems, taken = [], dict[Path, str]()
+    for number, source in enumerate(config.data):
+        try:
+            read_texts(place(source.path), source)
+        except FileNotFoundError:
+            problems.append(ConfigProblem(f"data.{number}.path", _not_found(place(source.path))))
+        except (ValueError, OSError) as error:
+            problems.append(ConfigProblem(f"data.{number}.path", str(error)))
     for key, env in _envs(config):
         if sentence := missing("environments", *MODULES.get(env.id.partition(":")[0], [])):
             problems.append(ConfigProblem(f"{key}.id", f"found {env.id!r}: {sentence}"))
@@ -34,11 +42,11 @@ def data_problems(config: OrchestratorConfig, place: Place) -> list[ConfigProble
             continue
         if found := _first_problem(env.rows, place):
             problems.append(ConfigProblem(f"{key}.args.{found[0]}", found[1]))
-        for named in _named(env):
-            other = taken.setdefault(RunDir(Path()).data_file(named), named)
-            if other != named:
-                words = f"{named!r} and {other!r} would have one name in the run: rename one of them"
-                problems.append(ConfigProblem(f"{key}.args", words))
+    for key, named in _all_keys(config):
+        other = taken.setdefault(RunDir(Path()).data_file(named), named)
+        if other != named:
+            words = f"{named!r} and {other!r} would have one name in the run: rename one of them"
+            problems.append(ConfigProblem(key, words))
     return problems
 
 
@@ -58,11 +66,15 @@ def _first_problem(args: RowsArgs, place: Place) -> tuple[str, str] | None:
             name, path = "reward", place(args.code)
             _check_code(path, args.function)
     except FileNotFoundError:
-        return name, f"{path} not found: a path is relative to the config file, and prl runs add copies it into the run"
+        return name, _not_found(path)
     except (ValueError, OSError) as error:
         return name, str(error)
     sentence = missing("math", "math_verify") if args.scoring == "math" else None
     return ("reward" if isinstance(args, AgentArgs) else "scorer", f"found 'math': {sentence}") if sentence else None
+
+
+def _not_found(path: Path) -> str:
+    return f"{path} not found: a path is relative to the config file, and prl runs add copies it into the run"
 
 
 def _check_code(path: Path, function: str) -> None:
@@ -165,5 +177,12 @@ def _named(env: EnvConfig) -> dict[str, int]:
     return env.rows.files if env.rows else {}
 
 
+def _all_keys(config: OrchestratorConfig) -> Iterator[tuple[str, str]]:
+    """Each file that the config names, by the key that names it."""
+    yield from ((f"data.{number}.path", source.path) for number, source in enumerate(config.data))
+    yield from ((f"{key}.args", named) for key, env in _envs(config) for named in _named(env))
+
+
 def _all_named(config: OrchestratorConfig) -> dict[str, int]:
-    return {named: limit for _, env in _envs(config) for named, limit in _named(env).items()}
+    of_data = {named: limit for source in config.data for named, limit in source.files.items()}
+    return of_data | {named: limit for _, env in _envs(config) for named, limit in _named(env).items()}

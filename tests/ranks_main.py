@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tomli_w
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -30,6 +31,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir, list_steps
+from prime_rl.contract.types import USES, Use
 from prime_rl.trainer import loop as loop  # here and not in each rank: they have ten seconds to join
 from prime_rl.trainer import train as trainer
 from prime_rl.trainer.model import part_here
@@ -70,12 +72,13 @@ RUNS: dict[str, dict[str, Any]] = {
         "optim": {"type": "muon", "lr": 1e-2, "betas": [0.8, 0.999]},
         "loss": {"type": "dr_grpo"},
     },
+    "run_texts": {"seed": 4, "data": [{"path": "texts.jsonl"}], "sft": {"share": 0.5}},
 }
 # One has fewer samples than there are ranks.
 GROUPED = ("run_adamw", "run_muon")
 # A group is in one pass.
 ROOMY = {"max_tokens_per_micro_batch": 160}
-NUM_SAMPLES = {"run_adamw": 3, "run_sgd": 12, "run_muon": 8}
+NUM_SAMPLES = {"run_adamw": 3, "run_sgd": 12, "run_muon": 8, "run_texts": 12}
 
 
 def put_run(workspace: Path, model: Path, run_id: str, num_steps: int = NUM_STEPS) -> RunDir:
@@ -85,9 +88,15 @@ def put_run(workspace: Path, model: Path, run_id: str, num_steps: int = NUM_STEP
 
 
 def put_own_batches(run: RunDir, num_steps: int) -> None:
-    """Those of one of RUNS; one of the runs has advantages of single tokens."""
+    """Those of one of RUNS; one of them has advantages of single tokens, one texts beside its rollouts."""
     run_id, by_token = run.run_id, run.run_id == "run_muon"
-    put_batches(run, num_steps, num_samples=NUM_SAMPLES[run_id], seed=len(run_id), by_token=by_token)
+    for step in range(1, num_steps + 1):
+        batch = make_batch(run_id, step, num_samples=NUM_SAMPLES[run_id], seed=len(run_id), by_token=by_token)
+        if run_id == "run_texts":
+            uses: list[Use] = [use for use in USES for _ in range(4)]
+            samples = [msgspec.structs.replace(each, use=use) for each, use in zip(batch.samples, uses, strict=True)]
+            batch = msgspec.structs.replace(batch, samples=samples)
+        put_batch(run, batch)
 
 
 def put_whole_run(workspace: Path, model: Path, num_steps: int = NUM_STEPS) -> RunDir:

@@ -65,6 +65,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *LAYER_1,
         "daemons",
         "prime_rl.gateway.keys",
+        "prime_rl.gateway.texts",
         "prime_rl.results",
         "psutil",
         "typer",

@@ -120,7 +120,7 @@ def mismatch(stage: Stage, served: Served) -> dict[str, float]:
     targets = Targets(*(torch.tensor(column, device=served.device) for column in columns))
     ids_1N = torch.tensor([[each for row in rows for each in row.all_ids]], device=served.device)
     packed = PackedRows(tuple(lengths), (0,) * len(lengths))
-    logprobs_N, entropy_N = ours.token_logprobs(ids_1N, [row.job.slot for row in rows], targets, packed)
+    logprobs_N, entropy_N, _ = ours.token_logprobs(ids_1N, [row.job.slot for row in rows], targets, packed)
     log_ratio_N = logprobs_N - torch.tensor([each for row in rows for each in row.logprobs], device=served.device)
     kl_N = log_ratio_N.exp() - 1 - log_ratio_N
     found = {"mismatch_kl": kl_N.mean(), "worst_log_ratio": log_ratio_N.abs().max(), "entropy": entropy_N.mean()}

@@ -102,10 +102,7 @@ class RowsArgs(BaseConfig):
 
     def split(self, examples: Sequence[_T]) -> tuple[Sequence[_T], Sequence[_T]]:
         """(to train on, to evaluate on)."""
-        tenth = min(MAX_EVAL_EXAMPLES, math.ceil(len(examples) / 10)) if len(examples) > 1 else 0
-        num_eval = tenth if self.num_eval_examples is None else self.num_eval_examples
-        last = None if self.num_examples is None else num_eval + self.num_examples
-        return examples[num_eval:last], examples[:num_eval]
+        return held_out_first(examples, self.num_examples, self.num_eval_examples)
 
 
 class JsonlArgs(RowsArgs):
@@ -147,34 +144,57 @@ class Row:
     fields: dict[str, Any]
 
 
-def read_rows(path: Path, args: RowsArgs) -> list[Row]:
-    """The rows of a file; lines of blanks count for nothing. A byte order mark of UTF-8 is left out.
+def held_out_first(
+    examples: Sequence[_T], num_examples: int | None, num_held_out: int | None
+) -> tuple[Sequence[_T], Sequence[_T]]:
+    """(those to train on, at most `num_examples`; the first `num_held_out`, by default a tenth of them)."""
+    tenth = min(MAX_EVAL_EXAMPLES, math.ceil(len(examples) / 10)) if len(examples) > 1 else 0
+    num_held_out = tenth if num_held_out is None else num_held_out
+    last = None if num_examples is None else num_held_out + num_examples
+    return examples[num_held_out:last], examples[:num_held_out]
 
-    Raises ValueError that names the file, the line and what is wrong there; FileRefused or another OSError.
+
+def read_rows(path: Path, args: RowsArgs) -> list[Row]:
+    """The rows of a file. Raises ValueError that names the file, the line and what is wrong there; OSError."""
+    lines: dict[str, int] = {}
+
+    def row_of(number: int, fields: Mapping[str, Any]) -> Row:
+        row = _row(number, fields, args)
+        if row.id in lines:
+            raise ValueError(f"the id {row.id!r} is that of line {lines[row.id]} too: each row needs its own")
+        lines[row.id] = number
+        return row
+
+    return of_lines(path, row_of)
+
+
+def of_lines(
+    path: Path, make: Callable[[int, Mapping[str, Any]], _T], max_line_bytes: int = MAX_DATA_BYTES
+) -> list[_T]:
+    """What `make` makes of each line's number and object; lines of blanks count for nothing, nor does UTF-8's mark.
+
+    Raises ValueError that names the file, the line and what is wrong there, FileRefused or another OSError.
     """
     data = read_file(path, limit=MAX_DATA_BYTES)
     if data.startswith(UTF16_MARKS):
         raise ValueError(f"{path} begins with a byte order mark of UTF-16: save it as UTF-8")
-    rows: list[Row] = []
-    lines: dict[str, int] = {}
+    made: list[_T] = []
     for number, line in enumerate(data.removeprefix(_MARK).split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            row = _row(number, _parsed(line), args)
-            if row.id in lines:
-                raise ValueError(f"the id {row.id!r} is that of line {lines[row.id]} too: each row needs its own")
+            made.append(make(number, _parsed(line, max_line_bytes)))
         except (ValueError, RecursionError) as error:
             reason = "not valid JSON: nested too deeply" if isinstance(error, RecursionError) else error
             raise ValueError(f"{path} line {number}: {reason}") from None
-        lines[row.id] = number
-        rows.append(row)
-    if not rows:
+    if not made:
         raise ValueError(f"{path} has no rows: write one JSON object a line")
-    return rows
+    return made
 
 
-def _parsed(line: bytes) -> Mapping[str, Any]:
+def _parsed(line: bytes, max_bytes: int) -> Mapping[str, Any]:
+    if len(line) > max_bytes:
+        raise ValueError(f"has {len(line):,} bytes: at most {max_bytes:,} are read")
     try:
         fields = json.loads(line.decode())
     except UnicodeDecodeError as error:

@@ -130,6 +130,13 @@ class MisLossConfig(BaseLossConfig):
         return _ordered(self, "low", "high", *self.limits)
 
 
+class CrossEntropyLossConfig(BaseLossConfig):
+    """The loss of texts that the policy did not sample. No run chooses it: such samples have it."""
+
+    type: Literal["cross_entropy"] = "cross_entropy"
+    """-A * log pi, A being the weight of the sample or token; mean over the loss tokens of the batch."""
+
+
 class ClippedLossConfig(BaseLossConfig):
     """Constants of the losses that clip closely around 1."""
 
@@ -219,6 +226,10 @@ LossConfig = Annotated[
     # The default type is aipo.
     BeforeValidator(lambda value: {"type": "aipo", **value} if isinstance(value, Mapping) else value),
 ]
+
+
+# Of a row of a pass.
+RowLoss = LossConfig | CrossEntropyLossConfig
 
 
 def _ordered(config: LossT, low_key: str, high_key: str, low: float, high: float) -> LossT:

@@ -7,15 +7,19 @@ TOML has no null: "null" in a help text below means that the key is omitted.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from prime_rl.configs.base import BaseConfig, EvalSamplingConfig, LogConfig, SamplingConfig, WatchConfig, check_address
+from prime_rl.configs.data import DataConfig, SftConfig
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.losses import AipoLossConfig, DrGrpoLossConfig, LossConfig
 from prime_rl.configs.reports import MonitorConfig, SamplesConfig
 from prime_rl.contract.served import RANGES
+from prime_rl.contract.types import MAX_BRANCHES
 
 # Keys of `orch.toml` that are read while the run is in its slot; it keeps all others as it was admitted.
 LIVE_KEYS = ("weight", "priority", "preempt", "budget", "tags")
@@ -47,7 +51,8 @@ class StopConfig(BaseConfig):
     """Ends the run when a metric has stopped getting better."""
 
     metric: str = Field(min_length=1, max_length=200)
-    """A metric of `metrics/orchestrator.jsonl`, such as "reward/mean"; "eval/pass@1" is the mean over environments."""
+    """A metric of `metrics/orchestrator.jsonl`, such as "reward/mean"; "eval/pass@1" is the mean over environments. Of
+    the trainer's those of texts: "held_out/loss"."""
 
     mode: Literal["max", "min"] = "max"
     """Whether more is better, or less."""
@@ -280,11 +285,21 @@ class ClientConfig(BaseConfig):
         return self
 
 
+# Keys that mean nothing for a run that makes no rollouts.
+_OF_ROLLOUTS = (
+    *("max_off_policy_steps", "oversampling_factor", "filter_zero_advantage", "settled_share"),
+    *("advantage", "env"),
+)
+
+
 class OrchestratorConfig(RunLifetime):
     """`control/orch.toml`: the config of one run."""
 
+    kind: Literal["rl", "sft"] = "rl"
+    """What the run learns from: "rl", rollouts and their rewards; "sft", the texts of `[[data]]` (docs/sft.md)."""
+
     batch_size: int = Field(ge=1)
-    """Rollouts per update, a multiple of `rollouts_per_example`."""
+    """Rollouts per update, a multiple of `rollouts_per_example`; of a run that learns texts, texts."""
 
     rollouts_per_example: int = Field(ge=1, le=int(RANGES["n"].highest))
     """Rollouts per example: the group over which advantages are computed."""
@@ -296,7 +311,8 @@ class OrchestratorConfig(RunLifetime):
     """Updates until the run has finished."""
 
     max_async_level: int = Field(2, ge=0, le=16)
-    """How many versions a rollout may lag behind the policy that it trains; 0 is strictly on-policy."""
+    """How many versions a rollout may lag behind the policy that it trains; 0 is strictly on-policy. So far ahead are
+    batches of texts made, too."""
 
     max_off_policy_steps: int | None = Field(None, ge=0)
     """Versions that a group may fall behind the newest while it is being generated; beyond that it is cancelled and
@@ -335,8 +351,14 @@ class OrchestratorConfig(RunLifetime):
     sampling: SamplingConfig = SamplingConfig()
     """Sampling."""
 
-    env: list[EnvConfig] = Field(min_length=1)
+    env: list[EnvConfig]
     """Environments, one `[[env]]` each."""
+
+    data: list[DataConfig] = Field([])
+    """Texts to learn, one `[[data]]` for each source."""
+
+    sft: SftConfig = SftConfig()
+    """How texts are learned."""
 
     max_env_failure_share: float = Field(0.5, ge=0, le=1)
     """Largest share of an environment's newest rollouts that may be dropped for its faults, and of its examples that
@@ -370,8 +392,23 @@ class OrchestratorConfig(RunLifetime):
 
     @property
     def max_branches(self) -> int:
-        """Samples that a rollout may become, at most."""
-        return max(env.max_branches for env in self.env)
+        """Samples that a rollout or a text may become, at most."""
+        return MAX_BRANCHES if self.data else max(env.max_branches for env in self.env)
+
+    @property
+    def max_rollouts(self) -> int:
+        """Rollouts and texts of a batch, at most."""
+        return self.batch_size + self.texts_per_batch + sum(source.max_held_out for source in self.data)
+
+    @property
+    def texts_per_batch(self) -> int:
+        """Texts beside the rollouts of a batch."""
+        return math.ceil(self.sft.share * self.batch_size) if self.kind == "rl" and self.data else 0
+
+    @property
+    def needs_inference(self) -> bool:
+        """True when anything is sampled."""
+        return self.kind == "rl" or self.eval is not None
 
     @property
     def needs_gateway(self) -> bool:
@@ -412,6 +449,35 @@ class OrchestratorConfig(RunLifetime):
         chosen = self.loss.length if isinstance(self.loss, DrGrpoLossConfig) else None
         return chosen or self.sampling.max_tokens
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_groups(cls, data: Any) -> Any:
+        """A run that makes no rollouts needs neither groups of them nor environments."""
+        is_sft = isinstance(data, Mapping) and data.get("kind") == "sft"
+        return {"rollouts_per_example": 1, "env": [], **data} if is_sft else data
+
+    @model_validator(mode="after")
+    def _learns_from_what_it_has(self) -> Self:
+        if self.kind == "rl" and not self.env:
+            raise ValueError("env: must have at least one [[env]]")
+        if self.kind == "sft":
+            if not self.data:
+                raise ValueError('data: must have at least one [[data]] with kind = "sft"')
+            if wrong := [key for key in _OF_ROLLOUTS if key in self.model_fields_set and getattr(self, key)]:
+                raise ValueError(f'{wrong[0]}: remove it: with kind = "sft" there are no rollouts')
+            if self.rollouts_per_example != 1:
+                raise ValueError('rollouts_per_example: remove it: with kind = "sft" there are no rollouts')
+            if self.loss.model_fields_set - {"type", "kl_coef"} or self.loss.type != "aipo":
+                raise ValueError('loss: with kind = "sft" the loss is the cross-entropy: only kl_coef may be set')
+            if self.stop is not None and self.stop.metric.startswith("reward"):
+                raise ValueError('stop.metric: with kind = "sft" there are no rewards: "held_out/loss" is usual')
+            if self.eval is not None and not self.eval.env:
+                raise ValueError('eval.env: must name environments: with kind = "sft" there are no others')
+        names = [source.label for source in self.data]
+        if len(set(names)) != len(names):
+            raise ValueError(f"data: duplicate names {names}: set a distinct `name` in each [[data]]")
+        return self
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.batch_size % self.rollouts_per_example:
@@ -424,8 +490,7 @@ class OrchestratorConfig(RunLifetime):
                 f"max_off_policy_steps: found {self.max_off_policy_steps}: must be at most "
                 f"max_async_level = {self.max_async_level}"
             )
-        lows = [env.reward_range[0] for env in self.env]
-        if self.advantage.type == "maxrl" and min(lows) < 0:
+        if self.advantage.type == "maxrl" and any(env.reward_range[0] < 0 for env in self.env):
             raise ValueError(
                 "advantage.type: found 'maxrl', which requires a non-negative reward_range in every [[env]]"
             )

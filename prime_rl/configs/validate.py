@@ -84,12 +84,13 @@ def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> 
         found = f"found {level}: must be at most {room}, this workspace's limit"
         problems.append(ConfigProblem("max_async_level", f"{found} (max_async_level in its system file)"))
     seq_len = min(config.seq_len or limits.max_seq_len, limits.max_seq_len)
-    if config.sampling.max_tokens >= seq_len:
+    if config.needs_inference and config.sampling.max_tokens >= seq_len:
         longer = "" if seq_len < limits.max_seq_len else f", with room for the prompt{_LONGER}"
         found = f"found {config.sampling.max_tokens}: must be below seq_len = {seq_len}{longer}"
         problems.append(ConfigProblem("sampling.max_tokens", found))
-    if (full := full_batch_bytes(config.batch_size, seq_len)) > MAX_BATCH_BYTES:
-        found = f"found {config.batch_size}: with seq_len = {seq_len} a batch has up to {full >> 20} MiB"
+    if (full := full_batch_bytes(config.max_rollouts, seq_len)) > MAX_BATCH_BYTES:
+        texts = f" and {config.max_rollouts - config.batch_size} texts beside it" if config.data else ""
+        found = f"found {config.batch_size}: with seq_len = {seq_len}{texts} a batch has up to {full >> 20} MiB"
         most = f"must be at most {MAX_BATCH_BYTES >> 20}; make one of them smaller"
         problems.append(ConfigProblem("batch_size", f"{found}, {most}"))
     return problems
@@ -126,6 +127,8 @@ def doubts(config: OrchestratorConfig, limits: TrainerLimits | None) -> list[Con
     if config.optim.type == "adamw" and config.optim.lr > MAX_USUAL_LR and not trains_whole:
         words = f"found {config.optim.lr:g}: above {MAX_USUAL_LR:g} most adapters break within a few updates"
         found.append(ConfigProblem("optim.lr", f"{words}; 1e-5 to 1e-3 is usual"))
+    if config.kind == "sft":
+        return found
     seq_len = config.seq_len or (limits.max_seq_len if limits else None)
     if seq_len is not None and 0 <= (room := seq_len - config.sampling.max_tokens) < MIN_PROMPT_SHARE * seq_len:
         words = f"found {config.sampling.max_tokens}: leaves the prompt {room} of seq_len = {seq_len} tokens"

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from prime_rl.contract.files import UNDECODABLE, append_line, read_end, write_atomic
-from prime_rl.contract.types import SampleColumns, TrainingSample, rollouts_of
+from prime_rl.contract.types import HELD_OUT, SampleColumns, TrainingSample, rollouts_of
 from prime_rl.utils.text import clean_strings, one_line
 
 # However long the texts are that a run asks to keep.
@@ -66,8 +66,12 @@ class Keeping:
         return [number * size + at for number in chosen for at in range(len(groups[number]))]
 
     def samples(self, samples: Sequence[TrainingSample | SampleColumns]) -> list[int]:
-        """The places of the samples of a batch that are kept: of the kept rollouts the first MAX_KEPT_BRANCHES."""
-        rollouts = rollouts_of(samples)
+        """The places of the samples of a batch that are kept: of the kept rollouts the first MAX_KEPT_BRANCHES.
+
+        Texts are kept in a batch without rollouts alone, and none of those that are measured on.
+        """
+        use = min((each.use for each in samples if each.use != HELD_OUT), default="")
+        rollouts = [places for places in rollouts_of(samples) if samples[places[0]].use == use]
         chosen = self.places([samples[places[0]].reward for places in rollouts])
         return [place for number in chosen for place in rollouts[number][:MAX_KEPT_BRANCHES]]
 

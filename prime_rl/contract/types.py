@@ -20,7 +20,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -46,6 +46,11 @@ COLUMN_BYTES_A_TOKEN = 13
 BYTES_A_SAMPLE = 4 << 10
 BYTES_BESIDES = 1 << 20
 
+# A sample is what the policy sampled (""), or a text of somebody else: learned by its cross-entropy, or only measured.
+Use = Literal["", "supervised", "held_out"]
+HELD_OUT: Use = "held_out"
+USES: tuple[Use, ...] = get_args(Use)
+
 OneT = TypeVar("OneT")
 OtherT = TypeVar("OtherT")
 
@@ -55,9 +60,12 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         token_ids: T ids, prompt first.
-        loss_mask: T flags; true where the policy sampled the token, so prompts and tool outputs are false.
-        logprobs: T log-probabilities under the policy that sampled (mu); 0.0 where `loss_mask` is false.
-        advantage: one number for all loss tokens of the sample; their mean where each has its own.
+        loss_mask: T flags; true where the policy sampled the token, so prompts and tool outputs are false. Of a text
+            that the policy did not sample: true where it is to be learned, or measured.
+        logprobs: T log-probabilities under the policy that sampled (mu); 0.0 where `loss_mask` is false, and in a text
+            that it did not sample.
+        advantage: one number for all loss tokens of the sample; their mean where each has its own. Of a supervised one
+            its weight.
         reward: as the environment gave it, for reports only.
         temperature: what the logits were divided by when sampling.
         policy_version: the oldest policy version that any token of the sample came from.
@@ -65,6 +73,7 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         turn_versions: the policy version of each turn; [] where it was not recorded.
         token_advantages: T numbers that stand in for `advantage`, 0.0 where `loss_mask` is false; [] without them.
         rollout_id: samples behind each other with the same one are branches of one rollout; "": it is a rollout alone.
+        use: "supervised" or "held_out" for a text that the policy did not sample.
         turn_rewards: of each turn in `turn_versions` the reward that was posted for it alone, None without one; []
             where none was. For reports only: `reward` is that of the whole, their sum where no other was given.
     """
@@ -81,6 +90,7 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_advantages: list[float] = []
     rollout_id: str = ""
     turn_rewards: list[float | None] = []
+    use: Use = ""
 
     def columns(self) -> SampleColumns:
         """Logprobs and advantages are rounded to float32.
@@ -120,6 +130,7 @@ class SampleColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     token_advantages: bytes = b""
     rollout_id: str = ""
     turn_rewards: list[float | None] = []
+    use: Use = ""
 
     def lists(self) -> TrainingSample:
         """Raises ValueError when the bytes are not whole numbers."""
@@ -182,6 +193,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
             that is so for all rows.
         shared: R numbers: of a row's first positions, how many are those of the row before it, and are computed there;
             [] where no row shares any.
+        uses: R words (`TrainingSample.use`); [] where the policy sampled all rows.
     """
 
     run_idxs: list[int]
@@ -196,6 +208,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     kept: list[int] = []
     token_advantages: list[bytes] = []
     shared: list[int] = []
+    uses: list[Use] = []
 
 
 def rollouts_of(samples: Sequence[TrainingSample | SampleColumns]) -> list[list[int]]:

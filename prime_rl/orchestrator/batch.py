@@ -41,6 +41,7 @@ from prime_rl.orchestrator.report import BatchReporter, RunReporter, SampleKeepe
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import Scheduler
+from prime_rl.orchestrator.texts import Texts
 
 
 class SecondOrchestrator(RuntimeError):
@@ -61,6 +62,7 @@ class BatchLoop:
     samples: SampleKeeper
     reporter: RunReporter
     ending: Ending
+    texts: Texts | None = None
 
     async def make_all(self) -> None:
         """Make the batches of all steps that are left, then wait for what the last one leads to.
@@ -94,7 +96,8 @@ class BatchLoop:
 
     async def _make_one(self, step: int) -> None:
         groups = await self.scheduler.next_groups()
-        check_temperature(self.config.sampling, raw=self.client.reports_raw_logprobs)  # a restarted server may differ
+        if self.config.kind == "rl":  # a restarted server may differ
+            check_temperature(self.config.sampling, raw=self.client.reports_raw_logprobs)
         self.sampler.end_batch(groups[-1].index)
         batch = assemble_batch(
             self.run.run_id,
@@ -103,12 +106,19 @@ class BatchLoop:
             advantage=self.config.advantage,
             temperature=self.config.sampling.temperature,
             sampler=self.sampler,
+            texts=self._texts(step),
         )
         if checkpoint_is_due(step, self.config.ckpt, self.config.max_steps):
             await held_async(partial(save_state, self.run, batch), self.run.path)
         await held_async(partial(publish_batch, self.run, batch), self.run.path)
         self.ending.feed(step, await self.batches.report(batch, groups))
         self.samples.keep(groups, batch)
+
+    def _texts(self, step: int) -> list[TrainingSample]:
+        """What batch `step` has beside its groups: texts to learn, and those to measure on."""
+        if self.texts is None:
+            return []
+        return [*self.texts.beside(step, self.config.texts_per_batch), *self.texts.held_out(step)]
 
 
 def assemble_batch(
@@ -119,8 +129,11 @@ def assemble_batch(
     advantage: AdvantageConfig,
     temperature: float,
     sampler: ExampleSampler | None = None,
+    texts: Sequence[TrainingSample] = (),
 ) -> TrainingBatch:
     """The batch of update `step`: all rollouts of `groups`, in example order, and what is known of the examples.
+
+    `texts` come after them.
 
     A group whose rewards are all equal may be among them: its advantage is zero, and it counts in the loss's mean. One
     without rollouts may be among them too.
@@ -134,7 +147,7 @@ def assemble_batch(
     ]
     next_index = groups[-1].index + 1
     state = sampler.state(next_index) if sampler else {"next_index": next_index}
-    return TrainingBatch(run_id, step, samples, state)
+    return TrainingBatch(run_id, step, [*samples, *texts], state)
 
 
 def has_signal(group: Group, advantage: AdvantageConfig) -> bool:
@@ -173,13 +186,14 @@ def _samples(
                 token_ids=branch.token_ids_T,
                 loss_mask=branch.loss_mask_T,
                 logprobs=branch.logprobs_T,
-                advantage=value,
+                advantage=1.0 if branch.use else value,
                 reward=rollout.reward,
-                temperature=temperature,
+                temperature=1.0 if branch.use else temperature,
                 policy_version=min(branch.turn_versions),
                 example_id=group.example_id,
                 turn_versions=branch.turn_versions,
                 rollout_id=rollout_id,
+                use=branch.use,
                 turn_rewards=branch.turn_rewards,
             )
             if _is_masked(rollout, advantage):

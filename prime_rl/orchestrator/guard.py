@@ -21,7 +21,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never, TypeVar
 
@@ -30,7 +30,7 @@ from prime_rl.configs.base import ConfigError
 from prime_rl.configs.orchestrator import BudgetConfig, OrchestratorConfig
 from prime_rl.contract.files import WaitStopped, WaitTimeout, read_end, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.metrics import EarlyStop, metric_value, series
+from prime_rl.contract.metrics import EarlyStop, metric_value, parse_metrics, series
 from prime_rl.contract.notes import audit_run
 from prime_rl.contract.status import (
     HEARTBEAT_S,
@@ -48,6 +48,7 @@ from prime_rl.contract.usage import UsageLog, budget_reason, life_of
 from prime_rl.orchestrator.envs.agent_judge import Judge
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.utils.runtime import cancel_all, log_failure
+from prime_rl.utils.tail import FileTail
 
 # Between two looks: at least, whatever wakes it, and at most.
 MIN_LOOK_S = 0.2
@@ -195,12 +196,25 @@ logger = logging.getLogger("orchestrator")
 MAX_HISTORY_BYTES = 64_000_000
 
 
+# Figures of the trainer that may end a run.
+OF_TEXTS = ("supervised/", "held_out/")
+
+
 class RunMeter:
-    """Tokens, also those of `judges`, seconds of inference and hours at work of one run, over all its starts."""
+    """Tokens, also those of `judges`, seconds of inference and hours at work of one run, over all its starts.
+
+    `num_learned`: tokens of texts, which count like those that are sampled.
+    """
 
     def __init__(
-        self, run: RunDir, config: OrchestratorConfig, client: InferenceClient, judges: Sequence[Judge] = ()
+        self,
+        run: RunDir,
+        config: OrchestratorConfig,
+        client: InferenceClient,
+        judges: Sequence[Judge] = (),
+        num_learned: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._num_learned = num_learned
         self._run_id = run.run_id
         self._tags = config.tags
         self._client = client
@@ -224,7 +238,7 @@ class RunMeter:
     def _counters(self) -> dict[str, float]:
         client = self._client
         return {
-            "tokens": client.num_sampled_tokens,
+            "tokens": client.num_sampled_tokens + self._num_learned(),
             "inference_s": client.request_s,
             "work_s": time.monotonic(),
             "judge_prompt_tokens": sum(judge.num_prompt_tokens for judge in self._judges),
@@ -246,12 +260,13 @@ class Ending:
         self._stamps = self._stamps_now()
         if any(stamp and stamp[0] / 1e9 >= _LOADED_AT for stamp in self._stamps):
             self._stamps = []  # `config` may have been read before
+        self._trained = FileTail(run.trainer_metrics)
         self._rule = EarlyStop(**config.stop.model_dump()) if config.stop else None
         if self._rule is not None:
             if self._rule.metric.startswith("eval/") and config.eval is None:
                 logger.warning("stop.metric = %r, but the run has no [eval]: it never stops early", self._rule.metric)
             lines = read_end(run.orchestrator_metrics, MAX_HISTORY_BYTES).splitlines()
-            for at, value in series(lines, self._rule.metric, at_most=step):
+            for at, value in series([*lines, *self._of_texts()], self._rule.metric, at_most=step):
                 self._rule.feed(at, value)
 
     def note(self, step: int) -> None:
@@ -266,6 +281,8 @@ class Ending:
 
     def reason(self) -> str | None:
         """Why the run ends now; None: it goes on."""
+        for step, values in filter(None, map(parse_metrics, self._of_texts())):
+            self.feed(step, values)
         if stopped := self._rule.reason if self._rule else None:
             return stopped
         self._read_budget()
@@ -278,6 +295,10 @@ class Ending:
         with contextlib.suppress(FileExistsError):
             write_atomic(self._run.finished, reason, exclusive=True)
             audit_run(self._run, "orchestrator", "finish", reason)
+
+    def _of_texts(self) -> Iterable[bytes]:
+        """The trainer's lines since the last look, where the rule is about its figures of texts."""
+        return self._trained.lines() if self._rule and self._rule.metric.startswith(OF_TEXTS) else ()
 
     def _read_budget(self) -> None:
         stamps = self._stamps_now()

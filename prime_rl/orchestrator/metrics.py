@@ -114,15 +114,24 @@ def batch_metrics(
     """The figures of one batch. `num_dropped` counts groups since the start of this process."""
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
     rewards = [rollout.reward for rollout in rollouts]
-    levels = [step - 1 - rollout.oldest_version for rollout in rollouts]
-    completion_lens = [rollout.num_completion_tokens for rollout in rollouts]
-    branches = [len(rollout.branches) for rollout in rollouts]
-    prompt_lens = [rollout.num_prompt_tokens for rollout in rollouts]
     return {
         "reward/mean": mean(rewards),
         "reward/std": std(rewards),
         **reward_metrics(rollouts),
         **_by_env(groups),
+        "groups_dropped": num_dropped,
+        **text_metrics(step, groups, time_s),
+    }
+
+
+def text_metrics(step: int, groups: Sequence[Group], time_s: Mapping[Phase, float]) -> dict[str, float]:
+    """The figures of one batch that do not depend on how its tokens came about."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts_G]
+    levels = [step - 1 - rollout.oldest_version for rollout in rollouts]
+    completion_lens = [rollout.num_completion_tokens for rollout in rollouts]
+    branches = [len(rollout.branches) for rollout in rollouts]
+    prompt_lens = [rollout.num_prompt_tokens for rollout in rollouts]
+    return {
         "completion_len/mean": mean(completion_lens),
         "completion_len/max": max(completion_lens),
         "prompt_len/mean": mean(prompt_lens),
@@ -132,7 +141,6 @@ def batch_metrics(
         "branches/max": max(branches),
         "async_level/max": max(levels),
         "async_level/mean": mean(levels),
-        "groups_dropped": num_dropped,
         **{f"time/{phase}": seconds for phase, seconds in time_s.items()},
         "time/step": math.fsum(time_s.values()),
     }

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -71,10 +71,11 @@ from prime_rl.orchestrator.publication import (
     warn_of_narrow_sampling,
 )
 from prime_rl.orchestrator.report import BatchReporter, LearningWatch, RunReporter, SampleKeeper, environment_figures
-from prime_rl.orchestrator.rollout import BaseModel, RolloutWorker, give_judges
+from prime_rl.orchestrator.rollout import BaseModel, Group, RolloutWorker, give_judges
 from prime_rl.orchestrator.sampler import Curricula, ExampleSampler, Pools
 from prime_rl.orchestrator.scheduler import GroupLedger, Scheduler
 from prime_rl.orchestrator.sessions import Sessions, link_up
+from prime_rl.orchestrator.texts import Texts
 from prime_rl.utils.process import StopFlag, end_orphans, inherit_orphans
 from prime_rl.utils.runtime import complain, setup_logger
 from prime_rl.utils.secrets import SecretError, close_handed
@@ -129,49 +130,74 @@ async def set_up(
     changed = await asyncio.to_thread(changed_data_text, run)  # what is loaded now stays
     sessions = Sessions.of(run, tokenizer, seq_len) if config.needs_gateway else None
     envs, eval_envs = await load_environments(config, phases, cleanup, reporter.wait_for, run.data_file, sessions)
-    max_bytes = max_batch_bytes(config.batch_size * config.max_branches, seq_len)
+    max_bytes = max_batch_bytes(config.max_rollouts * config.max_branches, seq_len)
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_bytes)
     reporter.update(step=progress.step)
 
-    publication = await choose_publication(config, run, reporter.wait_for, cleanup)
     if sessions:
         link_up(run, sessions, cleanup)
-    client = connect(config, run, publication, partial(note_trouble, phases, sessions))
-    cleanup.push_async_callback(client.close)
-    reporter.wait_for(lambda now: client.trouble)
-    base = await base_model(client, config.model.name)
-    check_temperature(config.sampling, raw=client.reports_raw_logprobs)
-    warn_of_narrow_sampling(config.sampling, raw=client.reports_raw_logprobs)
+    texts = await asyncio.to_thread(Texts, config, run.data_file, tokenizer, seq_len) if config.data else None
+    num_learned = partial(getattr, texts, "num_tokens", 0)
+    client, policy, base = await serve(config, run, reporter, partial(note_trouble, phases, sessions), cleanup)
     checked = [*envs.values(), *eval_envs.values()]
     judges = give_judges(checked, BaseModel(client, base, tokenizer, seq_len), cleanup)
     close_handed()
-    ending = Ending(run, config, RunMeter(run, config, client, judges), step=progress.step)
-    policy = PolicyVersions(publication, client, base)
-    cleanup.push_async_callback(policy.close)
-    sampler = make_sampler(config, envs, progress)
-    worker = RolloutWorker(
-        TurnSampler(client, policy, config.sampling, seq_len=seq_len),
-        tokenizer,
-        envs,
-        sampler,
-        rollouts_per_example=config.rollouts_per_example,
-        seed=config.sampling_seed,
-        max_rollout_bytes=max_rollout_bytes(config.batch_size, config.max_branches, seq_len),
-    )
-    scheduler = make_scheduler(config, run, progress, worker, client, policy, trainer, phases, cleanup)
+    ending = Ending(run, config, RunMeter(run, config, client, judges, num_learned), step=progress.step)
+    if config.kind == "sft":
+        assert texts is not None, "its config has [[data]]"
+        sampler, make_group = texts.sampler, texts.worker(policy)
+    else:
+        sampler = make_sampler(config, envs, progress)
+        make_group = RolloutWorker(
+            TurnSampler(client, policy, config.sampling, seq_len=seq_len),
+            tokenizer,
+            envs,
+            sampler,
+            rollouts_per_example=config.rollouts_per_example,
+            seed=config.sampling_seed,
+            max_rollout_bytes=max_rollout_bytes(config.max_rollouts, config.max_branches, seq_len),
+        ).group
+    scheduler = make_scheduler(config, run, progress, make_group, client, policy, trainer, phases, cleanup)
     eval_turns = TurnSampler(client, policy, config.eval_sampling, seq_len=seq_len)
     evaluator = (
         Evaluator(config, run, eval_turns, tokenizer, policy, eval_envs, step=progress.step, on_figures=ending.feed)
         if config.eval
         else None
     )
-    told = partial(environment_figures, checked, changed)
+    told = partial(environment_figures, checked, changed, texts.unusable if texts else None)
     cleanup.callback(lambda: writer.update(**told()))
-    status = make_reporter(writer, scheduler, policy, client, told, [*filter(None, [sessions]), *judges])
-    batches = BatchReporter(run, scheduler, client, status, envs, sampler, LearningWatch(run))
+    awaited = [*filter(None, [sessions]), *judges]
+    status = make_reporter(writer, scheduler, policy, client, told, awaited, num_learned)
+    batches = BatchReporter(run, scheduler, client, status, envs, sampler, LearningWatch(run), texts)
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     cleanup.callback(lambda: ending.note(scheduler.ledger.step - 1))
-    return BatchLoop(config, run, client, scheduler, sampler, evaluator, batches, samples, status, ending)
+    return BatchLoop(config, run, client, scheduler, sampler, evaluator, batches, samples, status, ending, texts)
+
+
+async def serve(
+    config: OrchestratorConfig,
+    run: RunDir,
+    reporter: RunReporter,
+    on_trouble: Callable[[str | None], None],
+    cleanup: AsyncExitStack,
+) -> tuple[InferenceClient, PolicyVersions, str]:
+    """Inference, once it is there, the run's versions in it, and the base model's name there.
+
+    A run that samples nothing has no servers.
+    """
+    publication = await choose_publication(config, run, reporter.wait_for, cleanup)
+    client = connect(config, run, publication, on_trouble)
+    cleanup.push_async_callback(client.close)
+    base = config.model.name
+    if config.needs_inference:
+        reporter.wait_for(lambda now: client.trouble)
+        base = await base_model(client, config.model.name)
+    if config.kind == "rl":
+        check_temperature(config.sampling, raw=client.reports_raw_logprobs)
+        warn_of_narrow_sampling(config.sampling, raw=client.reports_raw_logprobs)
+    policy = PolicyVersions(publication, client, base)
+    cleanup.push_async_callback(policy.close)
+    return client, policy, base
 
 
 def note_trouble(phases: PhaseClock, sessions: Sessions | None, trouble: str | None) -> None:
@@ -198,7 +224,7 @@ def make_scheduler(
     config: OrchestratorConfig,
     run: RunDir,
     progress: Progress,
-    worker: RolloutWorker,
+    make_group: Callable[[int, Callable[[int], None]], Awaitable[Group]],
     client: InferenceClient,
     policy: PolicyVersions,
     trainer: TrainerWatch,
@@ -221,7 +247,7 @@ def make_scheduler(
     scheduler = Scheduler(
         run,
         ledger,
-        worker.group,
+        make_group,
         client,
         policy,
         watcher,
@@ -241,6 +267,7 @@ def make_reporter(
     client: InferenceClient,
     told: Callable[[], dict[str, object]],
     awaited: Sequence[Sessions | Judge],
+    num_learned: Callable[[], int],
 ) -> RunReporter:
     """The status file while batches are made: what is waited for, by whom, how far it is, and what is `told`."""
 
@@ -248,7 +275,7 @@ def make_reporter(
         return {
             "policy_version": max(0, policy.version),
             "num_in_flight": scheduler.ledger.num_in_flight,
-            "progress": client.num_sampled_tokens + policy.version + scheduler.ledger.step,
+            "progress": client.num_sampled_tokens + num_learned() + policy.version + scheduler.ledger.step,
             **told(),
         }
 

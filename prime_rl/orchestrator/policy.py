@@ -306,7 +306,7 @@ class ChatTokenizer:
         if key not in self._prompts:
             if len(self._prompts) == NUM_PROMPTS_KEPT or sum(map(len, self._prompts)) > MAX_KEPT_BYTES:
                 self._prompts.clear()
-            self._prompts[key] = self.encode(self._render(self.form.chat(turns, tools), tools))
+            self._prompts[key] = self.encode(self.render(self.form.chat(turns, tools), tools, asks=True))
         return list(self._prompts[key])
 
     def continuation(self, turns: Sequence[Turn], num_seen: int, tools: Tools = ()) -> list[int]:
@@ -317,10 +317,27 @@ class ChatTokenizer:
         before = self.form.chat(turns[: num_seen - 1], tools)
         after = self.form.chat(turns[num_seen:], (), begins=False)
         masked = [*before, {"role": "assistant", "content": self._stand_in}, *after]
-        _, found, rest = self._render(masked, tools).partition(self._stand_in)
+        _, found, rest = self.render(masked, tools, asks=True).partition(self._stand_in)
         if not found:
             raise TokenizerError("the chat template drops earlier assistant turns")
         return self.encode(rest)
+
+    def render(self, chat: Sequence[Mapping[str, Any]], tools: Tools, *, asks: bool = False) -> str:
+        """The text of a conversation as the template has it; `asks`: it ends where the assistant begins."""
+        offered = {"tools": list(tools)} if tools and self.form.native else None
+        return self._template.render(chat, offered, add_generation_prompt=asks)
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids, and the characters that each stands for, from and to."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text that is no conversation, between those with which the model begins and ends one."""
+        ids = list(self._tokenizer.encode(text).ids)
+        end = token_text(self._template.config.get("eos_token"))
+        end_ids = [] if end is None else self.encode(end)
+        return ids if not end_ids or ids[-len(end_ids) :] == end_ids else [*ids, *end_ids]
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """Text of sampled tokens, without special tokens unless `special`."""
@@ -337,10 +354,6 @@ class ChatTokenizer:
         for token in self._tokenizer.get_added_tokens_decoder().values():
             text = text.replace(token.content, f"{token.content[:1]} {token.content[1:]}") if token.special else text
         return text
-
-    def _render(self, chat: Sequence[Mapping[str, Any]], tools: Tools) -> str:
-        offered = {"tools": list(tools)} if tools and self.form.native else None
-        return self._template.render(chat, offered)
 
 
 def _add_missing(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:

@@ -170,6 +170,16 @@ class AdapterPublication:
             raise errors[0]
 
 
+class Unserved(AdapterPublication):
+    """Publication of a run that samples nothing: no server gets its versions."""
+
+    async def begin(self, client: InferenceClient) -> None:
+        """There is none."""
+
+    async def publish(self, client: InferenceClient, version: int) -> None:
+        """There is none."""
+
+
 logger = logging.getLogger(__name__)
 
 # Below the supervisor's grace.
@@ -285,6 +295,8 @@ async def choose_publication(
     config: OrchestratorConfig, run: RunDir, say: Callable[[str | None], None], cleanup: AsyncExitStack
 ) -> Publication:
     """Adapters or whole weights. `say` gets what is waited for; `cleanup` gives the servers' weights back."""
+    if not config.needs_inference:
+        return Unserved(run)
     whole = config.model.trains_whole_model
     if whole is None:
         whole = (await trainer_status(run, say, "whether it trains adapters")).max_rank is None
@@ -306,7 +318,7 @@ def connect(
     except SecretError as error:
         raise RunFailed(str(error)) from error
     client = InferenceClient(
-        [Endpoint(run.path.parent, url) for url in config.client.urls],
+        [Endpoint(run.path.parent, url) for url in config.client.urls if config.needs_inference],
         publication.equip,
         on_trouble=on_trouble,
         api_key=api_key,
@@ -314,13 +326,15 @@ def connect(
         timeout_s=config.client.timeout_s,
         max_concurrent_requests=config.client.max_concurrent_requests,
     )
-    if config.client.base_url is None:
+    if config.client.base_url is None and config.needs_inference:
         client.follow(Replicas(run.path.parent))
     return client
 
 
 async def clear_inference(config: OrchestratorConfig, run: RunDir) -> None:
     """Unload the run's adapters, as far as inference answers in time: an orchestrator that was killed left them."""
+    if not config.needs_inference:
+        return
     publication = AdapterPublication(run)
     client = connect(config, run, publication)
     try:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from prime_rl.contract.calls import Answer, Call, Turn
-from prime_rl.contract.types import MAX_BATCH_BYTES, MAX_BRANCHES, sample_bytes
+from prime_rl.contract.types import MAX_BATCH_BYTES, MAX_BRANCHES, Use, sample_bytes
 from prime_rl.orchestrator.client import Completion
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, RolloutError
 from prime_rl.orchestrator.policy import ChatTokenizer, FirstTurn, TokenizerError, TooLong, TurnSampler
@@ -49,6 +49,7 @@ class Branch:
     num_shared: int = 0
     shared_with: int = 0
     turn_rewards: list[float | None] = field(default_factory=list)
+    use: Use = ""
 
     @property
     def num_completion_tokens(self) -> int:

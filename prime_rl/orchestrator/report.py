@@ -25,12 +25,13 @@ from prime_rl.contract.samples import BatchRewards, Keeping, Sample, SampleFile,
 from prime_rl.contract.status import StatusWriter
 from prime_rl.contract.types import TrainingBatch, rollouts_of
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
-from prime_rl.orchestrator.metrics import batch_metrics, bottleneck, write_metrics
+from prime_rl.orchestrator.metrics import batch_metrics, bottleneck, text_metrics, write_metrics
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.recorder import Branch, pieces
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import Scheduler
+from prime_rl.orchestrator.texts import Texts
 from prime_rl.utils.runtime import TokenRate
 from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import one_line, shorten
@@ -58,7 +59,7 @@ class SampleKeeper:
         """Append the chosen rollouts of `batch`, which was assembled from `groups`, all of one size."""
         keeping = Keeping(self._config.per_step, len(groups[0].rollouts_G))
         rollouts = [(group, rollout) for group in groups for rollout in group.rollouts_G]
-        places = keeping.samples(batch.samples)
+        places = keeping.samples(batch.samples)  # texts come after what was made of the groups
         if not places:
             return
         branches = [(number, at) for number, (_, each) in enumerate(rollouts) for at in range(len(each.branches))]
@@ -110,7 +111,7 @@ class SampleKeeper:
         halves = [positions[:head], positions[head:]] if num_left_out else [positions]
         return SampleTokens(
             pieces=[piece for half in halves for piece in pieces([ids[at] for at in half], self._decode)],
-            logprobs=[round(branch.logprobs_T[at], 4) if mask[at] else None for at in positions],
+            logprobs=[round(branch.logprobs_T[at], 4) if mask[at] and not branch.use else None for at in positions],
             num_left_out=num_left_out,
             advantages=[round(advantages_T[at], 4) for at in positions] if advantages_T else [],
         )
@@ -139,12 +140,15 @@ MAX_UNUSABLE_SHOWN = 20
 RATE_WINDOW_S = 10.0
 
 
-def environment_figures(envs: Sequence[CheckedEnvironment], told: Sequence[str] = ()) -> dict[str, object]:
+def environment_figures(
+    envs: Sequence[CheckedEnvironment], told: Sequence[str] = (), texts: Mapping[str, str] | None = None
+) -> dict[str, object]:
     """The figures of the environments in the status file: what goes wrong in them, and the unusable examples.
 
-    `told` is what is wrong with all of them.
+    `told` is what is wrong with all of them; `texts` are unusable ones, with the reasons.
     """
     unusable = {f"{env.name}/{one_line(each, 80)}": one_line(why) for env in envs for each, why in env.unusable.items()}
+    unusable |= {one_line(each, 80): one_line(why) for each, why in (texts or {}).items()}
     return {
         "problem": "; ".join([*told, *(problem for env in envs if (problem := env.problem()))]) or None,
         "examples_unusable": len(unusable),
@@ -221,21 +225,29 @@ class BatchReporter:
     envs: Mapping[str, CheckedEnvironment]
     sampler: ExampleSampler
     learning: LearningWatch
+    texts: Texts | None = None
     rate: TokenRate = field(default_factory=lambda: TokenRate(RATE_WINDOW_S))
 
     async def report(self, batch: TrainingBatch, groups: Sequence[Group]) -> dict[str, float]:
         """Returns the figures of the batch, which was assembled from `groups`."""
         time_s, ledger, step = self.scheduler.phases.lap(), self.scheduler.ledger, batch.step
         held_by = bottleneck(time_s, num_ahead=step - 1 - self.scheduler.published)
-        values = batch_metrics(step, groups, time_s, ledger.num_dropped)
-        has_signal = [bool(each.advantage or any(each.token_advantages)) for each in batch.samples]
-        with_signal = [any(has_signal[place] for place in places) for places in rollouts_of(batch.samples)]
-        values["signal"] = sum(with_signal) / max(1, len(with_signal))
-        values |= {"groups_filtered": ledger.num_filtered, "groups_too_old": ledger.num_too_old}
-        values |= {f"env/{name}/dropped": env.num_dropped for name, env in self.envs.items()}
-        values["examples_unusable"] = sum(len(env.unusable) for env in self.envs.values())
-        values |= self.sampler.figures()
-        values["tokens_per_s"] = self.rate.per_s(self.client.num_sampled_tokens)
+        if not self.envs and held_by != "trainer":  # nothing is sampled
+            held_by = None
+        if self.texts is not None and not self.envs:
+            values = text_metrics(step, groups, time_s) | {"epoch": (groups[-1].index + 1) / self.texts.num_texts}
+        else:
+            values = batch_metrics(step, groups, time_s, ledger.num_dropped)
+            sampled = [sample for sample in batch.samples if not sample.use]
+            has_signal = [bool(each.advantage or any(each.token_advantages)) for each in sampled]
+            with_signal = [any(has_signal[place] for place in places) for places in rollouts_of(sampled)]
+            values["signal"] = sum(with_signal) / max(1, len(with_signal))
+            values |= {"groups_filtered": ledger.num_filtered, "groups_too_old": ledger.num_too_old}
+            values |= {f"env/{name}/dropped": env.num_dropped for name, env in self.envs.items()}
+            values |= self.sampler.figures()
+        num_learned, unusable = (self.texts.num_tokens, self.texts.unusable) if self.texts else (0, {})
+        values["examples_unusable"] = sum(len(env.unusable) for env in self.envs.values()) + len(unusable)
+        values["tokens_per_s"] = self.rate.per_s(self.client.num_sampled_tokens + num_learned)
         values |= self.client.metrics()
         line: dict[str, float | str] = {**values, "bottleneck": held_by or "none"}
         write = partial(write_metrics, self.run.orchestrator_metrics, step, line, time.time())
@@ -244,15 +256,16 @@ class BatchReporter:
         self.reporter.update(
             signs=signs,
             step=step,
-            reward=values["reward/mean"],
+            reward=values.get("reward/mean"),
             tokens_per_s=values["tokens_per_s"],
             async_level=int(values["async_level/max"]),
             bottleneck=held_by,
         )
+        reached = f"reward {values['reward/mean']:.4f}" if self.envs else f"epoch {values['epoch']:.2f}"
         logger.info(
-            "step %d: reward %.4f, async level %d, %.1f s, %.0f tokens/s",
+            "step %d: %s, async level %d, %.1f s, %.0f tokens/s",
             step,
-            values["reward/mean"],
+            reached,
             values["async_level/max"],
             values["time/step"],
             values["tokens_per_s"],

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prime_rl.configs.envs import CurriculumConfig, EnvConfig
-from prime_rl.orchestrator.envs.base import Environment, Example
+from prime_rl.orchestrator.envs.base import Environment, Example, HasExamples
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 
 # For one that stands in for a settled example; if nearly all are settled, the example itself is as good as any.
@@ -52,7 +52,7 @@ class ExampleSampler:
 
     def __init__(
         self,
-        envs: Mapping[str, Environment],
+        envs: Mapping[str, HasExamples],
         seed: int,
         weights: Mapping[str, float] | None = None,
         pools: Pools | None = None,

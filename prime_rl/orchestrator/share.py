@@ -48,6 +48,7 @@ from prime_rl.orchestrator.batch import (
 from prime_rl.orchestrator.envs import Environments, load_environments
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, ExampleUnusable
 from prime_rl.orchestrator.evaluate import eval_rollout
+from prime_rl.orchestrator.guard import RunFailed
 from prime_rl.orchestrator.metrics import eval_metrics, mean, reward_metrics, write_metrics
 from prime_rl.orchestrator.orchestrator import FINAL, make_sampler
 from prime_rl.orchestrator.policy import ChatTokenizer, PolicyVersions, TurnSampler
@@ -121,7 +122,7 @@ async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, 
         rollouts_per_example=config.rollouts_per_example,
         seed=config.sampling_seed,
         is_noted=False,
-        max_rollout_bytes=max_rollout_bytes(config.batch_size, config.max_branches, request.seq_len),
+        max_rollout_bytes=max_rollout_bytes(config.max_rollouts, config.max_branches, request.seq_len),
     )
     return worker.group
 
@@ -298,6 +299,8 @@ def _load(path: str) -> tuple[RunDir, OrchestratorConfig]:
     run = OutputDir(Path(path).parent).run(Path(path).name)
     config = config_in_effect(run)
     setup_logger("share", config.log.level)
+    if config.data:
+        raise RunFailed("data: a group of nodes learns from rollouts alone: remove [[data]]")
     return run, config
 
 

@@ -28,6 +28,7 @@ from prime_rl.contract.notes import Item, WorkNote
 from prime_rl.contract.served import TEMPERATURE
 from prime_rl.contract.types import (
     ADVANTAGE_DTYPE,
+    HELD_OUT,
     LOGPROB_DTYPE,
     MASK_DTYPE,
     MAX_BATCH_BYTES,
@@ -136,18 +137,19 @@ class Packer:
     def _take_in(self, run: TrainerRun, found: BatchColumns | str) -> BatchColumns:
         if isinstance(found, str):
             raise BadBatchError(found)
-        config, num_tokens = run.config, sum(len(sample.loss_mask) for sample in found.samples)
-        kept = run.keeping.samples(found.samples)
-        loss, samples = config.loss, found.samples
+        config, loss, samples = run.config, run.config.loss, found.samples
+        trained = [sample for sample in samples if sample.use != HELD_OUT]
+        num_tokens = sum(len(sample.loss_mask) for sample in trained)
+        kept = [place for place in run.keeping.samples(samples) if not samples[place].use]  # others have no ratio
         needs_advantage = loss.needs_advantage
         rows = rows_of(run.run_idx, samples, loss.mean, config.loss_length, kept, needs_advantage=needs_advantage)
         run.in_work = ReadyRun(
             run.run_idx,
             num_tokens,
-            len(samples),
+            len(trained),
             kept,
             num_rows=sum(row.loss_scale > 0 for row in rows),
-            num_trained=sum(row.num_tokens for row in rows),
+            num_trained=sum(row.num_tokens for row in rows if not row.is_held_out),
             num_computed=self._queue.add(run.run_idx, rows, config.weight, self._num_ranks),
         )
         return found
@@ -210,7 +212,7 @@ class BatchLimits:
     def of(cls, config: OrchestratorConfig, run_id: str, step: int, vocab_size: int) -> BatchLimits:
         """The limits of batch `step` of a run with this (resolved) config."""
         assert config.seq_len is not None, "the config in a slot is resolved"
-        max_bytes = max_batch_bytes(config.batch_size * config.max_branches, config.seq_len)
+        max_bytes = max_batch_bytes(config.max_rollouts * config.max_branches, config.seq_len)
         masks = config.advantage.mask_truncated
         return cls(run_id, step, config.seq_len, vocab_size, config.max_async_level, max_bytes, masks)
 
@@ -301,7 +303,8 @@ def _check_tokens(samples: Sequence[SampleColumns], limits: BatchLimits) -> None
     for index, sample in enumerate(samples):
         if sample.loss_mask[0]:
             raise BadBatchError(f"sample {index}: loss_mask[0] is true, but nothing predicts the first token")
-    if not mask_N.any() and not limits.may_lack_loss:
+    has_loss = any(sample.use != HELD_OUT and any(sample.loss_mask) for sample in samples)
+    if not has_loss and not limits.may_lack_loss:
         raise BadBatchError(f"loss_mask is false everywhere: the {len(samples)} samples have no loss tokens")
 
 

@@ -29,7 +29,15 @@ import msgspec
 import numpy as np
 
 from prime_rl.configs.losses import LossMean
-from prime_rl.contract.types import ADVANTAGE_DTYPE, TOKEN_BYTES, TOKEN_DTYPE, MicroBatch, SampleColumns, rollouts_of
+from prime_rl.contract.types import (
+    ADVANTAGE_DTYPE,
+    HELD_OUT,
+    TOKEN_BYTES,
+    TOKEN_DTYPE,
+    MicroBatch,
+    SampleColumns,
+    rollouts_of,
+)
 
 # In the mask of a sample.
 LOSS_TOKEN = b"\x01"
@@ -66,6 +74,11 @@ class Row:
     shared: int = 0
 
     @property
+    def is_held_out(self) -> bool:
+        """True when it is measured alone."""
+        return self.sample.use == HELD_OUT
+
+    @property
     def num_seen(self) -> int:
         """Positions that predict its tokens: nothing is predicted from the last one."""
         return self.num_tokens - 1
@@ -96,16 +109,19 @@ def rows_of(
     """
     kept_at = {place: number for number, place in enumerate(kept)}
     num_loss_tokens = [sample.loss_mask.count(LOSS_TOKEN) for sample in samples]
-    scales = loss_scales(num_loss_tokens, mean, length, rollouts_of(samples))
+    trained = [place for place, sample in enumerate(samples) if sample.use != HELD_OUT]
+    of_trained = [samples[place] for place in trained]
+    found = loss_scales([num_loss_tokens[place] for place in trained], mean, length, rollouts_of(of_trained))
+    scales = dict(zip(trained, found, strict=True))
     rows = []
-    for order, (sample, scale) in enumerate(zip(samples, scales, strict=True)):
+    for order, sample in enumerate(samples):
         if num_loss_tokens[order]:
             num_tokens = sample.loss_mask.rindex(LOSS_TOKEN) + 1
-            rows.append(Row(run_idx, order, sample, num_tokens, scale, kept_at.get(order, -1)))
+            rows.append(Row(run_idx, order, sample, num_tokens, scales.get(order, 0.0), kept_at.get(order, -1)))
     if not rows:
         return [Row(run_idx, 0, samples[0], MIN_TOKENS, 0.0)]
     if needs_advantage:
-        with_gradient = [row for row in rows if row.kept >= 0 or has_advantage(row.sample)]
+        with_gradient = [row for row in rows if row.kept >= 0 or row.is_held_out or has_advantage(row.sample)]
         rows = with_gradient or [min(rows, key=lambda row: row.num_tokens)]
     return sharing(rows)
 
@@ -234,6 +250,7 @@ def to_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatch:
         kept=[row.kept for row in ordered],
         token_advantages=token_advantages if any(token_advantages) else [],
         shared=[row.shared for row in ordered] if any(row.shared for row in ordered) else [],
+        uses=[row.sample.use for row in ordered] if any(row.sample.use for row in ordered) else [],
     )
 
 
@@ -241,7 +258,9 @@ def blank_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatc
     """A pass for a rank without rows: the shortest of `rows` without its loss tokens. It adds zero to its own run."""
     row = min(rows, key=lambda row: row.num_tokens)
     micro_batch = to_micro_batch([replace(row, shared=0)], base_pass)
-    return msgspec.structs.replace(micro_batch, loss_mask=[bytes(row.num_tokens)], loss_scales=[0.0], kept=[-1])
+    return msgspec.structs.replace(
+        micro_batch, loss_mask=[bytes(row.num_tokens)], loss_scales=[0.0], kept=[-1], uses=[]
+    )
 
 
 def deal(rows: Sequence[Row], num_ranks: int) -> list[list[Row]]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from prime_rl.configs import losses as configs
-from prime_rl.configs.losses import LossConfig
+from prime_rl.configs.losses import RowLoss
 
 # Largest table of a chunk of the head, in bytes of float32: enough to keep a GPU busy, small beside any real model.
 CHUNK_BYTES = 128 * 2**20
@@ -41,20 +41,18 @@ MAX_RATIO = 1e9  # a limit beyond every ratio has no effect, and need not fit in
 
 def token_logprobs(
     hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperatures_N: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(log pi of the targets, entropy), both `[N]` in float32, of the distribution after temperature.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log pi of the targets, entropy, 1 where no token is likelier), `[N]` in float32, after temperature.
 
-    The entropy carries no gradient: it is reported, not trained.
+    Only the first carries a gradient: the others are reported, not trained.
 
     Args:
         weight_VH: the head's weight; it may be frozen or trained.
     """
-    logprobs_N: Tensor
-    entropy_N: Tensor
-    logprobs_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_NH, weight_VH, targets_N, temperatures_N
     )
-    return logprobs_N, entropy_N
+    return found
 
 
 def head_chunks(num_tokens: int, num_vocabulary: int) -> list[slice]:
@@ -77,25 +75,27 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperatures_N: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         trains_head, trains_hidden = ctx.needs_input_grad[1], ctx.needs_input_grad[0]
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
-        logprobs_N, entropy_N, log_total_N = (hidden_NH.new_empty(len(hidden_NH), dtype=dtype) for _ in range(3))
+        all_N = [hidden_NH.new_empty(len(hidden_NH), dtype=dtype) for _ in range(4)]
         slope_NH = torch.empty_like(hidden_NH) if trains_hidden and not trains_head else None
         for chunk in head_chunks(len(hidden_NH), len(weight_VH)):
             slope_CH = None if slope_NH is None else slope_NH[chunk]
             found = _found(hidden_NH[chunk], weight_VH, targets_N[chunk], temperatures_N[chunk], slope_CH)
-            logprobs_N[chunk], entropy_N[chunk], log_total_N[chunk] = found
+            for each_N, each_C in zip(all_N, found, strict=True):
+                each_N[chunk] = each_C
+        logprobs_N, entropy_N, is_top_N, log_total_N = all_N
         if trains_head:
             ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperatures_N, log_total_N)
         else:
             ctx.save_for_backward(slope_NH)
-        ctx.mark_non_differentiable(entropy_N)
-        return logprobs_N, entropy_N
+        ctx.mark_non_differentiable(entropy_N, is_top_N)
+        return logprobs_N, entropy_N, is_top_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_N: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         if not ctx.needs_input_grad[1]:
             (slope_NH,) = ctx.saved_tensors
             return slope_NH * grad_N[:, None].to(slope_NH.dtype), None, None, None
@@ -113,8 +113,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _found(
     hidden_CH: Tensor, weight_VH: Tensor, targets_C: Tensor, temperatures_C: Tensor, slope_CH: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log pi of the targets, entropy, and the logarithm of the sum of all exponentials; fills `slope_CH`.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `token_logprobs`, and the logarithm of the sum of all exponentials; fills `slope_CH`.
 
     Of all operations on a whole table, the exponential alone makes another one.
     """
@@ -123,14 +123,15 @@ def _found(
     exps_CV = scaled_CV.sub_(most_C[:, None]).exp()
     total_C = exps_CV.sum(-1)
     log_total_C = total_C.log()
-    logprobs_C = scaled_CV.gather(-1, targets_C[:, None]).squeeze(-1) - log_total_C
+    of_targets_C = scaled_CV.gather(-1, targets_C[:, None]).squeeze(-1)  # less what the likeliest has
+    logprobs_C = of_targets_C - log_total_C
     entropy_C = log_total_C - scaled_CV.mul_(exps_CV).sum(-1) / total_C
     if slope_CH is not None:
         del scaled_CV
         at_target_C = 1 / temperatures_C.to(exps_CV.dtype)
         slope_CV = _slope(exps_CV, targets_C, at_target_C, at_target_C / total_C)
         slope_CH.copy_(slope_CV.to(hidden_CH.dtype) @ weight_VH)
-    return logprobs_C, entropy_C, most_C + log_total_C
+    return logprobs_C, entropy_C, (of_targets_C == 0).to(logprobs_C.dtype), most_C + log_total_C
 
 
 def _grad(
@@ -161,8 +162,10 @@ class LossInputs:
         sampled_logprobs_RK: log mu.
         advantages_RK: finite also where `mask_RK` is false; or `[R, 1]`, one for all tokens of a row.
         mask_RK: true at loss tokens.
-        scales_R: what makes the sum over a row's loss tokens its share of the mean over its run's batch.
+        scales_R: what makes the sum over a row's loss tokens its share of the mean over its run's batch; 0 in a row
+            that is only measured.
         base_logprobs_RK: log-probabilities of the base model, needed in rows whose loss has a `kl_coef`.
+        uses_R3: 1 in one column of each: it was sampled, it is supervised, it is held out; None: all were sampled.
     """
 
     logprobs_RK: Tensor
@@ -171,6 +174,7 @@ class LossInputs:
     mask_RK: Tensor
     scales_R: Tensor
     base_logprobs_RK: Tensor | None = None
+    uses_R3: Tensor | None = None
 
     def split(self, num_rows: Sequence[int]) -> list[LossInputs]:
         """Neighbouring rows, `num_rows` at a time. One split of each tensor, so one node in the graph."""
@@ -190,7 +194,7 @@ class RowLosses:
     kl_base_RK: Tensor
 
 
-def compute_losses(configs_R: Sequence[LossConfig], inputs: LossInputs) -> RowLosses:
+def compute_losses(configs_R: Sequence[RowLoss], inputs: LossInputs) -> RowLosses:
     """`compute_loss` of rows of several runs, `configs_R` by row. Neighbours with one loss are computed together."""
     groups = [(config, len(list(rows))) for config, rows in groupby(configs_R)]
     parts = inputs.split([num_rows for _, num_rows in groups])
@@ -200,7 +204,7 @@ def compute_losses(configs_R: Sequence[LossConfig], inputs: LossInputs) -> RowLo
     return RowLosses(*(torch.cat(columns) for columns in zip(*(vars(loss).values() for loss in losses), strict=True)))
 
 
-def compute_loss(config: LossConfig, inputs: LossInputs) -> RowLosses:
+def compute_loss(config: RowLoss, inputs: LossInputs) -> RowLosses:
     """The loss of rows by `config.type`: over the loss tokens of a row, the sum of the token losses times its scale.
 
     With a `kl_coef`, that much of the KL to the base model is added to each token. A token that is left out still
@@ -219,14 +223,14 @@ def compute_loss(config: LossConfig, inputs: LossInputs) -> RowLosses:
     return RowLosses(loss_R, clipped_RK, kl_base_RK.detach())
 
 
-def token_losses(config: LossConfig, tokens: Tokens) -> TokenLosses:
+def token_losses(config: RowLoss, tokens: Tokens) -> TokenLosses:
     """The loss that `config` asks for, around the logprobs that it asks for."""
     if isinstance(config, configs.ClippedLossConfig) and config.old_logprobs == "trainer":
         return decoupled(partial(formula, config), tokens, config.weight_cap)
     return formula(config, tokens)
 
 
-def formula(config: LossConfig, tokens: Tokens) -> TokenLosses:
+def formula(config: RowLoss, tokens: Tokens) -> TokenLosses:
     """The formula that `config.type` names, with its constants."""
     match config:
         case configs.AipoLossConfig():
@@ -247,6 +251,8 @@ def formula(config: LossConfig, tokens: Tokens) -> TokenLosses:
             return dapo(tokens, config.clip_low, config.clip_high)
         case configs.DrGrpoLossConfig():
             return dr_grpo(tokens, config.clip_low, config.clip_high)
+        case configs.CrossEntropyLossConfig():
+            return cross_entropy(tokens)
         case _:
             assert_never(config)
 
@@ -415,6 +421,12 @@ def dr_grpo(tokens: Tokens, clip_low: float, clip_high: float) -> TokenLosses:
     return clipped_surrogate(tokens, tokens.ratio_RK, clip_low, clip_high)
 
 
+def cross_entropy(tokens: Tokens) -> TokenLosses:
+    """-A * log pi, A being a weight: of a text that nobody sampled, so there is no ratio."""
+    loss_RK = -tokens.advantages_RK * tokens.log_pi_RK
+    return TokenLosses(loss_RK, torch.zeros_like(loss_RK, dtype=torch.bool))
+
+
 def kl_to_base(log_pi_RK: Tensor, log_base_RK: Tensor) -> Tensor:
     """q - 1 - log q with q = base / pi, and the gradient through pi: never negative, and small where pi is the base.
 
@@ -431,15 +443,25 @@ def _to_tokens(tokens: Tokens, values_R1: Tensor) -> Tensor:
 
 @dataclass
 class LossSums:
-    """Sums over loss tokens of one run; `loss` is already scaled to the mean over the run's batch."""
+    """Sums over loss tokens of one run; `loss` is already scaled to the mean over the run's batch.
+
+    Mismatch, ratio and clipped tokens are those of tokens that were sampled. Of supervised and of held out tokens: how
+    many, the sum of their -log pi, and how many of them are the likeliest.
+    """
 
     loss: float = 0.0
     entropy: float = 0.0
+    kl_base: float = 0.0
+    num_loss_tokens: float = 0.0
     mismatch_kl: float = 0.0
     importance_ratio: float = 0.0
     num_clipped: float = 0.0
-    kl_base: float = 0.0
-    num_loss_tokens: float = 0.0
+    num_supervised: float = 0.0
+    supervised_loss: float = 0.0
+    supervised_right: float = 0.0
+    num_held_out: float = 0.0
+    held_out_loss: float = 0.0
+    held_out_right: float = 0.0
 
     def add(self, other: LossSums) -> None:
         """Add each sum of `other` to the same one here."""
@@ -454,24 +476,30 @@ class LossSums:
         """`total` by loss token; without a loss token `total` itself."""
         return total / max(self.num_loss_tokens, 1.0)
 
+    def mean_of_sampled(self, total: float) -> float:
+        """`total` by loss token that was sampled."""
+        return total / max(self.num_loss_tokens - self.num_supervised, 1.0)
+
 
 @torch.no_grad()
-def row_statistics(inputs: LossInputs, losses: RowLosses, entropy_RK: Tensor) -> Tensor:
+def row_statistics(inputs: LossInputs, losses: RowLosses, entropy_RK: Tensor, is_top_RK: Tensor) -> Tensor:
     """`[R, S]`, the fields of LossSums in their order, summed over the loss tokens of each row.
 
     mismatch_kl is r - 1 - log r, an unbiased and never negative estimate of KL(mu || pi) from samples of mu.
     """
-    ratio_RK = ratio_of(inputs.logprobs_RK - inputs.sampled_logprobs_RK)
-    by_token = [
-        entropy_RK,
-        ratio_RK - 1 - ratio_RK.log(),
-        ratio_RK,
-        losses.clipped_RK.float(),
-        losses.kl_base_RK,
-        torch.ones_like(ratio_RK),
-    ]
-    sums = [torch.where(inputs.mask_RK, values_RK, 0.0).sum(-1) for values_RK in by_token]
-    return torch.stack([losses.loss_R, *sums], dim=-1)
+    ratio_RK, ones_RK = ratio_of(inputs.logprobs_RK - inputs.sampled_logprobs_RK), torch.ones_like(entropy_RK)
+    of_trained = [entropy_RK, losses.kl_base_RK, ones_RK]
+    of_sampled = [ratio_RK - 1 - ratio_RK.log(), ratio_RK, losses.clipped_RK.float()]
+    of_texts = [ones_RK, -inputs.logprobs_RK, is_top_RK] if inputs.uses_R3 is not None else []
+    by_token = [*of_trained, *of_sampled, *of_texts]
+    sums_RS = torch.stack([torch.where(inputs.mask_RK, each_RK, 0.0).sum(-1) for each_RK in by_token], dim=-1)
+    if inputs.uses_R3 is None:
+        return torch.cat([losses.loss_R[:, None], sums_RS, sums_RS.new_zeros(len(sums_RS), 6)], dim=-1)
+    sampled_R1, supervised_R1, held_out_R1 = inputs.uses_R3.bool().unsqueeze(1).unbind(-1)
+    trained_R3, sampled_R3, texts_R3 = sums_RS.view(-1, 3, 3).unbind(1)
+    chosen = [(trained_R3, ~held_out_R1), (sampled_R3, sampled_R1), (texts_R3, supervised_R1), (texts_R3, held_out_R1)]
+    parts = [torch.where(is_R1, each_R3, 0.0) for each_R3, is_R1 in chosen]  # what is left out need not be finite
+    return torch.cat([losses.loss_R[:, None], *parts], dim=-1)
 
 
 def sums_by_run(statistics_RS: Tensor, num_rows: Sequence[int]) -> list[LossSums]:

@@ -20,6 +20,7 @@ from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.samples import BatchRatios, RatioFile
 from prime_rl.contract.status import StatusWriter, TrainerRunStatus
 from prime_rl.contract.usage import UsageLog
+from prime_rl.trainer.loss import LossSums
 from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
@@ -89,9 +90,7 @@ class MetricsWriter:
             "time": self._clock(),
             "loss": sums.loss,
             "entropy": sums.mean(sums.entropy),
-            "mismatch_kl": sums.mean(sums.mismatch_kl),
-            "importance_ratio/mean": sums.mean(sums.importance_ratio),
-            "clipped_fraction": sums.mean(sums.num_clipped),
+            **_of_tokens(sums),
             **({"kl_base": sums.mean(sums.kl_base)} if report.compares_with_base else {}),
             "grad_norm": report.grad_norm,
             "lr": report.lr,
@@ -121,6 +120,21 @@ class MetricsWriter:
             self._ratios.setdefault(run.run_id, new).append(BatchRatios(report.step, rounded))
         except OSError as error:
             logger.warning("%s: log-ratios of step %d are not kept: %s", run.run_id, report.step, error)
+
+
+def _of_tokens(sums: LossSums) -> dict[str, float]:
+    """The figures of tokens that were sampled, and of those of texts: as far as there are any."""
+    found: dict[str, float] = {}
+    if sums.num_supervised < sums.num_loss_tokens or not sums.num_supervised:
+        found["mismatch_kl"] = sums.mean_of_sampled(sums.mismatch_kl)
+        found["importance_ratio/mean"] = sums.mean_of_sampled(sums.importance_ratio)
+        found["clipped_fraction"] = sums.mean_of_sampled(sums.num_clipped)
+    for name, number, loss, right in (
+        ("supervised", sums.num_supervised, sums.supervised_loss, sums.supervised_right),
+        ("held_out", sums.num_held_out, sums.held_out_loss, sums.held_out_right),
+    ):
+        found |= {f"{name}/loss": loss / number, f"{name}/accuracy": right / number} if number else {}
+    return found
 
 
 def peak_gib() -> float:

@@ -100,13 +100,13 @@ class LogprobHead(nn.Module):
         self.targets: Targets | None = None
 
     def forward(self, hidden_RTH: Tensor) -> Tensor:
-        """Logits `[R, T, V]`, or log-probabilities and entropies `[2, N]`."""
+        """Logits `[R, T, V]`, or log-probabilities, entropies, and where the targets are likeliest, `[3, N]`."""
         if self.targets is None:
             return nn.functional.linear(hidden_RTH, self.weight)
         hidden_NH: Tensor = _Gathered.apply(hidden_RTH.flatten(0, 1), self.targets.at_N)  # type: ignore[no-untyped-call]
-        both_N = token_logprobs(hidden_NH, self.weight, self.targets.ids_N, self.targets.temperatures_N)
+        found = token_logprobs(hidden_NH, self.weight, self.targets.ids_N, self.targets.temperatures_N)
         # A norm makes zeros of numbers whose squares overflow: the logits would be equal, and finite.
-        return torch.stack(both_N).masked_fill(~hidden_NH.any(-1), math.nan)
+        return torch.stack(found).masked_fill(~hidden_NH.any(-1), math.nan)
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,10 @@ class PolicyModel:
         run_idxs: Sequence[int | None],
         targets: Targets,
         rows: PackedRows | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities and entropies, `[N]` in float32, in rows that use the adapters `run_idxs` (None: the base).
 
-        The entropies carry no gradient.
+        The third has 1 where no token is likelier. Only the first carries a gradient.
 
         Args:
             rows: those that are packed into the one of `token_ids_RT`.
@@ -155,10 +155,11 @@ class PolicyModel:
             packed = {"position_ids": segments.positions_1N, "segments": segments}
         try:
             with made_again() if self.remakes else nullcontext():
-                logprobs_N, entropy_N = self.module(input_ids=token_ids_RT, use_cache=False, **packed).logits
+                found = self.module(input_ids=token_ids_RT, use_cache=False, **packed).logits
         finally:
             self.head.targets = None
-        return logprobs_N, entropy_N.detach()
+        logprobs_N, entropy_N, is_top_N = found
+        return logprobs_N, entropy_N.detach(), is_top_N.detach()
 
     def logits(self, token_ids_RT: Tensor, positions_K: Tensor, run_idxs: Sequence[int | None]) -> Tensor:
         """Logits `[R, K, V]` at `positions_K` of all rows."""

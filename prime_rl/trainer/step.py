@@ -29,13 +29,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from prime_rl.configs.losses import LossConfig
+from prime_rl.configs.losses import CrossEntropyLossConfig, RowLoss
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.files import read_json, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.metrics import USUAL_LR
 from prime_rl.contract.status import NOT_FINITE
-from prime_rl.contract.types import ADVANTAGE_DTYPE, LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, MicroBatch
+from prime_rl.contract.types import ADVANTAGE_DTYPE, LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, USES, MicroBatch
 from prime_rl.lora.linear import sent
 from prime_rl.trainer.loss import LossInputs, LossSums, RowLosses, compute_losses, row_statistics, sums_by_run
 from prime_rl.trainer.model import PackedRows, PolicyModel, Targets
@@ -122,10 +122,10 @@ class TrainStep:
         for leaf in leaves:
             leaf.grad = None
         try:
-            found = forward_backward(self._model, batch, [run.config.loss for run in runs_R], self._world.device)
+            found = forward_backward(self._model, batch, row_losses(runs_R, batch), self._world.device)
             if found is not None:
                 collect_ratios(runs_R, batch, found.inputs)
-                statistics = row_statistics(found.inputs, found.losses, found.entropy_RK)
+                statistics = row_statistics(found.inputs, found.losses, found.entropy_RK, found.is_top_RK)
                 sums = sums_by_run(statistics, list(num_rows.values()))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -173,6 +173,15 @@ class TrainStep:
         seconds = time.perf_counter() - start
         compares = run.config.loss.kl_coef > 0
         return UpdateReport(step, sums, grad_norm, lr, seconds, pass_s, problem, compares, ratios)
+
+
+def row_losses(runs_R: Sequence[TrainerRun], batch: MicroBatch) -> list[RowLoss]:
+    """The loss of each row: its run's, or, where the policy did not sample it, the cross-entropy."""
+    uses_R = batch.uses or [""] * len(runs_R)
+    losses = [run.config.loss for run in runs_R]
+    return [
+        CrossEntropyLossConfig(kl_coef=loss.kl_coef) if use else loss for loss, use in zip(losses, uses_R, strict=True)
+    ]
 
 
 # The log-ratios of the rollouts that people get to read (`contract.samples`). They are copied out of a pass that has
@@ -308,6 +317,7 @@ class Rows:
     advantages_RK: npt.NDArray[np.float32]
     temperatures_R: npt.NDArray[np.float32]
     scales_R: npt.NDArray[np.float32]
+    uses_R3: npt.NDArray[np.float32] | None
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Rows:
@@ -326,6 +336,7 @@ class Rows:
             advantages_RK=_advantages(batch, columns_K),
             temperatures_R=np.array(batch.temperatures, dtype=np.float32),
             scales_R=np.array(batch.loss_scales, dtype=np.float32),
+            uses_R3=np.eye(len(USES), dtype=np.float32)[list(map(USES.index, batch.uses))] if batch.uses else None,
         )
 
     def num_positions(self, *, packed: bool) -> int:
@@ -379,10 +390,11 @@ class PassResult:
     inputs: LossInputs
     losses: RowLosses
     entropy_RK: Tensor
+    is_top_RK: Tensor
 
 
 def forward_backward(
-    model: PolicyModel, batch: MicroBatch, configs_R: Sequence[LossConfig], device: torch.device
+    model: PolicyModel, batch: MicroBatch, configs_R: Sequence[RowLoss], device: torch.device
 ) -> PassResult | None:
     """Add the gradients of `batch`, whose rows have the losses `configs_R`; None when it has no loss token.
 
@@ -400,45 +412,42 @@ class _Pass:
     rows: Rows
     device: torch.device
 
-    def run(self, batch: MicroBatch, configs_R: Sequence[LossConfig]) -> PassResult | None:
+    def run(self, batch: MicroBatch, configs_R: Sequence[RowLoss]) -> PassResult | None:
         rows = self.rows
         # Sent first: behind the pass they would wait for all that it queues.
         host = rows.sampled_logprobs_RK, rows.advantages_RK, rows.mask_RK, rows.scales_R
         sampled_RK, advantages_RK, mask_RK, scales_R = map(self._on_device, host)
+        uses_R3 = None if rows.uses_R3 is None else self._on_device(rows.uses_R3)
         # Before the pass with gradients: the adapters that it routes to must stay the same until its end.
         base_logprobs_RK = self._base_logprobs(configs_R) if batch.base_pass else None
-        logprobs_RK, entropy_RK = self._logprobs(range(len(configs_R)), batch.run_idxs)
+        logprobs_RK, entropy_RK, is_top_RK = self._logprobs(range(len(configs_R)), batch.run_idxs)
         if not len(rows.columns_K):
             # A sum over no position: it goes through all layers, for the other ranks, and its gradients are zero.
             torch.autograd.backward(logprobs_RK.sum())
             return None
-        inputs = LossInputs(logprobs_RK, sampled_RK, advantages_RK, mask_RK, scales_R, base_logprobs_RK)
+        inputs = LossInputs(logprobs_RK, sampled_RK, advantages_RK, mask_RK, scales_R, base_logprobs_RK, uses_R3)
         losses = compute_losses(configs_R, inputs)
         # The sum mixes no gradients: each row reaches its run's adapter alone.
         torch.autograd.backward(losses.loss_R.sum())
-        return PassResult(inputs, losses, entropy_RK)
+        return PassResult(inputs, losses, entropy_RK, is_top_RK)
 
-    def _logprobs(self, chosen: Sequence[int], run_idxs: Sequence[int | None]) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies `[R, K]` of the `chosen` rows, each with its adapter; zero elsewhere."""
+    def _logprobs(self, chosen: Sequence[int], run_idxs: Sequence[int | None]) -> list[Tensor]:
+        """What the head gives of the `chosen` rows, each with its adapter, as `[R, K]`; zero elsewhere."""
         rows = self.rows
         ids, packed = rows.packed(chosen) if self.model.packs else (rows.token_ids_RT[list(chosen), :-1], None)
         targets, cells_N = rows.targets(chosen, self.device, packed)
-        both_N = self.model.token_logprobs(self._on_device(ids), run_idxs, targets, packed)
+        found = self.model.token_logprobs(self._on_device(ids), run_idxs, targets, packed)
         shape = len(rows.mask_RT), len(rows.columns_K)
-        logprobs_RK, entropy_RK = (
-            each_N.new_zeros(math.prod(shape)).index_copy(0, cells_N, each_N).view(shape) for each_N in both_N
-        )
-        return logprobs_RK, entropy_RK
+        return [each_N.new_zeros(math.prod(shape)).index_copy(0, cells_N, each_N).view(shape) for each_N in found]
 
     @torch.no_grad()
-    def _base_logprobs(self, configs_R: Sequence[LossConfig]) -> Tensor:
+    def _base_logprobs(self, configs_R: Sequence[RowLoss]) -> Tensor:
         """The base model's log-probabilities for rows whose loss compares with it, and zero for the others.
 
         A collective like the pass that follows: a rank that needs no row takes part too.
         """
         chosen = [row for row, config in enumerate(configs_R) if config.kl_coef > 0] or [0]
-        logprobs_RK, _ = self._logprobs(chosen, [None] * len(chosen))
-        return logprobs_RK
+        return self._logprobs(chosen, [None] * len(chosen))[0]
 
     def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
         return sent(torch.from_numpy(array), self.device)

@@ -98,6 +98,42 @@ async def test_one_that_is_killed_again_and_again_never_outruns_the_trainer(tmp_
             run.status.unlink()  # not before: a heartbeat would write it again
 
 
+OF_TEXTS = [
+    "before the first group is finished",
+    "while groups are generated",
+    "between a state and its batch",
+    "before a batch file gets its name",
+    "between a batch and its line of metrics",
+    "while the last version is waited for",
+]
+
+
+@pytest.mark.parametrize("point", [*OF_TEXTS[:2], *in_full(*OF_TEXTS[2:])])
+async def test_a_killed_run_of_texts_goes_on_at_the_next_text(tmp_path: Path, parent: Lives, point: str) -> None:
+    model = make_model(tmp_path / "model")
+    found = {}
+    for life, points in {"killed": (point, None), "whole": (None,)}.items():
+        run = make_run(tmp_path / life)
+        data = config_data(model, **OVER) | {"kind": "sft", "data": [{"path": "texts.jsonl"}]}
+        data = {key: value for key, value in data.items() if key not in ("rollouts_per_example", "env")}
+        toml = write_toml(run, data)
+        run.data_file("texts.jsonl").parent.mkdir(parents=True, exist_ok=True)
+        run.data_file("texts.jsonl").write_text("\n".join(json.dumps({"text": f"text {n}"}) for n in range(30)))
+        trainer = asyncio.create_task(stand_in_trainer(run))
+        codes = [await asyncio.to_thread(parent.live, toml, each) for each in points]
+        trainer.cancel()
+        assert codes == [*[-signal.SIGKILL] * (len(points) - 1), 0]
+        assert list_rollout_steps(run) == list(range(1, MAX_STEPS + 1))
+        batches = [read_batch(run.rollout_file(step)) for step in range(1, MAX_STEPS + 1)]
+        found[life] = [[(each.example_id, each.use) for each in batch.samples] for batch in batches]
+        states = [batch.sampler_state for batch in batches]
+        assert states == [{"next_index": 4 * step} for step in range(1, MAX_STEPS + 1)]
+    assert found["killed"] == found["whole"]
+    learned = [name for batch in found["whole"] for name, use in batch if use == "supervised"]
+    assert len(learned) == len(set(learned)) == 4 * MAX_STEPS, "an epoch is longer"
+    assert [use for _, use in found["whole"][0]] == ["supervised"] * 4 + ["held_out"] * 3
+
+
 def waits_for_version_1(run: RunDir) -> bool:
     status = read_status(run.status, RunStatus)
     return status is not None and (status.waiting_on or "").startswith("policy version 1 (have 0), trainer")

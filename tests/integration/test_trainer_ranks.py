@@ -112,6 +112,19 @@ def test_prompts_that_many_ranks_compute_once_train_as_those_that_one_computes_f
         assert grad_norms(rounded) == pytest.approx(grad_norms(run), rel=0.25)
 
 
+@pytest.mark.numeric
+def test_the_figures_of_texts_are_those_of_all_ranks(folder: Path, tmp_path: Path) -> None:
+    run = put_run(tmp_path, folder / "model", "run_texts")
+    train_until(tight_config(tmp_path, folder / "model"), lambda: published(run) == NUM_STEPS)
+    names = ("loss", "mismatch_kl", "supervised/loss", "supervised/accuracy", "held_out/loss", "held_out/accuracy")
+    for name in names:
+        one, *several = (
+            [json.loads(line)[name] for line in each.trainer_metrics.read_text().splitlines()]
+            for each in (run, *(RunDir(folder / f"together_{size}" / "run_texts") for size in (2, 4)))
+        )
+        assert all(values == pytest.approx(one, rel=1e-3, abs=1e-6) for values in several), name
+
+
 @pytest.mark.parametrize("run_id", RUNS)
 def test_the_kept_ratios_of_all_ranks_come_together(folder: Path, run_id: str) -> None:
     two, four = (read_ratios(RunDir(folder / f"together_{size}" / run_id).ratios)[1] for size in (2, 4))

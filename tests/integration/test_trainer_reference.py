@@ -111,7 +111,14 @@ def plain_loss(model: PeftModel, batch: TrainingBatch, sample_loss: SampleLoss, 
     return mean(losses)
 
 
-def plain_training(sample_loss: SampleLoss = aipo, mean: Mean = token_mean) -> tuple[PeftModel, dict[str, Tensor]]:
+def plain_training(
+    sample_loss: SampleLoss = aipo,
+    mean: Mean = token_mean,
+    batches: Callable[[str, int], TrainingBatch] = batch_of,
+    num_steps: int = NUM_STEPS,
+    on_step: Callable[[PeftModel, float], None] = lambda model, loss: None,
+) -> tuple[PeftModel, dict[str, Tensor]]:
+    """`on_step` gets the model before each update, and the loss."""
     model = get_peft_model(
         tiny_model(),
         LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(DEFAULT_TARGET_MODULES), task_type="CAUSAL_LM"),
@@ -125,11 +132,13 @@ def plain_training(sample_loss: SampleLoss = aipo, mean: Mean = token_mean) -> t
             named[name_A].data.copy_(start / math.sqrt(module.in_features))
             assert not named[name_B].any()
     optimizer = torch.optim.AdamW(named.values(), lr=LR, weight_decay=DECAY)
-    for step in range(NUM_STEPS):
-        rate = LR * ((step + 1) / (WARMUP + 1) if step < WARMUP else 1 - (step - WARMUP) / (NUM_STEPS - WARMUP))
+    for step in range(num_steps):
+        rate = LR * ((step + 1) / (WARMUP + 1) if step < WARMUP else 1 - (step - WARMUP) / (num_steps - WARMUP))
         optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
-        plain_loss(model, batch_of("run_a", step + 1), sample_loss, mean).backward()
+        loss = plain_loss(model, batches("run_a", step + 1), sample_loss, mean)
+        on_step(model, loss.item())
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(named.values(), MAX_NORM)
         optimizer.step()
     return model, {name: parameter.detach() for name, parameter in named.items()}
@@ -163,6 +172,70 @@ def test_a_run_reaches_what_a_plain_training_loop_reaches(tmp_path: Path) -> Non
     ours, theirs, base = (m(input_ids=token_ids).logits for m in (published_model, plain_model, tiny_model()))
     assert (ours - base).abs().max() > 1e-2
     assert (ours - theirs).norm() < 1e-3 * (ours - base).norm()
+
+
+NUM_SFT_STEPS = 20
+
+
+def cross_entropy(log_pi: Tensor, log_mu: Tensor, log_base: Tensor, advantage: float) -> Tensor:
+    return -log_pi
+
+
+def texts_of(run_id: str, step: int) -> TrainingBatch:
+    """The same texts every fourth time, so that they are learned."""
+    batch = make_batch(run_id, 1 + step % 4)
+    samples = [
+        replace(
+            sample, use="supervised", advantage=1.0, logprobs=[0.0] * len(sample.token_ids), policy_version=step - 1
+        )
+        for sample in batch.samples
+    ]
+    return replace(batch, step=step, samples=samples)
+
+
+def held_out() -> list[TrainingSample]:
+    return [replace(sample, use="held_out") for sample in texts_of("run_a", 3).samples[:3]]
+
+
+@pytest.mark.slow
+def test_twenty_updates_of_texts_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    """What is held out is measured in every batch, and changes nothing."""
+    model, workspace = write_model(tmp_path / "model"), tmp_path / "workspace"
+    run = write_run(
+        workspace,
+        "run_a",
+        model,
+        kind="sft",
+        rollouts_per_example=1,
+        env=[],
+        data=[{"path": "texts.jsonl"}],
+        max_steps=NUM_SFT_STEPS,
+        seed=SEED,
+        model={"lora": {"rank": RANK, "alpha": ALPHA}},
+        optim={"lr": LR, "weight_decay": DECAY, "max_norm": MAX_NORM},
+        scheduler={"type": "linear", "warmup_steps": WARMUP},
+    )
+    for step in range(1, NUM_SFT_STEPS + 1):
+        batch = texts_of("run_a", step)
+        held = [replace(sample, policy_version=step - 1) for sample in held_out()]
+        put_batch(run, replace(batch, samples=[*batch.samples, *held]))
+    config = trainer_config(workspace, model, max_tokens_per_micro_batch=96)
+    train_until(config, lambda: published(run) == NUM_SFT_STEPS)
+
+    losses, held_losses = list[float](), list[float]()
+
+    def on_step(plain: PeftModel, loss: float) -> None:
+        losses.append(loss)
+        with torch.no_grad():
+            held_losses.append(-torch.cat([loss_token_logprobs(plain, each) for each in held_out()]).mean().item())
+
+    _, plain_adapter = plain_training(cross_entropy, token_mean, texts_of, NUM_SFT_STEPS, on_step)
+    lines = [msgspec.json.decode(line) for line in run.trainer_metrics.read_text().splitlines()]
+    for name, expected in (("loss", losses), ("supervised/loss", losses), ("held_out/loss", held_losses)):
+        assert [line[name] for line in lines] == pytest.approx(expected, rel=1e-4), name
+    assert losses[19] < losses[3], "the same texts"
+    assert relative_difference(adapter(run, NUM_SFT_STEPS), plain_adapter) < 1e-3
+    assert {line["samples"] for line in lines} == {8}, "those that are held out are not counted as trained"
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,22 @@ def refusal(path: Path, data: bytes) -> str:
     return str(error.value)
 
 
+def test_a_batch_that_is_only_measured_is_refused(tmp_path: Path) -> None:
+    held = msgspec.structs.replace(
+        GOOD, samples=[msgspec.structs.replace(each, use="held_out") for each in GOOD.samples]
+    )
+    assert "have no loss tokens" in refusal(tmp_path / "b", as_columns(held))
+    texts = [msgspec.structs.replace(GOOD.samples[0], use="supervised"), *held.samples]
+    write_batch(tmp_path / "c", msgspec.structs.replace(GOOD, samples=texts))
+    assert take_batch(tmp_path / "c", LIMITS) is not None
+
+
+@pytest.mark.parametrize("encoded", [as_lists, as_columns])
+def test_an_unknown_use_is_refused_by_name(tmp_path: Path, encoded: Callable[[TrainingBatch], bytes]) -> None:
+    message = refusal(tmp_path / "b", encoded(with_sample(use="wizard")))
+    assert "sample 1" in message and "wizard" in message
+
+
 def test_a_good_batch_passes_and_keeps_every_value(tmp_path: Path) -> None:
     write_batch(tmp_path / "b", GOOD)
     taken = take_batch(tmp_path / "b", LIMITS)

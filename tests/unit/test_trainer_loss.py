@@ -52,7 +52,7 @@ def some_tokens(num: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, T
 
 def test_logprobs_and_entropy_are_those_after_temperature() -> None:
     hidden, head, targets, temperatures = some_tokens(15, torch.float32)
-    logprobs, entropy = token_logprobs(hidden, head, targets, temperatures)
+    logprobs, entropy, _ = token_logprobs(hidden, head, targets, temperatures)
     logits = hidden.double() @ head.double().T
     expected = reference_logprobs(logits.numpy(), targets.numpy(), temperatures.double().numpy())
     np.testing.assert_allclose(logprobs.numpy(), expected[0], rtol=1e-5, atol=1e-6)
@@ -70,7 +70,7 @@ def test_the_gradient_of_logprobs_is_that_of_a_plain_log_softmax(
     hidden.requires_grad_(trained != "head")
     head.requires_grad_(trained != "hidden states")
     weight_N = torch.randn(10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    logprobs, entropy = token_logprobs(hidden, head, targets, temperatures)
+    logprobs, entropy, _ = token_logprobs(hidden, head, targets, temperatures)
     (logprobs * weight_N).sum().backward()
     plain = [tensor.detach().double().requires_grad_() for tensor in (hidden, head)]
     expected = torch.log_softmax(plain[0] @ plain[1].T / temperatures[:, None].double(), -1)
@@ -86,7 +86,7 @@ def test_the_gradient_of_logprobs_is_that_of_a_plain_log_softmax(
 def test_logits_of_any_size_overflow_nowhere() -> None:
     hidden = torch.tensor([[1e30]], requires_grad=True)
     head = torch.tensor([[1.0], [-1.0], [0.0]])
-    logprobs, entropy = token_logprobs(hidden, head, torch.tensor([0]), torch.ones(1))
+    logprobs, entropy, _ = token_logprobs(hidden, head, torch.tensor([0]), torch.ones(1))
     logprobs.sum().backward()
     assert logprobs.item() == 0 and entropy.item() == 0 and hidden.grad is not None and not hidden.grad.any()
 
@@ -133,7 +133,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_their_gradients(config: Loss
 @pytest.mark.parametrize("given", [inputs_of(), by_token(inputs_of())], ids=["row", "token"])
 def test_a_far_ratio_gives_numbers(config: LossConfig, given: LossInputs, far: float) -> None:
     """In float32, where exp(200) is infinite; a ratio far from 1 is reported as such."""
-    tensors = {name: x.float() for name, x in vars(given).items() if name != "mask_RK"}
+    tensors = {name: x.float() for name, x in vars(given).items() if name not in ("mask_RK", "uses_R3")}
     inputs = LossInputs(**tensors, mask_RK=inputs_of().mask_RK)
     assert inputs.base_logprobs_RK is not None
     inputs = replace(
@@ -143,7 +143,7 @@ def test_a_far_ratio_gives_numbers(config: LossConfig, given: LossInputs, far: f
     )
     loss_R, grad_RK = gradient(config, inputs)
     assert torch.isfinite(loss_R).all() and torch.isfinite(grad_RK).all()
-    statistics_RS = row_statistics(inputs, compute_loss(config, inputs), torch.zeros(6, 8))
+    statistics_RS = row_statistics(inputs, compute_loss(config, inputs), torch.zeros(6, 8), torch.zeros(6, 8))
     assert torch.isfinite(statistics_RS).all()
     (sums,) = sums_by_run(statistics_RS, [6])
     assert sums.mean(sums.importance_ratio) > 1e8 if far > 0 else sums.mean(sums.importance_ratio) < 1e-8
@@ -166,7 +166,7 @@ def test_statistics_are_sums_over_the_loss_tokens_of_each_run() -> None:
     inputs, entropy = inputs_of(), torch.rand(6, 8, dtype=torch.float64)
     config = TisLossConfig(type="tis", cap=1.1, kl_coef=0.5)
     losses = compute_loss(config, inputs)
-    by_run = sums_by_run(row_statistics(inputs, losses, entropy), [2, 4])
+    by_run = sums_by_run(row_statistics(inputs, losses, entropy, torch.zeros_like(entropy)), [2, 4])
     for sums, rows in zip(by_run, (slice(0, 2), slice(2, 6)), strict=True):
         mask = inputs.mask_RK[rows].numpy()
         log_pi, log_mu = inputs.logprobs_RK[rows].numpy(), inputs.sampled_logprobs_RK[rows].numpy()
@@ -190,6 +190,6 @@ def test_on_policy_tokens_have_ratio_one_and_no_mismatch() -> None:
     inputs = inputs_of()
     on_policy = replace(inputs, sampled_logprobs_RK=inputs.logprobs_RK)
     losses = compute_loss(DapoLossConfig(type="dapo"), on_policy)
-    (sums,) = sums_by_run(row_statistics(on_policy, losses, torch.zeros(6, 8)), [6])
+    (sums,) = sums_by_run(row_statistics(on_policy, losses, torch.zeros(6, 8), torch.zeros(6, 8)), [6])
     assert sums.mean(sums.importance_ratio) == pytest.approx(1.0)
     assert sums.mismatch_kl == pytest.approx(0.0, abs=1e-9) and sums.num_clipped == 0

@@ -93,7 +93,7 @@ class LargestLogits(TorchDispatchMode):
 @pytest.mark.numeric
 def test_log_probabilities_are_those_of_the_logits() -> None:
     model, (ids_RT, targets) = adapted(), some_targets()
-    logprobs_N, entropy_N = model.token_logprobs(ids_RT, RUN_IDXS, targets)
+    logprobs_N, entropy_N, _ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
     with torch.no_grad():
         logits_NV = model.logits(ids_RT, torch.arange(NUM_TOKENS), RUN_IDXS).flatten(0, 1)[targets.at_N]
     all_NV = torch.log_softmax(logits_NV / targets.temperatures_N[:, None], -1)
@@ -106,7 +106,7 @@ def test_no_more_than_a_chunk_of_the_logits_exists(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * NUM_VOCABULARY * 6)
     model, (ids_RT, targets) = replace(adapted(), remakes=False), some_targets()  # else its own hooks are asked
     with LargestLogits() as seen, saved_shapes() as shapes:
-        logprobs_N, _ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
+        logprobs_N, *_ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
         logprobs_N.sum().backward()
     assert seen.num_rows == 6 and not any(shape[-1] == NUM_VOCABULARY for shape in shapes if shape)
 
@@ -118,7 +118,7 @@ def test_what_is_computed_again_gives_the_same_gradients_and_is_not_kept(modes: 
     for each in ({}, modes):
         model, (ids_RT, targets) = replace(adapted(**each), remakes=False), some_targets()
         with saved_shapes() as shapes:
-            logprobs_N, _ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
+            logprobs_N, *_ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
         logprobs_N.sum().backward()
         found.append([logprobs_N.detach(), *gradients(model)])
         kept.append(sum(shape.numel() for shape in shapes))
@@ -145,7 +145,7 @@ def test_a_layer_that_is_computed_again_leaves_out_its_last_product() -> None:
     model, (ids_RT, targets) = adapted(checkpoints=True), some_targets()
     config = model.module.config
     with Products(config.intermediate_size, config.hidden_size) as forward:
-        logprobs_N, _ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
+        logprobs_N, *_ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
     with Products(config.intermediate_size, config.hidden_size) as backward:
         logprobs_N.sum().backward()
     assert forward.num == config.num_hidden_layers
@@ -171,7 +171,7 @@ def test_offloaded_inputs_of_layers_give_the_same_gradients() -> None:
     for offloads in (False, True):
         model, (ids_RT, targets) = adapted(checkpoints=True, offloads=offloads), some_targets()
         with Copied() as seen:
-            logprobs_N, _ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
+            logprobs_N, *_ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
         logprobs_N.sum().backward()
         found.append([logprobs_N.detach(), *gradients(model)])
         copied.append(seen.shapes.count(torch.Size([NUM_ROWS, NUM_TOKENS, HIDDEN_SIZE])))

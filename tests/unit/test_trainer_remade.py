@@ -25,7 +25,7 @@ def passed(model: PolicyModel, *, packs: bool) -> list[Tensor]:
     rows = None
     if packs:
         rows, ids_RT = PackedRows((ids_RT.shape[1],) * len(ids_RT), (0,) * len(ids_RT)), ids_RT.view(1, -1)
-    logprobs_N, entropy_N = model.token_logprobs(ids_RT, RUN_IDXS, targets, rows)
+    logprobs_N, entropy_N, _ = model.token_logprobs(ids_RT, RUN_IDXS, targets, rows)
     logprobs_N.sum().backward()
     return [logprobs_N.detach(), entropy_N, *gradients(model)]
 
@@ -61,7 +61,7 @@ def test_results_of_norms_and_rotated_queries_and_keys_are_not_kept(
 
     monkeypatch.setattr(parts, "_rotate", watched)
     ids_RT, targets = some_targets()
-    logprobs_N, _ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
+    logprobs_N, *_ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
     assert (len(normalized), len(rotated)) == (NUM_NORMS, NUM_ROTATED)
     alive = [sum(each() is not None for each in some) for some in (normalized, rotated)]
     # The last norm's goes into the head; those of queries and keys are kept by nobody.

@@ -164,15 +164,19 @@ class AnswersCalls(Protocol):
         """The turn as a call asks for it. Raises RolloutError, and what inference raises."""
 
 
-class Environment(Protocol):
+class HasExamples(Protocol):
+    """Examples in two splits."""
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """All examples of a split, always the same ones in the same order; the splits share no example."""
+
+
+class Environment(HasExamples, Protocol):
     """Examples, and how a rollout of one of them goes. `id` is that of its `[[env]]` table."""
 
     @property
     def id(self) -> str:
         """The `id` of its `[[env]]` table."""
-
-    def examples(self, split: Split) -> Sequence[Example]:
-        """All examples of a split, always the same ones in the same order; the splits share no example."""
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         """Let `policy` work on `example` and score what it did."""
