@@ -166,7 +166,7 @@ async def set_up(
     )
     told = partial(environment_figures, checked, changed, texts.unusable if texts else None)
     cleanup.callback(lambda: writer.update(**told()))
-    awaited = [*([sessions] if sessions else []), *judges]
+    awaited: list[Sessions | Judge] = [*judges, *([sessions] if sessions else [])]
     status = make_reporter(writer, scheduler, policy, client, told, awaited, num_learned)
     batches = BatchReporter(run, scheduler, client, status, envs, sampler, LearningWatch(run), texts)
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
