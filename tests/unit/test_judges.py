@@ -208,6 +208,7 @@ async def test_an_answer_has_a_deadline_and_a_largest_size(monkeypatch: pytest.M
                 writer.write(b" ")
                 await writer.drain()
                 await asyncio.sleep(0.01)
+        writer.close()
 
     server = await asyncio.start_server(drip, "127.0.0.1", 0)
     endpoint = Endpoint(config(model="m", base_url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"))
