@@ -209,7 +209,9 @@ async def test_an_answer_has_a_deadline_and_a_largest_size(monkeypatch: pytest.M
                 await writer.drain()
                 await asyncio.sleep(0.01)
         writer.close()
+        ended.release()
 
+    ended = asyncio.Semaphore(0)
     server = await asyncio.start_server(drip, "127.0.0.1", 0)
     endpoint = Endpoint(config(model="m", base_url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"))
     try:
@@ -220,6 +222,8 @@ async def test_an_answer_has_a_deadline_and_a_largest_size(monkeypatch: pytest.M
         monkeypatch.setattr(agent_judge, "MAX_ANSWER_BYTES", 3)
         with pytest.raises(EnvironmentFault, match="gives an answer of more than 3 bytes"):
             await endpoint.ask([{"role": "user", "content": "?"}])
+        for _ in range(2):
+            await ended.acquire()
     finally:
         await endpoint.close()
         server.close()
