@@ -40,10 +40,12 @@ from daemons.specs import (
     TRAINER,
     DaemonSpec,
     RunNow,
+    inference_spec,
     saved_devices,
+    saved_system,
     wanted_daemons,
 )
-from daemons.workspace import SUPERVISOR
+from daemons.workspace import NOT_NEEDED, SUPERVISOR
 from prime_rl.configs.base import load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import disk_trouble, find_trouble
@@ -184,7 +186,14 @@ class Supervisor:
         }
         runs = self._observer.runs(held_runs(self._daemons))
         seen = {name: self._see(daemon, looks[name], runs.get(name), now) for name, daemon in self._daemons.items()}
-        specs = wanted_daemons(self.output, runs.values())
+        samples = self._observer.needs_inference()
+        specs = wanted_daemons(self.output, runs.values(), samples=samples)
+        if not samples:  # readers are told why it is not there
+            idle = self._daemons.get(INFERENCE)
+            idle = idle or Daemon(inference_spec(self.output, saved_system(self.output)), State.DONE)
+            self._daemons[INFERENCE] = (
+                idle if idle.state in LIVE else replace(idle, state=State.DONE, reason=NOT_NEEDED)
+            )
         troubles: list[Exception] = []
         for action in decide(Snapshot(specs, self._daemons, seen, requests, self.config, disk), now):
             try:
@@ -197,7 +206,9 @@ class Supervisor:
         self._records.write(self._daemons)
         if self._relay is not None and not self._was_up:  # in the foreground no other process checks that they start
             services = [daemon for name, daemon in self._daemons.items() if name in (TRAINER, INFERENCE)]
-            self._was_up = len(services) == 2 and all(daemon.state is State.RUNNING for daemon in services)
+            self._was_up = len(services) == 2 and all(
+                daemon.state in (State.RUNNING, State.DONE) for daemon in services
+            )
             for daemon in services:
                 if daemon.state in (State.BACKOFF, State.FAILED):
                     self.start_failure = f"{daemon.spec.name} did not start: {daemon.reason}"
