@@ -97,7 +97,7 @@ class Observer:
         """True unless there are runs and none of them samples: it looks at each only until it has found one."""
         if self._sampling and INFERENCE in self._needed(RunDir(self.output.path / self._sampling)):
             return True
-        self._sampling, runs = "", scan_runs(self.output.path)[0]
+        self._sampling, runs = "", [run for run in scan_runs(self.output.path)[0] if os.path.lexists(run.orch_toml)]
         self._needs = {run.run_id: self._needs[run.run_id] for run in runs if run.run_id in self._needs}
         for run in runs:
             if INFERENCE in self._needed(run):
@@ -295,7 +295,7 @@ def _asks_for(run: RunDir) -> frozenset[str]:
     try:
         data = read_effect(run).data
     except ConfigError:
-        return frozenset([INFERENCE])
+        return frozenset([INFERENCE] * os.path.lexists(run.orch_toml))
     table, own = data.get("monitor"), data.get("eval")
     has_monitors = isinstance(table, dict) and any(isinstance(each, dict) for each in table.values())
     tables = [data.get("env"), own.get("env") if isinstance(own, dict) else None]

@@ -191,9 +191,8 @@ class Supervisor:
         if not samples:  # readers are told why it is not there
             idle = self._daemons.get(INFERENCE)
             idle = idle or Daemon(inference_spec(self.output, saved_system(self.output)), State.DONE)
-            self._daemons[INFERENCE] = (
-                idle if idle.state in LIVE else replace(idle, state=State.DONE, reason=NOT_NEEDED)
-            )
+            if idle.state not in LIVE:
+                self._daemons[INFERENCE] = replace(idle, state=State.DONE, reason=NOT_NEEDED)
         troubles: list[Exception] = []
         for action in decide(Snapshot(specs, self._daemons, seen, requests, self.config, disk), now):
             try:
@@ -206,9 +205,8 @@ class Supervisor:
         self._records.write(self._daemons)
         if self._relay is not None and not self._was_up:  # in the foreground no other process checks that they start
             services = [daemon for name, daemon in self._daemons.items() if name in (TRAINER, INFERENCE)]
-            self._was_up = len(services) == 2 and all(
-                daemon.state in (State.RUNNING, State.DONE) for daemon in services
-            )
+            up = (State.RUNNING, State.DONE)
+            self._was_up = len(services) == 2 and all(daemon.state in up for daemon in services)
             for daemon in services:
                 if daemon.state in (State.BACKOFF, State.FAILED):
                     self.start_failure = f"{daemon.spec.name} did not start: {daemon.reason}"

@@ -239,7 +239,7 @@ def wait_until_ready(
 
 
 def is_ready(workspace: Workspace) -> bool:
-    """True when the supervisor watches and has recorded both, the trainer waits or trains, inference answers if needed."""
+    """True when the supervisor watches and has recorded both, the trainer waits or trains, needed inference answers."""
     return (
         workspace.supervisor_alive
         and all(workspace.daemon(name) is not None for name in (INFERENCE, TRAINER))
