@@ -392,7 +392,9 @@ def serve(
     else:
         name, urls = serve_run(place, target)
         text = (
-            f"{name}: served at {', '.join(urls)}" if urls else f"{name}: is loaded when it is asked for, after prl up"
+            f"{name}: served at {', '.join(urls)}"
+            if urls
+            else f"{name}: is loaded when it is asked for, once inference runs"
         )
     if as_json:
         print_json({"served": served_names(place), "urls": urls})

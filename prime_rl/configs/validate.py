@@ -126,6 +126,8 @@ def doubts(config: OrchestratorConfig, limits: TrainerLimits | None) -> list[Con
     if config.optim.type == "adamw" and config.optim.lr > MAX_USUAL_LR and not trains_whole:
         words = f"found {config.optim.lr:g}: above {MAX_USUAL_LR:g} most adapters break within a few updates"
         found.append(ConfigProblem("optim.lr", f"{words}; 1e-5 to 1e-3 is usual"))
+    if config.kind == "sft":
+        return found
     seq_len = config.seq_len or (limits.max_seq_len if limits else None)
     if seq_len is not None and 0 <= (room := seq_len - config.sampling.max_tokens) < MIN_PROMPT_SHARE * seq_len:
         words = f"found {config.sampling.max_tokens}: leaves the prompt {room} of seq_len = {seq_len} tokens"
