@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -298,7 +298,7 @@ class ChartSpec:
     total: str = ""
     """The curve that is shown when several runs are compared; default: the first."""
     is_reward: bool = False
-    of: Literal["", rollouts, texts] = ""
+    of: Literal["", "rollouts", "texts"] = ""
     """Left out, while it has no values, in runs of the other kind."""
 
 

@@ -94,10 +94,8 @@ def describe(sample: Sample, words: Sequence[str] = (), *, is_text: bool = False
     for number, turn in enumerate(conversation):
         place = f" {number} of {len(conversation) - 1}" if number and len(conversation) > 2 else ""
         reward = "" if turn.reward is None else f", reward {fmt.reward(turn.reward)}"
-        text.append(
-            f"\n── {turn.speaker}{place}{reward} ──\n".replace("policy", "completion" if is_text else "policy"),
-            f"bold {colours[turn.speaker]}",
-        )
+        speaker = "completion" if is_text and turn.speaker == "policy" else turn.speaker
+        text.append(f"\n── {speaker}{place}{reward} ──\n", f"bold {colours[turn.speaker]}")
         text.append(turn.text or "(nothing)", "" if turn.text else "muted").append("\n")
     if sample.output:
         text.append("\n── output of the agent ──\n", "bold secondary").append(sample.output.strip("\n")).append("\n")
