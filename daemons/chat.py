@@ -25,10 +25,11 @@ from daemons.details import find_version, parse_version
 from daemons.errors import ActionError, WrongUseError, one_line_errors, record_act
 from daemons.specs import inference_variable
 from daemons.trash import existing_run
+from daemons.workspace import NO_SAMPLING, is_needless
 from prime_rl.contract.files import UNDECODABLE
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.served import BASE_WEIGHTS, adapter_name, chat_name, is_chat, parse_weights_name, refusal
-from prime_rl.contract.status import InferenceStatus, is_alive, read_status
+from prime_rl.contract.status import DaemonStatus, InferenceStatus, is_alive, read_status
 from prime_rl.utils.secrets import SecretError, read_secret
 from prime_rl.utils.text import CleanText, clean_text, one_line
 
@@ -219,6 +220,8 @@ def living_inference(output: OutputDir) -> list[InferenceStatus]:
     """The servers of a workspace that serve, at least one. Raises ActionError."""
     found = [read_status(path, InferenceStatus) for path in output.inference_statuses().values()]
     living = [status for status in found if status is not None and is_alive(status, time.time())]
+    if not living and is_needless(read_status(output.daemon_status("inference"), DaemonStatus)):
+        raise ActionError(f"{NO_SAMPLING}: prl serve ID keeps a version of a run served, and starts it")
     if not living:
         raise ActionError(f"inference of {output.path} is not running: start the workspace with prl up")
     serving = [status for status in living if status.state == "serving"]

@@ -17,7 +17,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from prime_rl.configs.base import ConfigError, parse_toml
 from prime_rl.configs.jsonl import MAX_CODE_BYTES
 from prime_rl.contract.files import read_file
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker
-from prime_rl.contract.metrics import REWARD, bounded_mean, parse_metrics, series
+from prime_rl.contract.metrics import HELD_OUT_LOSS, REWARD, SUPERVISED_LOSS, bounded_mean, parse_metrics, series
 from prime_rl.contract.notes import Change, digest_of, read_admitted
 from prime_rl.contract.peft import CONFIG_FILE
 from prime_rl.contract.served import adapter_name
@@ -58,6 +58,7 @@ _TAIL_BYTES = 256 * 1024
 _ERROR = re.compile(r"^\S+ (WARNING|ERROR|CRITICAL) |^[\w.]*(Error|Exception)\b.*:|^fatal\b", re.IGNORECASE)
 
 # Errors of figures, and those about the evaluation itself.
+_OF_TEXTS = (SUPERVISED_LOSS, HELD_OUT_LOSS)
 _NOT_RESULTS = ("_se", "/truncated", "/num_failed")
 NUM_RECENT = 10
 
@@ -219,6 +220,7 @@ class RunResult:
         updates: the step of the newest update; rewards may be of later batches.
         tokens: of all batches that it was trained on, prompts included.
         hours: between its first and its last batch, pauses included.
+        texts: the newest losses of texts that it learned, and that were held out.
     """
 
     rewards: Mapping[int, float]
@@ -226,6 +228,7 @@ class RunResult:
     updates: int
     tokens: int
     hours: float
+    texts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def reward(self) -> float | None:
@@ -253,16 +256,19 @@ def read_result(run: RunDir, *, until: int | None = None) -> RunResult:
         }
         if results:
             evaluations[step] = results
-        if REWARD in figures:
+        if REWARD in figures or "epoch" in figures:
             times[step] = figures.get("time", 0.0)
-    spent = [times[step] for step in rewards if times[step]]
-    last = until if until is not None else max(rewards, default=0)
+    steps = rewards or dict(series(whole_lines(run.orchestrator_metrics), "epoch", at_most=until))
+    spent = [times[step] for step in steps if times[step]]
+    last = until if until is not None else max(steps, default=0)
+    losses = {name: series(whole_lines(run.trainer_metrics), name, at_most=until) for name in _OF_TEXTS}
     return RunResult(
         rewards=rewards,
         evaluations={step: evaluations[step] for step in sorted(evaluations) if step <= last},
         updates=max(tokens, default=0),
         tokens=sum(map(int, tokens.values())),  # as whole numbers: they have no end
         hours=(max(spent) - min(spent)) / 3600 if spent else 0.0,
+        texts={name: values[-1][1] for name, values in losses.items() if values},
     )
 
 
@@ -352,6 +358,7 @@ def figures_of(result: RunResult) -> dict[CleanText, float]:
         ("reward", result.reward),
         ("tokens", float(result.tokens)),
         ("hours", result.hours),
+        *result.texts.items(),
         *result.last_evaluation.items(),
     ]
     return {one_line(name): value for name, value in figures if value is not None}

@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from daemons.machine import DiskReader, DiskView
 from daemons.specs import SYSTEM, saved_system
-from daemons.workspace import SUPERVISOR
+from daemons.workspace import NO_SAMPLING, SUPERVISOR
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.contract.files import find_trouble
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
@@ -307,13 +307,14 @@ def check_key(variable: str, environ: Mapping[str, str]) -> Check:
     return Check("api key", "ok", f"{variable} is set" if key else f"{variable} and {variable}_FILE are not set")
 
 
-def check_daemons(states: Mapping[str, str]) -> Check:
+def check_daemons(states: Mapping[str, str], *, needs_inference: bool = True) -> Check:
     """`states`: of the workspace's daemons."""
     bad = [f"{name} is {state}" for name, state in states.items() if state in ("failed", "lost", "stalled")]
     if bad:
         return Check("daemons", "warning", ", ".join(bad[:5]), f"prl status, then prl logs {bad[0].split()[0]}")
     running = sum(state == "running" for state in states.values())
-    return Check("daemons", "ok", f"{running} running" if running else "nothing is running")
+    told = f"{running} running{'' if needs_inference else f'; {NO_SAMPLING}'}"
+    return Check("daemons", "ok", told if running else "nothing is running")
 
 
 def _existing(path: Path) -> Path:
@@ -350,7 +351,7 @@ def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Ite
     yield check_shared_memory(_free(Path("/dev/shm")))
     yield _lingering()
     yield check_key(system.inference.api_key_var, os.environ)
-    yield check_daemons(states)
+    yield check_daemons(states, needs_inference=workspace.needs_inference)
 
 
 def _place(output: OutputDir) -> Iterator[Check]:

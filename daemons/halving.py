@@ -265,8 +265,10 @@ class Halving:
         """The last value of the sweep's metric up to the rung."""
         found: list[tuple[int, float]] = []
         with self._boundary(plan, run_id, is_look=True):
-            lines = read_end(self._output.run(run_id).orchestrator_metrics, MAX_HISTORY_BYTES).splitlines()
-            found = series(lines, plan.metric, at_most=rung.step)
+            run = self._output.run(run_id)
+            for path in (run.orchestrator_metrics, run.trainer_metrics):
+                lines = read_end(path, MAX_HISTORY_BYTES).splitlines()
+                found = found or series(lines, plan.metric, at_most=rung.step)
         return found[-1][1] if found else None
 
     def _fact(self, run_id: str) -> tuple[RunFact, int] | None:

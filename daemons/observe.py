@@ -19,7 +19,7 @@ from daemons.workspace_reader import Stamp, StatusFiles, stamp_of
 from prime_rl.configs.admitted import config_in_effect, read_effect
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.envs import GATEWAY_PROVIDERS
-from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
+from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, scan_runs
 from prime_rl.contract.notes import Work, read_work
 from prime_rl.contract.status import (
     GatewayStatus,
@@ -67,10 +67,11 @@ class Observer:
         self._complain = complain
         self._statuses = StatusFiles()
         self._runs: dict[str, _Folder] = {}
-        self._needs: dict[str, tuple[tuple[Stamp, Stamp], frozenset[str]]] = {}
+        self._needs: dict[str, tuple[tuple[Stamp, ...], frozenset[str]]] = {}
         self._unchanged: dict[tuple[str, str], tuple[object, float]] = {}
         self._refused: dict[str, str] = {}
         self._held: frozenset[str] = frozenset()
+        self._sampling = ""
 
     def has_changes(self) -> bool:
         """True when runs got or lost a slot, or a person requested something. Costs two `stat` calls."""
@@ -91,6 +92,18 @@ class Observer:
         held = self._held if trainer is not None and is_there(trainer) else frozenset()
         found = {run_id: self._guarded(run_id, run_id in held) for run_id in sorted(held | set(known))}
         return {run_id: run for run_id, run in found.items() if run is not None}
+
+    def needs_inference(self) -> bool:
+        """True unless there are runs and none of them samples: it looks at each only until it has found one."""
+        if self._sampling and INFERENCE in self._needed(RunDir(self.output.path / self._sampling)):
+            return True
+        self._sampling, runs = "", [run for run in scan_runs(self.output.path)[0] if os.path.lexists(run.orch_toml)]
+        self._needs = {run.run_id: self._needs[run.run_id] for run in runs if run.run_id in self._needs}
+        for run in runs:
+            if INFERENCE in self._needed(run):
+                self._sampling = run.run_id
+                return True
+        return not runs
 
     def see(self, daemon: Daemon, look: Alive | Ended, run: RunNow | None, now: float) -> Seen:
         """Return `daemon` as it is now: by its launcher, its run, and the status that its own process wrote.
@@ -211,8 +224,9 @@ class Observer:
         )
 
     def _needed(self, run: RunDir) -> frozenset[str]:
-        """Those of WHERE_NEEDED that its config asks for."""
-        now, known = (stamp_of(run.orch_toml), stamp_of(run.admitted)), self._needs.get(run.run_id)
+        """Those of WHERE_NEEDED that its config asks for, and inference."""
+        now = tuple(map(stamp_of, (run.orch_toml, run.admitted, run.served)))
+        known = self._needs.get(run.run_id)
         if known is None or known[0] != now:
             known = self._needs[run.run_id] = now, _asks_for(run)
         return known[1]
@@ -275,18 +289,20 @@ def _wrote(process: ProcessId, status: Status) -> bool:
 def _asks_for(run: RunDir) -> frozenset[str]:
     """Monitors when a run's config has a table below [monitor], the gateway when it has an environment of agents.
 
-    A config that is invalid otherwise is not used by any daemon.
+    Inference, unless it learns texts alone, has no [eval], and no version of it is kept served. A config that is
+    invalid otherwise is not used by any daemon.
     """
     try:
         data = read_effect(run).data
     except ConfigError:
-        return frozenset()
+        return frozenset([INFERENCE] * os.path.lexists(run.orch_toml))
     table, own = data.get("monitor"), data.get("eval")
     has_monitors = isinstance(table, dict) and any(isinstance(each, dict) for each in table.values())
     tables = [data.get("env"), own.get("env") if isinstance(own, dict) else None]
     envs = [env for each in tables if isinstance(each, list) for env in each if isinstance(env, dict)]
     has_agents = any(str(env.get("id")).partition(":")[0] in GATEWAY_PROVIDERS for env in envs)
-    return frozenset([MONITORS] * has_monitors + [GATEWAY] * has_agents)
+    samples = data.get("kind") != "sft" or isinstance(own, dict) or os.path.lexists(run.served)
+    return frozenset([MONITORS] * has_monitors + [GATEWAY] * has_agents + [INFERENCE] * samples)
 
 
 def _max_steps(run: RunDir) -> int | None:

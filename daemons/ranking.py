@@ -3,7 +3,7 @@
 The result of a run is the mean of its newest values of the metric up to one step, which is the same for all runs of an
 environment: the largest that each of them has, or one that is asked for, and then runs that are not there yet are not
 ranked. A group (the seeds of a setting) has the mean of its runs' results and its standard error. Runs with different
-environments are never ranked together, since their rewards measure different things.
+environments are never ranked together, since their rewards measure different things, nor runs that learn other texts.
 
 `rank` is pure; `read_contestants` reads what it needs of a workspace.
 """
@@ -25,7 +25,7 @@ from daemons.workspace import RunView
 from prime_rl.configs.admitted import hide_secret, plain_text, read_effect
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.metrics import bounded_mean, series
+from prime_rl.contract.metrics import HELD_OUT_LOSS, LESS_IS_BETTER, REWARD, SUPERVISED_LOSS, bounded_mean, series
 from prime_rl.contract.notes import digest_of
 from prime_rl.contract.status import RunState
 from prime_rl.utils.tail import whole_lines
@@ -37,10 +37,10 @@ NO_TAG, NO_VALUE, NO_ENVIRONMENT = "no tag", "-", "unknown environment"
 NUM_LAST, NUM_LAST_EVAL = 10, 1
 # So many of the keys in which the runs of one group differ are named.
 MAX_MIXED = 5
-LESS_IS_BETTER = ("loss", "mismatch_kl", "grad_norm", "truncated/mean")
 # A run that will not go on holds no other back.
 FAILED_STATES = (RunState.FAILED, RunState.EVICTED, RunState.INVALID)
 # What decides what a reward means. The prompt is not among it: which one is better is a fair question.
+_OF_TEXTS = re.compile(r"data\.\d+\.(path|num_held_out)")
 _OF_ENVIRONMENT = re.compile(r"env\.(\d+)\.(id|args|args\..+|reward_range|weight)")
 
 
@@ -104,7 +104,7 @@ class Standing(Generic[RunT]):
 
 def num_last(metric: str) -> int:
     """Of how many of its newest values the mean counts, unless someone asks for another number."""
-    return NUM_LAST_EVAL if metric.startswith("eval/") else NUM_LAST
+    return NUM_LAST_EVAL if metric.startswith(("eval/", "held_out/")) else NUM_LAST
 
 
 def rank(
@@ -179,7 +179,13 @@ def winners(standings: Sequence[Standing[RunT]]) -> tuple[Standing[RunT], ...]:
 
 
 def environment_of(config: Mapping[str, str]) -> CleanText:
-    """The environments of a run with what decides their rewards, such as "reverse-text max_len=8 + arithmetic"."""
+    """The environments of a run with what decides their rewards, such as "reverse-text max_len=8 + arithmetic".
+
+    Of one that learns texts the files, and how many texts of each are held out.
+    """
+    if config.get("kind", "").strip('"') == "sft":
+        texts = [text.strip('"') for key, text in config.items() if _OF_TEXTS.fullmatch(key)]
+        return one_line(f"texts {' '.join(texts)}", 300)
     parts: dict[str, dict[str, str]] = {}
     for key, text in config.items():
         if (match := _OF_ENVIRONMENT.fullmatch(key)) is not None:
@@ -196,6 +202,19 @@ def environment_of(config: Mapping[str, str]) -> CleanText:
         for part in parts.values()
     ]
     return one_line(" + ".join(words) or NO_ENVIRONMENT, 300)
+
+
+def read_usual(output_dir: Path, runs: Sequence[RunView]) -> dict[str, list[RunValues]]:
+    """The runs by the metric that tells most of their kind: the reward; of texts their held-out loss, or the loss."""
+    texts = [run for run in runs if run.kind == "sft"]
+    others = [run for run in runs if run.kind != "sft"]
+    found = {REWARD: read_contestants(output_dir, others, REWARD)} if others or not texts else {}
+    if texts:
+        held_out = read_contestants(output_dir, texts, HELD_OUT_LOSS)
+        is_held = all(run.steps or run.has_failed for run in held_out) and any(run.steps for run in held_out)
+        name = HELD_OUT_LOSS if is_held else SUPERVISED_LOSS
+        found[name] = held_out if is_held else read_contestants(output_dir, texts, name)
+    return found
 
 
 def read_contestants(output_dir: Path, runs: Sequence[RunView], metric: str) -> list[RunValues]:

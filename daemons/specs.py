@@ -1,9 +1,10 @@
 """The daemons that should run in a workspace now, and how each is started: from the system config and the disk.
 
-Trainer and inference should always run; an orchestrator for each run that the trainer holds in a slot, unless its final
-state shows that it is done; alerts where the system file asks for them; monitors where it does or a run that trains;
-the gateway where it does or a run whose rollouts are agents'. It starts nothing (`supervisor` does). Which daemon is
-handed which API key is here too, by the variables that the configs name; no key itself is read.
+The trainer should always run, and inference unless there are runs and none samples; an orchestrator for each run that
+the trainer holds in a slot, unless its final state shows that it is done; alerts where the system file asks for them;
+monitors where it does or a run that trains; the gateway where it does or a run whose rollouts are agents'. It starts
+nothing (`supervisor` does). Which daemon is handed which API key is here too, by the variables that the configs name;
+no key itself is read.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def service_specs(
     Defaults: the system and the visible devices of the last start.
     """
     system = system or saved_system(output)
-    specs = [_inference_spec(output, system, n, visible) for n in range(system.deployment.inference.replicas)]
+    specs = [inference_spec(output, system, n, visible) for n in range(system.deployment.inference.replicas)]
     specs.append(trainer_spec(output, system, visible))
     if output.component_config(ALERTS).exists():
         module = module_of(ALERTS, system.deployment.modules)
@@ -206,7 +207,8 @@ def service_specs(
     return specs
 
 
-def _inference_spec(output: OutputDir, system: SystemConfig, replica: int, visible: str | None) -> DaemonSpec:
+def inference_spec(output: OutputDir, system: SystemConfig, replica: int = 0, visible: str | None = None) -> DaemonSpec:
+    """One inference server."""
     table, port, name = system.deployment.inference, system.inference.port, replica_name(replica)
     module = module_of(INFERENCE, system.deployment.modules)
     argv = python_module(module, "@", str(output.component_config(INFERENCE)))
@@ -312,10 +314,13 @@ def wants_gateway(run: RunNow) -> bool:
     return run.needs_gateway and not run.gone and (works or wants_orchestrator(run))
 
 
-def wanted_daemons(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, DaemonSpec]:
-    """The daemons that should run now, by name; `runs` decide about orchestrators, monitors and the gateway."""
+def wanted_daemons(output: OutputDir, runs: Iterable[RunNow], *, samples: bool = True) -> Mapping[str, DaemonSpec]:
+    """The daemons that should run now, by name; `runs` decide about orchestrators, monitors and the gateway.
+
+    `samples`: a run needs inference, or there is none yet.
+    """
     runs, system = list(runs), saved_system(output)
-    specs = service_specs(output, system)
+    specs = [spec for spec in service_specs(output, system) if samples or spec.kind != INFERENCE]
     if any(wants_monitors(run) for run in runs):
         specs.append(monitors_spec(output, system))
     if any(wants_gateway(run) for run in runs):

@@ -40,10 +40,12 @@ from daemons.specs import (
     TRAINER,
     DaemonSpec,
     RunNow,
+    inference_spec,
     saved_devices,
+    saved_system,
     wanted_daemons,
 )
-from daemons.workspace import SUPERVISOR
+from daemons.workspace import NOT_NEEDED, SUPERVISOR
 from prime_rl.configs.base import load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import disk_trouble, find_trouble
@@ -184,7 +186,13 @@ class Supervisor:
         }
         runs = self._observer.runs(held_runs(self._daemons))
         seen = {name: self._see(daemon, looks[name], runs.get(name), now) for name, daemon in self._daemons.items()}
-        specs = wanted_daemons(self.output, runs.values())
+        samples = self._observer.needs_inference()
+        specs = wanted_daemons(self.output, runs.values(), samples=samples)
+        if not samples:  # readers are told why it is not there
+            idle = self._daemons.get(INFERENCE)
+            idle = idle or Daemon(inference_spec(self.output, saved_system(self.output)), State.DONE)
+            if idle.state not in LIVE:
+                self._daemons[INFERENCE] = replace(idle, state=State.DONE, reason=NOT_NEEDED)
         troubles: list[Exception] = []
         for action in decide(Snapshot(specs, self._daemons, seen, requests, self.config, disk), now):
             try:
@@ -197,7 +205,8 @@ class Supervisor:
         self._records.write(self._daemons)
         if self._relay is not None and not self._was_up:  # in the foreground no other process checks that they start
             services = [daemon for name, daemon in self._daemons.items() if name in (TRAINER, INFERENCE)]
-            self._was_up = len(services) == 2 and all(daemon.state is State.RUNNING for daemon in services)
+            up = (State.RUNNING, State.DONE)
+            self._was_up = len(services) == 2 and all(daemon.state in up for daemon in services)
             for daemon in services:
                 if daemon.state in (State.BACKOFF, State.FAILED):
                     self.start_failure = f"{daemon.spec.name} did not start: {daemon.reason}"

@@ -239,16 +239,18 @@ def wait_until_ready(
 
 
 def is_ready(workspace: Workspace) -> bool:
-    """True when the supervisor watches and has recorded both, the trainer waits or trains, inference really answers."""
+    """True when the supervisor watches and has recorded both, the trainer waits or trains, needed inference answers."""
     return (
         workspace.supervisor_alive
         and all(workspace.daemon(name) is not None for name in (INFERENCE, TRAINER))
         and workspace.trainer is not None
         and workspace.trainer.state in ("waiting", "training")
-        and workspace.inference is not None
-        and workspace.inference.state == "serving"
-        and answers(workspace.inference.base_url)
+        and (_serves(workspace.inference) or not workspace.needs_inference)
     )
+
+
+def _serves(inference: InferenceStatus | None) -> bool:
+    return inference is not None and inference.state == "serving" and answers(inference.base_url)
 
 
 def answers(base_url: str) -> bool:

@@ -27,11 +27,11 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import doubts
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.metrics import HELD_OUT_LOSS, LESS_IS_BETTER, REWARD, SUPERVISED_LOSS
 from prime_rl.contract.notes import SweepPlan, SweepRun, check_sweep_name, read_plan
 
 # A slot each would be far beyond any trainer; more is a mistake in a list of values.
 MAX_RUNS = 1000
-DEFAULT_METRIC = "reward/mean"
 _MAX_ID_CHARS = 68  # "run_" and 64
 _HASH_CHARS = 8
 _MAX_NAME_CHARS = 40  # of a name that comes from a file's
@@ -81,7 +81,7 @@ def sweep_runs(
     """Add one run of `source` for each combination of the values of `axes` (see `parse_axis`), all or none.
 
     `name` defaults to the file's name. `metric` is what halving compares; it defaults to that of `[stop]`, else the
-    reward. The same sweep a second time adds nothing. Raises ActionError.
+    reward, or the loss of texts. The same sweep a second time adds nothing. Raises ActionError.
     """
     output, source = OutputDir(Path(output_dir)), Path(source)
     with one_line_errors(f"sweeping {source}"):
@@ -189,15 +189,18 @@ def _plan(
     halving: int | None,
     metric: str | None,
 ) -> SweepPlan:
-    stop = config.stop
+    stop, usual = config.stop, REWARD
+    if config.kind == "sft":
+        usual = SUPERVISED_LOSS if all(source.num_held_out == 0 for source in config.data) else HELD_OUT_LOSS
+    chosen = metric or (stop.metric if stop else usual)
     return SweepPlan(
         name=name,
         base=str(source),
         runs=[SweepRun(run_id, dict(values)) for run_id, values in points.items()],
         seed=config.seed,
         halving=halving,
-        metric=metric or (stop.metric if stop else DEFAULT_METRIC),
-        mode=stop.mode if stop and metric in (None, stop.metric) else "max",
+        metric=chosen,
+        mode=stop.mode if stop and chosen == stop.metric else "min" if chosen in LESS_IS_BETTER else "max",
         min_steps=stop.min_steps if stop else 0,
     )
 

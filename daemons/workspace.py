@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -31,6 +32,9 @@ from prime_rl.utils.process import ProcessId
 from prime_rl.utils.text import CleanText, clean_text, counted, one_line
 
 SUPERVISOR = "supervisor"
+# Why inference is not started.
+NOT_NEEDED = "no run needs it"
+NO_SAMPLING = "no run needs inference, so none is started"
 MAX_REASON_CHARS, MAX_TROUBLE_CHARS = 10_000, 1000
 # A restart that is followed by others is a loop when there are so many of them within this time, in seconds.
 LOOP_CRASHES, LOOP_S = 3, 600.0
@@ -47,7 +51,8 @@ class RunView:
     makes none it is the newest one, and null. `max_tokens` and `max_hours` are its budget. `problem` is what goes
     wrong in its environments while it goes on, `signs` are those that it does not learn (docs/learning.md),
     `sound_step` is its newest version on disk from before them, and `crash_loop` tells of an orchestrator that ends
-    again and again. `edited`: how its config file differs from the config in effect, and what to do.
+    again and again. `edited`: how its config file differs from the config in effect, and what to do. `kind` is that of
+    its config, None while that is unread.
     """
 
     run_id: str
@@ -82,6 +87,7 @@ class RunView:
     edited: CleanText | None = None
     sound_step: int | None = None
     started_at: float | None = None
+    kind: Literal["rl", "sft"] | None = None
 
     @property
     def sign_texts(self) -> tuple[CleanText, ...]:
@@ -218,6 +224,21 @@ class Workspace:
         """The view of a daemon, the supervisor among them; None without a record of it."""
         return next((daemon for daemon in self.daemons if daemon.name == name), None)
 
+    @property
+    def needs_inference(self) -> bool:
+        """False while its supervisor starts no inference, because no run samples."""
+        daemon = self.daemon("inference")
+        return not (self.supervisor_alive and self.inference is None and is_needless(daemon))
+
+    @property
+    def address(self) -> str:
+        """Where inference is, in words."""
+        return (
+            f"inference at {self.inference.base_url if self.inference else '?'}"
+            if self.needs_inference
+            else NO_SAMPLING
+        )
+
 
 def replica_name(number: int) -> str:
     """The daemon that is this inference server."""
@@ -248,14 +269,19 @@ def together(replicas: Sequence[InferenceStatus]) -> InferenceStatus | None:
     )
 
 
+def is_needless(inference: DaemonView | DaemonStatus | None) -> bool:
+    """True when it is not running because no run samples."""
+    return inference is not None and inference.state == "done" and inference.reason == NOT_NEEDED
+
+
 def find_bottleneck(
-    runs: list[RunView], trainer: TrainerStatus | None, inference: InferenceStatus | None
+    runs: list[RunView], trainer: TrainerStatus | None, inference: InferenceStatus | None, daemon: DaemonView | None
 ) -> str | None:
     """The runs that wait for a daemon, with what it is at, or None when nothing is in progress."""
     active = [run for run in runs if run.state is RunState.ACTIVE]
     if trainer is None:
         return None
-    if active and inference is None:
+    if active and inference is None and not is_needless(daemon):
         return f"{_names(active)}: inference is not running"
     if active and stalled_since(trainer) is not None:
         return f"{_names(active)}: the trainer is stalled"

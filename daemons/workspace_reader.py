@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from daemons.pidfile import read_info
 from daemons.workspace import (
@@ -160,6 +160,7 @@ class ConfigFacts(NamedTuple):
     priority: int
     max_tokens: int | None
     max_hours: float | None
+    kind: Literal["rl", "sft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +296,7 @@ def _parse(run: RunDir) -> ParsedConfig:
             priority=config.priority,
             max_tokens=config.budget.max_tokens,
             max_hours=config.budget.max_hours,
+            kind=config.kind,
         )
         return ParsedConfig(facts, edited=edit_text(run, effect.edit))
     except ConfigError as error:
@@ -406,7 +408,7 @@ class WorkspaceReader:
             inference=inference,
             replicas=replicas,
             supervisor_alive=self._living(self.output.daemon_status(SUPERVISOR), DaemonStatus, now) is not None,
-            bottleneck=shown(disk or find_bottleneck(runs, trainer, inference)),
+            bottleneck=shown(disk or find_bottleneck(runs, trainer, inference, daemons.get("inference"))),
             read_at=now,
             num_unread=len(found) - len(wanted),
             disk=shown(disk),
@@ -557,6 +559,7 @@ def _make_view(facts: _Facts) -> RunView:
         priority=config.priority if config else None,
         max_tokens=config.max_tokens if config else None,
         max_hours=config.max_hours if config else None,
+        kind=config.kind if config else None,
         problem=shown(living.problem) if living and state is RunState.ACTIVE else None,
         examples_unusable=status.examples_unusable if status else 0,
         signs=tuple(sign for sign in status.signs if sign.name in RULES)[: len(RULES)] if status else (),

@@ -587,8 +587,7 @@ def up_job(output_dir: Path, system: Path | None) -> Job:
                 progress(line)
 
         workspace = up_and_down.start_workspace(wanted, stop=lambda: False, say=progress, on_look=look, is_quiet=True)
-        url = workspace.inference.base_url if workspace and workspace.inference else "?"
-        return f"up: {workspace.max_runs if workspace else 0} slots, inference at {url}"
+        return f"up: {workspace.max_runs} slots, {workspace.address}" if workspace else "not up"
 
     return Job(prl_command(output_dir, "up", *words), work)
 

@@ -127,8 +127,12 @@ def incidents(
 
 
 def is_well(workspace: Workspace) -> bool:
-    """True when supervisor, trainer and all of inference work. Runs that failed do not count: the others go on."""
-    services = [workspace.daemon(name) for name in (SUPERVISOR, "trainer", "inference")]
+    """True when supervisor, trainer and all of inference work, which may not be needed.
+
+    Runs that failed do not count: the others go on.
+    """
+    needed = ["inference"] * workspace.needs_inference
+    services = [workspace.daemon(name) for name in (SUPERVISOR, "trainer", *needed)]
     services += [each for each in workspace.daemons if each.name.startswith("inference-") and each.state != "done"]
     return workspace.supervisor_alive and all(each is not None and each.state == "running" for each in services)
 

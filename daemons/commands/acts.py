@@ -323,7 +323,8 @@ def sweep(
         typer.Option(min=2, help="Successive halving: of so many runs one goes on at each rung.", show_default=False),
     ] = None,
     metric: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What halving compares. Default: stop.metric, else reward/mean.")
+        str | None,
+        typer.Option(metavar="NAME", help="What halving compares. Default: stop.metric, else reward or held-out loss."),
     ] = None,
     dry_run: DryRunOption = False,
     yes: YesOption = False,

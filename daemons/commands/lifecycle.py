@@ -139,11 +139,10 @@ def up(
         workspace = up_and_down.start_workspace(wanted, stop=stop, say=tell, on_look=look)
     if workspace is None:
         raise typer.Exit(130)
-    url = workspace.inference.base_url if workspace.inference else ""
     same = output.path == choose_output_dir(None)
     where = "" if same else f" --output-dir {output.path}"
     say(
-        f"up: {output.path}, {counted(workspace.max_runs, 'slot')}, inference at {url}; "
+        f"up: {output.path}, {counted(workspace.max_runs, 'slot')}, {workspace.address}; "
         f"prl status{where} shows it, prl down{where} stops it"
     )
     if not workspace.runs:

@@ -36,7 +36,7 @@ from daemons.commands.runs import NO_RUNS, RunIdArgument
 from daemons.details import Difference, diff_runs
 from daemons.errors import ActionError, WrongUseError, one_line_errors
 from daemons.exports import export_run
-from daemons.ranking import RUN, TAG, RunValues, Standing, notes, num_last, rank, read_contestants
+from daemons.ranking import RUN, TAG, RunValues, Standing, notes, num_last, rank, read_contestants, read_usual
 from daemons.start import EXIT_INTERRUPTED, end_as_interrupted
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import write_atomic
@@ -279,7 +279,14 @@ def best(
     by: Annotated[
         str, typer.Option(metavar="run|tag|KEY", help="What is ranked: runs, tags, or the values of a config key.")
     ] = RUN,
-    metric: Annotated[str, typer.Option(metavar="NAME", help="A metric, such as eval/pass@1 or loss.")] = "reward/mean",
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A metric, such as eval/pass@1 or loss. Default: reward/mean; of runs that learn texts held_out/loss, "
+            "else supervised/loss.",
+        ),
+    ] = None,
     last: Annotated[
         int | None,
         typer.Option(min=1, help="So many of the newest values count. Default: 10, of an evaluation 1."),
@@ -302,21 +309,30 @@ def best(
     """
     if as_json and as_csv:
         raise WrongUseError("--json and --csv: choose one")
-    metric = REWARD if metric == "reward" else metric
     place, tags = existing_output(output_dir, may_miss=as_json).path, set(tag or ())
-    runs = read_contestants(place, [run for run in read_workspace(place).runs if tags <= set(run.tags)], metric)
+    views = [run for run in read_workspace(place).runs if tags <= set(run.tags)]
+    metric = REWARD if metric == "reward" else metric
+    by_metric = {metric: read_contestants(place, views, metric)} if metric else read_usual(place, views)
+    runs = [run for each in by_metric.values() for run in each]
     if runs and by not in (RUN, TAG) and not any(by in run.config for run in runs):
         expected = "expected run, tag, or a key such as optim.lr"
         raise WrongUseError(f"--by {by}: no run has this key in its config; {expected}")
     if runs and not as_json and not any(run.steps for run in runs):
         named = f"prl runs show {runs[0].run_id} --json has the names of its metrics"
-        raise ActionError(f"no run has a value of {metric} yet: {named}")
-    found = rank(runs, metric, by=by, last=last, step=step)
+        raise ActionError(f"no run has a value of {' or '.join(by_metric)} yet: {named}")
+    ranked = {name: rank(each, name, by=by, last=last, step=step) for name, each in by_metric.items()}
     # In the order of the ranking also for people who read CSV, which has no room for notes.
-    told = notes(found, metric)
+    found = [each for standings in ranked.values() for each in standings]
+    told = [note for name, standings in ranked.items() for note in notes(standings, name)]
+    if len(ranked) > 1:
+        told.insert(0, "runs that learn texts are ranked by their loss, apart from those with rewards")
     if as_json:
-        print_json({"metric": metric, "by": by, "standings": [_standing_json(each) for each in found], "notes": told})
+        standings = [{**_standing_json(each), "metric": name} for name, own in ranked.items() for each in own]
+        print_json({"metric": next(iter(ranked)), "by": by, "standings": standings, "notes": told})
+    elif as_csv and len(ranked) > 1:
+        raise WrongUseError(f"--csv: runs of two kinds: choose --tag, or --metric {' or '.join(ranked)}")
     elif as_csv:
+        [metric] = ranked
         rows = csv.writer(sys.stdout, lineterminator="\n")
         rows.writerow(["environment", "step", "place", by, metric, "standard_error", "num_runs", "runs"])
         for each in found:
@@ -325,10 +341,11 @@ def best(
     elif not found:
         say(f"no run has the tag {' and '.join(sorted(tags))}" if tags else NO_RUNS)
     else:
-        for environment in dict.fromkeys(each.environment for each in found):
-            own = [each for each in found if each.environment == environment]
-            say(f"{environment}, at step {own[0].step}, mean of the last {last or num_last(metric)}:")
-            columns = ["", by, metric, *(["± (s.e.)", "runs", "best run"] * (by != RUN))]
+        each_own = [(name, env) for name, own in ranked.items() for env in dict.fromkeys(e.environment for e in own)]
+        for name, environment in each_own:
+            own = [each for each in ranked[name] if each.environment == environment]
+            say(f"{environment}, at step {own[0].step}, mean of the last {last or num_last(name)}:")
+            columns = ["", by, name, *(["± (s.e.)", "runs", "best run"] * (by != RUN))]
             console().print(make_table(columns, _places(own, by)))
     if not as_json:
         for note in told:

@@ -362,9 +362,9 @@ def samples(
     as_json: JsonOption = False,
     number: Annotated[int, typer.Option("-n", min=1, help="How many rollouts; the newest comes last.")] = 4,
 ) -> None:
-    """Show the newest rollouts of a run.
+    """Show the newest rollouts of a run, or the texts that it learns.
 
-    Each has its prompt, completion, reward, advantage and policy version.
+    Each rollout has its prompt, completion, reward, advantage and policy version.
 
     Example: prl runs samples run_reverse -n 8
     """
@@ -373,10 +373,11 @@ def samples(
     if as_json:
         print_json({"samples": msgspec.to_builtins(found)})
         return
+    view = WorkspaceReader(output.path).read().run(run_id)
+    is_text = view is not None and view.kind == "sft"
     for sample in found:
-        say(sample_view(sample))
+        say(sample_view(sample, is_text=is_text))
     if not found:
-        view = WorkspaceReader(output.path).read().run(run_id)
         told = view and (view.problem or (view.reason if view.state is RunState.FAILED else None))
         if told:
             more = f"prl logs {run_id} --grep dropped names each, prl env try FILE makes one and shows it"
@@ -558,15 +559,14 @@ def _section(title: str, lines: tuple[str, ...] | list[str]) -> list[RenderableT
     return [Text(f"\n{title}", style="bold"), *text] if text else []
 
 
-def sample_view(sample: Sample) -> str:
-    """The text that `prl runs samples` prints for one rollout. Text of the rollout is indented."""
+def sample_view(sample: Sample, *, is_text: bool = False) -> str:
+    """The text that `prl runs samples` prints for one rollout, or a text to learn. Its own text is indented."""
     sample = clean_strings(sample)
     versions = ", ".join(map(str, sample.policy_versions))
     branch = f"  branch {sample.branch + 1} of {sample.num_branches}" if sample.num_branches > 1 else ""
-    lines = [
-        f"step {sample.step}  {one_line(sample.example_id)}  reward {sample.reward:.3f}  advantage "
-        f"{sample.advantage:+.3f}  policy version {versions}  {counted(sample.num_completion_tokens, 'token')}{branch}"
-    ]
+    figures = f"reward {sample.reward:.3f}  advantage {sample.advantage:+.3f}  policy version {versions}  "
+    size = f"{'' if is_text else figures}{counted(sample.num_completion_tokens, 'token')}{branch}"
+    lines = [f"step {sample.step}  {one_line(sample.example_id)}  {size}"]
     if shared := sample.num_shared:
         lines.append(f"  the first {counted(shared, 'token')} as in branch {sample.shared_with + 1}")
     texts = [("prompt", sample.prompt)]

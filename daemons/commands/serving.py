@@ -237,8 +237,10 @@ def serve_run(output_dir: Path, target: str) -> tuple[str, list[str]]:
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"serving {target}"):
         run, wanted = _run_of(output, target)
-        if (state := view_of_run(output, run.run_id).state) in (RunState.ACTIVE, RunState.WAITING):
-            raise ActionError(f"{run.run_id} is {state}: while it trains its newest version is served under its name")
+        if (view := view_of_run(output, run.run_id)).state in (RunState.ACTIVE, RunState.WAITING):
+            served = "while it trains its newest version is served under its name"
+            why = "pause it, or wait for its end" if view.kind == "sft" else served
+            raise ActionError(f"{run.run_id} is {view.state}: {why}")
         version = find_version(run, wanted)
         if version.adapter is None:
             raise ActionError(f"{version.name} is a version of a whole model: only adapters are served beside others")
@@ -390,7 +392,9 @@ def serve(
     else:
         name, urls = serve_run(place, target)
         text = (
-            f"{name}: served at {', '.join(urls)}" if urls else f"{name}: is loaded when it is asked for, after prl up"
+            f"{name}: served at {', '.join(urls)}"
+            if urls
+            else f"{name}: is loaded when it is asked for, once inference runs"
         )
     if as_json:
         print_json({"served": served_names(place), "urls": urls})

@@ -142,6 +142,8 @@ def series(lines: Iterable[bytes], metric: str, *, at_most: int | None = None) -
 
 
 REWARD = "reward/mean"
+SUPERVISED_LOSS, HELD_OUT_LOSS = "supervised/loss", "held_out/loss"
+LESS_IS_BETTER = (SUPERVISED_LOSS, HELD_OUT_LOSS, "loss", "mismatch_kl", "grad_norm", "truncated/mean")
 # What is advised at most in place of a learning rate that broke a run.
 USUAL_LR = 1e-3
 # So many of the newest values of a figure are kept; the rules look at as many or fewer.
@@ -297,7 +299,9 @@ class Learning:
         self._since: dict[str, int] = {}
 
     def feed(self, step: int, figures: Mapping[str, float]) -> None:
-        """One line."""
+        """One line. That texts of others become certain is no sign: they are what is to be learned."""
+        if SUPERVISED_LOSS in figures and "mismatch_kl" not in figures:
+            figures = {name: value for name, value in figures.items() if name != "entropy"}
         for name, series in self._series.items():
             if (value := figures.get(name)) is not None:
                 series.feed(step, value)

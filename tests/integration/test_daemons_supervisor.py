@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from daemons.alerts.__main__ import is_well
 from daemons.launchers.local import end_daemons, find_members
 from daemons.pidfile import SupervisorLock
 from daemons.process import log_tail, spawn
 from daemons.trash import users_of_run
 from daemons.up_and_down import stop_workspace
+from daemons.workspace import NO_SAMPLING
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
@@ -25,6 +27,16 @@ from tests.budgets import in_release
 from tests.daemons_support import PATIENCE_S, ROOT, Prl, age_records, step_clock
 from tests.text_attacks import ATTACKS, check_clean
 from tests.warm import warm
+
+SFT_TOML = """\
+kind = "sft"
+batch_size = 8
+max_steps = 3
+[model]
+name = "{model}"
+[[data]]
+path = "texts.jsonl"
+"""
 
 
 def waits_first(prl: Prl, run_id: str) -> bool:
@@ -73,6 +85,33 @@ def test_three_runs_on_two_slots_one_that_keeps_crashing_until_a_person_asks_the
         **dict.fromkeys(["run_a", "run_b", "run_c", "run_d"], "done"),
     }
     assert "nothing is running" in prl("down").stdout
+
+
+def test_inference_runs_only_where_a_run_samples(prl: Prl) -> None:
+    texts = prl.output_dir.parent / "texts.toml"
+    texts.write_text(SFT_TOML.format(model=prl.model))
+    (texts.parent / "texts.jsonl").write_text(10 * '{"prompt": "one", "completion": "two"}\n')
+    prl.output_dir.mkdir(exist_ok=True)
+    (prl.output_dir / "pause_run_texts").touch()
+    prl("runs", "add", str(texts))
+    done = prl(*prl.up_args())
+    assert NO_SAMPLING in done.stdout
+    prl.wait_state("run_texts", "active")
+    workspace = read_workspace(prl.output_dir)
+    assert (workspace.inference, workspace.needs_inference) == (None, False)
+    assert "inference" not in {each.environ()["PRL_DAEMON"] for each in prl.members()}
+    assert "inference" not in str(workspace.bottleneck) and is_well(workspace)
+    assert "no run needs it" in prl("status").stdout
+    refused = prl("chat", "run_texts", exit_code=1).stderr
+    assert refused == f"prl: {NO_SAMPLING}: prl serve ID keeps a version of a run served, and starts it\n"
+    assert "pause it, or wait for its end" in prl("serve", "run_texts", exit_code=1).stderr
+    (prl.output_dir / "pause_run_a").touch()
+    prl("runs", "add", str(prl.run_file("a")))
+    prl.wait_state("inference", "running")
+    prl("runs", "delete", "run_a", "--yes")
+    wait_for(lambda: not read_workspace(prl.output_dir).needs_inference, "inference to end", timeout_s=PATIENCE_S)
+    (prl.output_dir / "run_texts" / "control" / "served.txt").write_text("run_texts@v1")
+    prl.wait_state("inference", "running")
 
 
 def test_a_killed_daemon_is_restarted_what_it_left_behind_ends_and_all_end_with_the_workspace(prl: Prl) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -298,13 +298,18 @@ class ChartSpec:
     total: str = ""
     """The curve that is shown when several runs are compared; default: the first."""
     is_reward: bool = False
+    of: Literal["", "rollouts", "texts"] = ""
+    """Left out, while it has no values, in runs of the other kind."""
 
 
 CHARTS = (
-    ChartSpec("reward", ("reward/mean",), is_reward=True),
+    ChartSpec("reward", ("reward/mean",), is_reward=True, of="rollouts"),
+    ChartSpec("loss of texts", ("supervised/loss", "held_out/loss"), ("learned", "held out"), of="texts"),
+    ChartSpec("tokens right", ("supervised/accuracy", "held_out/accuracy"), ("learned", "held out"), of="texts"),
+    ChartSpec("epoch", ("epoch",), of="texts"),
     ChartSpec("loss", ("loss",)),
     ChartSpec("entropy", ("entropy",)),
-    ChartSpec("mismatch KL", ("mismatch_kl",)),
+    ChartSpec("mismatch KL", ("mismatch_kl",), of="rollouts"),
     ChartSpec("grad norm", ("grad_norm",)),
     ChartSpec("learning rate", ("lr",)),
     ChartSpec("lengths", ("completion_len/mean", "prompt_len/mean"), ("completion", "prompt")),
@@ -323,7 +328,7 @@ CHARTS = (
         stacks=True,
     ),
     ChartSpec("tokens/s generated", ("tokens_per_s",)),
-    ChartSpec("evaluation", (EVAL_PREFIX,), is_reward=True),
+    ChartSpec("evaluation", (EVAL_PREFIX,), is_reward=True, of="rollouts"),
 )
 KEYS = tuple(dict.fromkeys(key for spec in CHARTS for key in (*spec.keys, spec.total) if key and key != EVAL_PREFIX))
 
@@ -406,6 +411,11 @@ class ChartData:
     def has_values(self) -> bool:
         """True when a curve has a point in the window."""
         return any(curve.xs for curve in self.curves)
+
+    @property
+    def has_any(self) -> bool:
+        """True when a curve has a value, wherever one looks."""
+        return any(curve.last is not None for curve in self.curves)
 
 
 @dataclass(frozen=True)

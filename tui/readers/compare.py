@@ -27,7 +27,17 @@ from tui.readers.tabs import TabData
 MAX_RUNS = 200
 CAPACITY = 4096
 READ_SLICE_S = 0.25
-METRICS = ("reward/mean", "loss", "entropy", "mismatch_kl", "grad_norm", "completion_len/mean", "tokens_per_s")
+METRICS = (
+    "reward/mean",
+    "held_out/loss",
+    "supervised/loss",
+    "loss",
+    "entropy",
+    "mismatch_kl",
+    "grad_norm",
+    "completion_len/mean",
+    "tokens_per_s",
+)
 MAX_CURVES = 8
 # Keys that several tables of a config have.
 NAMES_OF_MANY = ("id", "name", "type")

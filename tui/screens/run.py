@@ -210,6 +210,7 @@ class RunScreen(WorkspaceScreen):
     def show_workspace(self, snapshot: Snapshot) -> None:
         """Keep the snapshot; once the widgets are there, show what it has of this run."""
         super().show_workspace(snapshot)
+        self.rollouts.are_texts = (row := self.target_row()) is not None and row.view.kind == "sft"
         if self.can_show:
             self._show()
 

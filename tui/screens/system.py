@@ -15,6 +15,7 @@ from textual.binding import Binding, BindingType
 from textual.widgets import Static
 
 from daemons.machine import DaemonUse
+from daemons.workspace import NO_SAMPLING
 from prime_rl.contract.status import InferenceStatus
 from prime_rl.utils.text import one_line, size_text
 from tui import fmt
@@ -123,7 +124,8 @@ def inference_lines(snapshot: Snapshot, width: int) -> Lines:
     """The engine, model, requests of each server and loaded adapters of inference."""
     inference = snapshot.workspace.inference
     if inference is None:
-        return [_title("inference", "not running: start it with prl up")]
+        needed = snapshot.workspace.needs_inference
+        return [_title("inference", "not running: start it with prl up" if needed else NO_SAMPLING)]
     replicas = snapshot.workspace.replicas
     several = len(replicas) > 1
     place = f"{len(replicas)} servers" if several else inference.base_url

@@ -74,7 +74,9 @@ class ChartsView(Vertical, can_focus=True):
 
     def __init__(self, specs: Sequence[ChartSpec], compare: tuple[str, ...] = ()) -> None:
         super().__init__(id="charts")
+        self.specs = specs
         self.charts = [Chart(spec.title, is_reward=spec.is_reward) for spec in specs]
+        self.left_out = frozenset(index for index, spec in enumerate(specs) if spec.of == "texts")
         self.grid = ChartGrid()
         self.view = ChartView(compare=compare)
         self.cursor: float | None = None
@@ -98,7 +100,23 @@ class ChartsView(Vertical, can_focus=True):
         self._data = data
         for chart, shown in zip(self.charts, data.charts, strict=True):
             chart.show(shown, is_read=not data.is_reading)
+        self._leave_out(data)
         self._say()
+
+    def _leave_out(self, data: ChartsData) -> None:
+        """Keep the charts that have values, and those that the run's kind will give some."""
+        pairs = zip(self.specs, data.charts, strict=True)
+        has_texts = any(spec.of == "texts" and chart.has_any for spec, chart in pairs)
+        left_out = frozenset(
+            index
+            for index, (spec, chart) in enumerate(zip(self.specs, data.charts, strict=True))
+            if not chart.has_any and spec.of and (spec.of == "texts" or has_texts)
+        )
+        if left_out != self.left_out:
+            self.left_out = left_out
+            if self.chosen in left_out:
+                self.action_choose(1)
+            self._arrange()
 
     def compare_with(self, run_ids: tuple[str, ...]) -> None:
         """Request the curves of `run_ids` beside those of this run; () ends the comparison."""
@@ -110,7 +128,8 @@ class ChartsView(Vertical, can_focus=True):
 
     def action_choose(self, direction: int) -> None:
         """Choose the chart `direction` places on, after the last the first; scroll to it, or maximise it instead."""
-        self.chosen = (self.chosen + direction) % len(self.charts)
+        shown = [index for index in range(len(self.charts)) if index not in self.left_out or index == self.chosen]
+        self.chosen = shown[(shown.index(self.chosen) + direction) % len(shown)]
         self._mark()
         if self.is_maximised:
             self._arrange()
@@ -222,9 +241,9 @@ class ChartsView(Vertical, can_focus=True):
 
     def _arrange(self) -> None:
         width, height = self.size.width, max(self.size.height - 1, 1)
-        shown = 1 if self.is_maximised else len(self.charts)
+        shown = 1 if self.is_maximised else len(self.charts) - len(self.left_out)
         for index, chart in enumerate(self.charts):
-            chart.display = not self.is_maximised or index == self.chosen
+            chart.display = index == self.chosen if self.is_maximised else index not in self.left_out
         columns = max(min(width // MIN_CHART_WIDTH, MAX_COLUMNS, shown), 1)
         rows = max(min(height // MIN_CHART_HEIGHT, -(-shown // columns)), 1)
         self.grid.styles.grid_size_columns = columns

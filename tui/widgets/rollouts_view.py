@@ -48,8 +48,10 @@ WIDE = 120
 LIST, GROUP, REWARDS = VIEWS = ("list", "group", "rewards")
 
 
-def list_row(sample: Sample, *, wide: bool, is_hit: bool = False) -> Text:
+def list_row(sample: Sample, *, wide: bool, is_hit: bool = False, is_text: bool = False) -> Text:
     """`   87  0.333  -0.577`: step, reward, advantage; wide also environment, versions and length.
+
+    Of a text to learn its tokens and its name.
 
     A branch stands below the first one of its rollout, as `├ branch 2 of 3`.
     """
@@ -58,23 +60,29 @@ def list_row(sample: Sample, *, wide: bool, is_hit: bool = False) -> Text:
     if sample.branch:
         mark = "└" if sample.branch + 1 == sample.num_branches else "├"
         text.append(f" {mark} {branch_of(sample)}".ljust(16), "muted")
+    elif is_text:
+        text.append(f"{sample.num_completion_tokens:>7} ").append(fmt.shorten(sample.example_id, 60), "muted")
     else:
         text.append(f"{fmt.reward(sample.reward):>7} ")
         text.append(f"{fmt.gain(sample.advantage):>8}", "success" if sample.advantage > 0 else "warning")
-    if wide:
+    if wide and not is_text:
         text.append(f"  {versions(sample):<12} {sample.num_completion_tokens:>5}  ", "muted")
         text.append(fmt.shorten(sample.env, 40))
     return text
 
 
-def describe(sample: Sample, words: Sequence[str] = ()) -> Text:
+def describe(sample: Sample, words: Sequence[str] = (), *, is_text: bool = False) -> Text:
     """The sample turn by turn, with `words` marked: what it shares with an earlier branch in one line."""
-    facts = [f"step {sample.step}", branch_of(sample), versions(sample), f"{sample.num_completion_tokens} tokens"]
-    text = Text.assemble(
+    version = "" if is_text else versions(sample)
+    facts = [f"step {sample.step}", branch_of(sample), version, f"{sample.num_completion_tokens} tokens"]
+    figures = (
         ("reward ", "muted"),
         (fmt.reward(sample.reward), "bold"),
         ("  advantage ", "muted"),
         (fmt.gain(sample.advantage), "bold success" if sample.advantage > 0 else "bold warning"),
+    )
+    text = Text.assemble(
+        *([("text to learn", "bold")] if is_text else figures),
         ("\n" + " · ".join(filter(None, facts)), "muted"),
         (f"\n{fmt.shorten(sample.env, 60)} · {fmt.shorten(sample.example_id, 80)}\n", "muted"),
     )
@@ -86,7 +94,8 @@ def describe(sample: Sample, words: Sequence[str] = ()) -> Text:
     for number, turn in enumerate(conversation):
         place = f" {number} of {len(conversation) - 1}" if number and len(conversation) > 2 else ""
         reward = "" if turn.reward is None else f", reward {fmt.reward(turn.reward)}"
-        text.append(f"\n── {turn.speaker}{place}{reward} ──\n", f"bold {colours[turn.speaker]}")
+        speaker = "completion" if is_text and turn.speaker == "policy" else turn.speaker
+        text.append(f"\n── {speaker}{place}{reward} ──\n", f"bold {colours[turn.speaker]}")
         text.append(turn.text or "(nothing)", "" if turn.text else "muted").append("\n")
     if sample.output:
         text.append("\n── output of the agent ──\n", "bold secondary").append(sample.output.strip("\n")).append("\n")
@@ -162,6 +171,8 @@ class RolloutsView(Vertical, can_focus=False):
         self.list = LineList[Sample]("no rollouts are kept yet")
         self.page = Page(can_focus=True)
         self.input = Input(placeholder="words, or reward>0.5 env:math step:12", compact=True)
+        self.are_texts = False
+        """The run learns texts: without rewards, in one view."""
         self.order, self.view, self.tint = ORDERS[0], VIEWS[0], TINTS[0]
         self.request = RolloutsRequest()
         self.search = SampleQuery()
@@ -216,7 +227,7 @@ class RolloutsView(Vertical, can_focus=False):
 
     def action_view(self) -> None:
         """Open the next of VIEWS, after the last the first."""
-        self._open(VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)])
+        self._open(LIST if self.are_texts else VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)])
 
     def action_tint(self) -> None:
         """Colour tokens by the next of TINTS, after the last the first."""
@@ -305,12 +316,13 @@ class RolloutsView(Vertical, can_focus=False):
         search, wide = self.search, self.has_class("-wide")
         hits = {index for index, each in enumerate(arranged) if search.matches(each)} if search.text else set()
         self._hits = sorted(hits)
-        head = "  step  reward   advant." + ("  version      tokens environment" if wide else "")
+        columns = "  tokens text" if self.are_texts else "  reward   advant."
+        head = "  step" + columns + ("  version      tokens environment" if wide and not self.are_texts else "")
         num = len(by_rollout(arranged))
         heading = (Text(f"{num}, {self.order} first" if arranged else ""), Text(head))
         self.list.show(
             arranged,
-            lambda index: list_row(arranged[index], wide=wide, is_hit=index in hits),
+            lambda index: list_row(arranged[index], wide=wide, is_hit=index in hits, is_text=self.are_texts),
             heading,
             cursor=place,
         )
@@ -357,7 +369,7 @@ class RolloutsView(Vertical, can_focus=False):
             return
         self._described = drawn
         if self.view == LIST or sample is None:
-            self._text.update(describe(sample, self.search.words) if sample else "")
+            self._text.update(describe(sample, self.search.words, is_text=self.are_texts) if sample else "")
             self._picture.update("")
             if is_new:
                 self._detail.scroll_home(animate=False)
