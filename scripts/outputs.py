@@ -78,6 +78,7 @@ PROBLEM: Keys = {
 }
 STANDING: Keys = {
     "environment": str,
+    "metric": str,
     "step": int,
     "place": int | None,
     "name": str,
