@@ -325,7 +325,7 @@ def best(
     found = [each for standings in ranked.values() for each in standings]
     told = [note for name, standings in ranked.items() for note in notes(standings, name)]
     if len(ranked) > 1:
-        told.insert(0, "runs that learn texts are ranked by their loss, apart from those with rewards")
+        told.insert(0, one_line("runs that learn texts are ranked by their loss, apart from those with rewards"))
     if as_json:
         standings = [{**_standing_json(each), "metric": name} for name, own in ranked.items() for each in own]
         print_json({"metric": next(iter(ranked)), "by": by, "standings": standings, "notes": told})
