@@ -184,7 +184,8 @@ def environment_of(config: Mapping[str, str]) -> CleanText:
     Of one that learns texts the files, and how many texts of each are held out.
     """
     if config.get("kind", "").strip('"') == "sft":
-        texts = [text.strip('"') for key, text in config.items() if _OF_TEXTS.fullmatch(key)]
+        found = [(match[1], text.strip('"')) for key, text in config.items() if (match := _OF_TEXTS.fullmatch(key))]
+        texts = [text if key == "path" else f"{key}={text}" for key, text in found if text != "null"]
         return one_line(f"texts {' '.join(texts)}", 300)
     parts: dict[str, dict[str, str]] = {}
     for key, text in config.items():

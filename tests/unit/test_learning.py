@@ -43,6 +43,13 @@ from tui.screens.system import key_of
 ROOT = Path(__file__).parents[2]
 
 
+def test_texts_that_are_learned_well_are_no_sign() -> None:
+    learning = Learning()
+    for step in range(1, 40):
+        learning.feed(step, {"supervised/loss": 0.001, "entropy": 0.001, "grad_norm": 0.1})
+    assert learning.signs() == []
+
+
 def signs_of(figure: str, values: list[float]) -> dict[str, Sign]:
     learning = Learning()
     for step, value in enumerate(values, start=1):

@@ -221,6 +221,7 @@ def test_best_is_stable_json_and_csv(workspace: OutputDir, capsys: Any) -> None:
         "standard_error": None,
         "num_runs": 1,
         "runs": [{"run_id": "run_a", "step": 2, "value": 0.5}],
+        "metric": "reward/mean",
     }
     rows = list(csv.DictReader(io.StringIO(best(workspace, capsys, *words, "--csv")[0])))
     assert [(row["place"], row["seed"], row["reward/mean"], row["runs"]) for row in rows] == [
@@ -232,6 +233,32 @@ def test_best_is_stable_json_and_csv(workspace: OutputDir, capsys: Any) -> None:
         assert found[0]["value"] == value, f"the mean of the last {last}"
     loss = json.loads(best(workspace, capsys, "--metric", "loss", "--json")[0])
     assert {each["value"] for each in loss["standings"]} == {0.25}, "a metric of the trainer"
+
+
+def test_runs_that_learn_texts_are_ranked_by_loss_and_never_with_rewards(workspace: OutputDir, capsys: Any) -> None:
+    for run_id, losses in (("run_t", [3.0, 2.0]), ("run_u", [3.0, 1.0])):
+        run = workspace.run(run_id)
+        run.control.mkdir(parents=True)
+        run.metrics.mkdir()
+        text = 'kind = "sft"\nbatch_size = 8\nmodel = { name = "m" }\ndata = [{ path = "words.jsonl" }]\n'
+        run.orch_toml.write_text(text)
+        lines = [{"step": step, "supervised/loss": loss} for step, loss in enumerate(losses, start=1)]
+        run.trainer_metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def places() -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for each in json.loads(best(workspace, capsys, "--json")[0])["standings"]:
+            found.setdefault(f"{each['metric']} {each['environment']}", []).append(each["name"])
+        return found
+
+    assert places()["supervised/loss texts words.jsonl"] == ["run_u", "run_t"]
+    for run_id, loss in (("run_t", 0.5), ("run_u", 0.7)):
+        with workspace.run(run_id).trainer_metrics.open("a") as file:
+            file.write(json.dumps({"step": 3, "supervised/loss": 1.0, "held_out/loss": loss}) + "\n")
+    assert places()["held_out/loss texts words.jsonl"] == ["run_t", "run_u"]
+    assert "by their loss" in best(workspace, capsys)[1]
+    assert prl(["runs", "best", "--output-dir", str(workspace.path), "--csv"]) == 2
+    assert "runs of two kinds" in capsys.readouterr().err
 
 
 def test_best_refuses_a_key_that_no_run_has(workspace: OutputDir, capsys: Any) -> None:

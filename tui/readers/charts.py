@@ -304,10 +304,10 @@ class ChartSpec:
 
 CHARTS = (
     ChartSpec("reward", ("reward/mean",), is_reward=True, of="rollouts"),
+    ChartSpec("loss", ("loss",)),
     ChartSpec("loss of texts", ("supervised/loss", "held_out/loss"), ("learned", "held out"), of="texts"),
     ChartSpec("tokens right", ("supervised/accuracy", "held_out/accuracy"), ("learned", "held out"), of="texts"),
     ChartSpec("epoch", ("epoch",), of="texts"),
-    ChartSpec("loss", ("loss",)),
     ChartSpec("entropy", ("entropy",)),
     ChartSpec("mismatch KL", ("mismatch_kl",), of="rollouts"),
     ChartSpec("grad norm", ("grad_norm",)),
