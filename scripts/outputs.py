@@ -86,7 +86,6 @@ STANDING: Keys = {
     "standard_error": float | None,
     "num_runs": int,
     "runs": [{"run_id": str, "step": int | None, "value": float | None}],
-    "metric": str,
 }
 FIT_SIZES = ("peak", "weights", "adapters", "optimizer", "activations", "head", "backward", "offloaded", "usable")
 OUTPUTS: dict[str, Keys] = {

@@ -117,6 +117,11 @@ def json_schema(kind: str) -> dict[str, Any]:
     """JSON schema (2020-12) of a kind of file, with help texts. Rules between fields are not in it."""
     model, use = KINDS[kind]
     schema = model.model_json_schema(schema_generator=_WithHelp)
+    if model is OrchestratorConfig:  # a run that learns texts needs neither
+        schema["required"] = [key for key in schema["required"] if key not in ("rollouts_per_example", "env")]
+        of_rollouts = {"required": ["rollouts_per_example", "env"], "properties": {"env": {"minItems": 1}}}
+        schema |= {"if": {"properties": {"kind": {"const": "sft"}}, "required": ["kind"]}}
+        schema |= {"then": {"required": ["data"]}, "else": of_rollouts}
     return {"$schema": GenerateJsonSchema.schema_dialect, **schema, "title": f"prl {kind} config: {use}"}
 
 

@@ -136,7 +136,7 @@ def test_json_is_stable(inline: Inline) -> None:
         *("queue_position", "tokens_per_s", "async_level", "policy_version", "lr", "bottleneck", "model"),
         *("batch_size", "num_restarts", "added_at", "stalled_since", "tags", "weight", "priority"),
         *("max_tokens", "max_hours", "problem", "examples_unusable", "signs", "crash_loop", "edited", "sound_step"),
-        *("started_at", "troubles"),
+        *("started_at", "kind", "troubles"),
     ]
     assert list(prl.json("status")) == [
         *("version", "output_dir", "supervisor_alive", "daemons", "slots", "runs", "refused", "disk", "bottleneck"),

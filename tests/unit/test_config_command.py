@@ -73,6 +73,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("orch", {"scheduler": {"type": "step"}}),
     ("orch", {"loss": {"type": "tis", "delta": 8.0}}),
     ("orch", {"env": []}),
+    ("orch", {"kind": "sft", "env": [], "rollouts_per_example": 1}),
     ("orch", {"model": {}}),
     ("system", {"seq_len": 4}),
     ("system", {"trainer": {"sequence": 1}}),

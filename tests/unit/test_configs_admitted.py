@@ -23,7 +23,7 @@ from daemons.exports import export_run
 from daemons.halving import Halving
 from daemons.observe import Observer
 from daemons.ranking import compared_config, read_contestants
-from daemons.specs import MONITORS
+from daemons.specs import INFERENCE, MONITORS
 from daemons.workspace import RunView
 from daemons.workspace_reader import read_workspace
 from prime_rl.configs.admitted import (
@@ -573,7 +573,7 @@ def test_a_folder_that_was_renamed_or_copied_is_named_as_that_and_goes_on_under_
 def test_an_edit_changes_nothing_for_the_supervisor(run: RunDir) -> None:
     edit(run, monitor={"tensorboard": {}})
     observer = Observer(OutputDir(run.path.parent))
-    assert not observer._needed(run)
+    assert observer._needed(run) == {INFERENCE}
     actions.apply_edit(run.path.parent, "run_a")
     restarted(run)
-    assert observer._needed(run) == {MONITORS} and read_effect(run).data["monitor"] == {"tensorboard": {}}
+    assert observer._needed(run) == {INFERENCE, MONITORS} and read_effect(run).data["monitor"] == {"tensorboard": {}}
