@@ -97,10 +97,11 @@ def test_inference_runs_only_where_a_run_samples(prl: Prl) -> None:
     done = prl(*prl.up_args())
     assert NO_SAMPLING in done.stdout
     prl.wait_state("run_texts", "active")
+    wait_for(lambda: is_well(read_workspace(prl.output_dir)), "the trainer's start to be noted", timeout_s=PATIENCE_S)
     workspace = read_workspace(prl.output_dir)
     assert (workspace.inference, workspace.needs_inference) == (None, False)
     assert "inference" not in {each.environ()["PRL_DAEMON"] for each in prl.members()}
-    assert "inference" not in str(workspace.bottleneck) and is_well(workspace)
+    assert "inference" not in str(workspace.bottleneck)
     assert "no run needs it" in prl("status").stdout
     refused = prl("chat", "run_texts", exit_code=1).stderr
     assert refused == f"prl: {NO_SAMPLING}: prl serve ID keeps a version of a run served, and starts it\n"
