@@ -24,6 +24,7 @@ from daemons.commands.results import Use
 from daemons.details import CheckpointView, Difference
 from daemons.doctor import Check
 from daemons.exports import Export
+from daemons.kept_texts import TextExport
 from daemons.machine import DiskView
 from daemons.quiet import OpenIncident, Silence
 from daemons.submit import Planned
@@ -113,6 +114,7 @@ OUTPUTS: dict[str, Keys] = {
         "disk": {"num_bytes": int, "complete": bool, "folders": dict[str, int]},
     },
     "prl runs samples ID": {"samples": [Sample]},
+    "prl runs samples ID --export FILE": {"export": TextExport},
     "prl runs endpoint ID": {"url": str | None, "key": str},
     "prl runs validate FILE": {
         "file": str,

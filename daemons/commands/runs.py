@@ -46,6 +46,7 @@ from daemons.commands.common import (
 )
 from daemons.details import RunDetails, read_details
 from daemons.errors import ActionError, WrongUseError
+from daemons.kept_texts import Wanted, export_texts, in_words
 from daemons.machine import DiskView
 from daemons.pidfile import SupervisorInfo
 from daemons.trash import acting_on
@@ -361,14 +362,41 @@ def samples(
     output_dir: OutputDirOption = None,
     as_json: JsonOption = False,
     number: Annotated[int, typer.Option("-n", min=1, help="How many rollouts; the newest comes last.")] = 4,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all that are kept as texts that a run can learn.")
+    ] = None,
+    min_reward: Annotated[
+        float | None, typer.Option(metavar="R", help="With --export: only rollouts with at least this reward.")
+    ] = None,
+    best_of: Annotated[
+        bool, typer.Option("--best-of", help="With --export: of each example the rollout with the highest reward.")
+    ] = False,
+    step: Annotated[str, typer.Option(metavar="A:B", help="With --export: only rollouts of these steps.")] = ":",
+    truncated: Annotated[
+        bool, typer.Option("--truncated", help="With --export: also those that were cut, or ended by a stop.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="With --export: replace the file.")] = False,
 ) -> None:
-    """Show the newest rollouts of a run, or the texts that it learns.
+    """Show the newest rollouts of a run, or the texts that it learns; or export rollouts to learn them again.
 
     Each rollout has its prompt, completion, reward, advantage and policy version.
 
-    Example: prl runs samples run_reverse -n 8
+    Example: prl runs samples run_reverse --export best.jsonl --min-reward 0.9 --best-of
     """
-    with acting_on(existing_output(output_dir).path, run_id, "reading") as (output, run):
+    place, (first, last) = existing_output(output_dir).path, _steps(step)
+    if export is not None:
+        made = export_texts(place, run_id, export, Wanted(min_reward, first, last, best_of, truncated), force=force)
+        if as_json:
+            print_json({"export": asdict(made)})
+            return
+        texts, rollouts = counted(made.num_texts, "text"), f"{made.num_rollouts} of {made.num_kept} rollouts"
+        examples = f"{made.num_examples} of {made.num_examples_kept} examples"
+        left_out = f"; left out: {in_words(made.left_out)}" if made.left_out else ""
+        say(f"{export}: {texts} of {rollouts} and {examples}{left_out}")
+        return
+    if min_reward is not None or best_of or truncated or force or step != ":":
+        raise WrongUseError("--min-reward, --best-of, --step, --truncated and --force belong to --export FILE")
+    with acting_on(place, run_id, "reading") as (output, run):
         found = read_samples(run.samples, number)
     if as_json:
         print_json({"samples": msgspec.to_builtins(found)})
@@ -473,6 +501,14 @@ def warn(file: Path, warnings: Sequence[ConfigProblem]) -> None:
     """Tell what is valid and rarely meant."""
     for each in warnings:
         complain(f"warning: {file}: {one_line(str(each), 2_000)}")
+
+
+def _steps(words: str) -> tuple[int, float]:
+    """The first step and the last of "3:9", "3:", ":9" or "3". Raises WrongUseError."""
+    first, colon, last = words.partition(":")
+    if not all(part.isdecimal() or (colon and not part) for part in (first, last if colon else first)):
+        raise WrongUseError(f"invalid --step {words!r}: expected steps such as 10:40, 10: or :40")
+    return int(first or 0), int(last) if last else math.inf if colon else int(first)
 
 
 def _states(words: list[str] | None) -> set[RunState]:
