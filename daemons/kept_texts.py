@@ -108,6 +108,9 @@ def _why_not(branches: Sequence[KeptSample], wanted: Wanted) -> str:
         return "not kept as messages (docs/sft.md)"
     if not (wanted.truncated or all(each.ended for each in branches)):
         return "cut, or ended by a stop (--truncated takes them)"
+    said = (message["content"] for each in branches for message in each.messages if message["role"] == "assistant")
+    if any("\N{REPLACEMENT CHARACTER}" in content for content in said):
+        return "with bytes that are no text"
     return "" if lines_of(branches) else "without what can be learned"
 
 

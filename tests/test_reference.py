@@ -23,7 +23,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.samples import Sample, SampleFile, SampleTurn
+from prime_rl.contract.samples import KeptSample, SampleFile, SampleTurn
 from prime_rl.contract.status import (
     DaemonStatus,
     GroupStatus,
@@ -94,7 +94,9 @@ def workspace(tmp_path: Path) -> OutputDir:
         folder.metrics.mkdir()
         folder.orchestrator_metrics.write_text(json.dumps({"step": 2, "time": 1.0, "reward/mean": 0.5}) + "\n")
         turns = [SampleTurn(True, "more")]
-        SampleFile(folder.samples, 8).append([Sample(2, "e", "1", "prompt", "answer", 1.0, 0.5, [1], 9, 3, turns)])
+        said = [{"role": role, "content": role} for role in ("user", "assistant")]
+        kept = KeptSample(2, "e", "1", "prompt", "answer", 1.0, 0.5, [1], 9, 3, turns, messages=said, ended=True)
+        SampleFile(folder.samples, 8).append([kept])
     output.usage.mkdir()
     line = UsageLine(run_id="run_a", day="2026-11-25", tokens=7)
     output.run_usage("run_a").write_bytes(msgspec.json.encode(line) + b"\n")
@@ -123,6 +125,7 @@ def words_of(workspace: OutputDir, tmp_path: Path) -> dict[str, list[str]]:
         "prl runs list": "runs list",
         "prl runs show ID": "runs show run_a",
         "prl runs samples ID": "runs samples run_a",
+        "prl runs samples ID --export FILE": f"runs samples run_a --export {tmp_path / 'texts.jsonl'}",
         "prl runs validate FILE": f"runs validate {wrong}",
         "prl env try FILE": f"env try {RUN} -n 1",
         "prl runs fork ID": "runs fork run_a --dry-run",

@@ -95,7 +95,7 @@ def test_inference_runs_only_where_a_run_samples(prl: Prl) -> None:
     (prl.output_dir / "pause_run_texts").touch()
     prl("runs", "add", str(texts))
     done = prl(*prl.up_args())
-    assert NO_SAMPLING in done.stdout
+    assert done.stdout.count(NO_SAMPLING) == 2 and "; the trainer loads torch, then the model" in done.stdout
     prl.wait_state("run_texts", "active")
     workspace = read_workspace(prl.output_dir)
     assert (workspace.inference, workspace.needs_inference) == (None, False)

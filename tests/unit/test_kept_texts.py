@@ -110,8 +110,9 @@ def test_rollouts_are_chosen_by_reward_step_and_example() -> None:
     assert sorted(left_out.values()) == [1, 1, 2]
     chosen, left_out = choose(rollouts, Wanted(min_reward=0.9, truncated=True))
     assert chosen == [rollouts[1], rollouts[2], rollouts[4]] and left_out["with a reward below 0.9"] == 2
-    (bad,) = [lines_of([kept(1.0, "a", 1, "q", "")])]
-    assert bad == [], "an empty answer would be refused"
+    assert lines_of([kept(1.0, "a", 1, "q", "")]) == [], "an empty answer would be refused"
+    _, left_out = choose([[kept(1.0, "a", 1, "q", "\ufffd")], [kept(1.0, "a", 1, "\ufffd", "r")]], Wanted())
+    assert left_out == {"with bytes that are no text": 1}, "as they would be other tokens"
 
 
 def test_a_branch_with_which_another_begins_is_written_once() -> None:
