@@ -115,6 +115,14 @@ OUTPUTS: dict[str, Keys] = {
     },
     "prl runs samples ID": {"samples": [Sample]},
     "prl runs samples ID --export FILE": {"export": TextExport},
+    "prl runs sessions": {
+        "sessions": [
+            {
+                **{"run_id": str, "id": str, "example": str, "since": float},
+                **{"num_calls": int, "used_at": float, "waiting_on": str},
+            }
+        ]
+    },
     "prl runs endpoint ID": {"url": str | None, "key": str},
     "prl runs validate FILE": {
         "file": str,

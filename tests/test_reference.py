@@ -29,6 +29,8 @@ from prime_rl.contract.status import (
     GroupStatus,
     InferenceStatus,
     NodeStatus,
+    RunStatus,
+    SessionStatus,
     StatusWriter,
     TrainerRunStatus,
     TrainerStatus,
@@ -103,11 +105,13 @@ def workspace(tmp_path: Path) -> OutputDir:
     write_open(output, {"run_failed run_a": OpenIncident("run_failed", "run_a", "boom", 1.0)})
     mute(output.path, "run_failed")
     (output.path / "run_?").mkdir()
+    session = SessionStatus(id="run_a.x", example="e", since=1.0, num_calls=2, used_at=2.0, waiting_on="its client")
     slots = {"run_a": TrainerRunStatus(run_idx=0)}
     for path, status in (
         (output.trainer_status, TrainerStatus(state="training", max_runs=2, runs=slots)),
         (output.inference_status, InferenceStatus(state="serving")),
         (output.daemon_status("trainer"), DaemonStatus(state="running", name="trainer")),
+        (output.run("run_a").status, RunStatus(run_id="run_a", state="running", num_sessions=1, sessions=[session])),
         (output.node_status(0), NodeStatus(state="done", rank=0)),
         (output.group_status, GroupStatus(state="ending", incarnation="1")),
     ):
@@ -126,6 +130,7 @@ def words_of(workspace: OutputDir, tmp_path: Path) -> dict[str, list[str]]:
         "prl runs show ID": "runs show run_a",
         "prl runs samples ID": "runs samples run_a",
         "prl runs samples ID --export FILE": f"runs samples run_a --export {tmp_path / 'texts.jsonl'}",
+        "prl runs sessions": "runs sessions",
         "prl runs validate FILE": f"runs validate {wrong}",
         "prl env try FILE": f"env try {RUN} -n 1",
         "prl runs fork ID": "runs fork run_a --dry-run",

@@ -49,15 +49,24 @@ from daemons.errors import ActionError, WrongUseError
 from daemons.kept_texts import Wanted, export_texts, in_words
 from daemons.machine import DiskView
 from daemons.pidfile import SupervisorInfo
-from daemons.trash import acting_on
+from daemons.trash import acting_on, existing_run
 from daemons.workspace import RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.admitted import config_in_effect
 from prime_rl.configs.base import NOT_FOUND, ConfigError, ConfigProblem, load_toml, merge, parse_set
 from prime_rl.configs.validate import key_of
-from prime_rl.contract.layout import OutputDir, check_run_id
+from prime_rl.contract.layout import OutputDir, check_run_id, scan_runs
 from prime_rl.contract.samples import Sample, read_samples
-from prime_rl.contract.status import STALLED, GatewayStatus, InferenceStatus, RunState, read_status, utc
+from prime_rl.contract.status import (
+    STALLED,
+    GatewayStatus,
+    InferenceStatus,
+    RunState,
+    RunStatus,
+    is_alive,
+    read_status,
+    utc,
+)
 from prime_rl.gateway.keys import run_key, workspace_secret
 from prime_rl.utils.text import clean_strings, clean_text, counted, one_line, size_text
 
@@ -432,6 +441,42 @@ def endpoint(run_id: RunIdArgument, output_dir: OutputDirOption = None, as_json:
         return
     say(f"url  {url or 'the gateway is not running: it starts with the run (prl status)'}")
     say(f"key  {key}")
+
+
+@runs_app.command()
+def sessions(
+    run_id: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="A run. Default: all.", autocompletion=complete.run_ids)
+    ] = None,
+    output_dir: OutputDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the open sessions of agents and applications: since when, how many calls, and what each waits for.
+
+    Of a run with very many, the oldest are listed.
+
+    Example: prl runs sessions run_support
+    """
+    output, now = existing_output(output_dir), time.time()
+    runs = scan_runs(output.path)[0] if run_id is None else [existing_run(output, run_id)]
+    read = {run.run_id: read_status(run.status, RunStatus) for run in runs}
+    living = {name: each for name, each in read.items() if each and each.state == "running" and is_alive(each, now)}
+    found = [(name, each) for name, status in living.items() for each in map(clean_strings, status.sessions)]
+    if as_json:
+        print_json({"sessions": [{"run_id": name, **msgspec.to_builtins(each)} for name, each in found]})
+        return
+    rows = [
+        [
+            *(cell(each.id, 100), cell(each.example, 80), short_time(now - each.since), each.num_calls),
+            *(short_time(now - each.used_at), cell(each.waiting_on, 200)),
+        ]
+        for _, each in found
+    ]
+    if rows:
+        console().print(make_table(["session", "example", "open", "calls", "last call", "waits for"], rows))
+    more = sum(status.num_sessions for status in living.values()) - len(found)
+    if more > 0 or not rows:
+        say(f"and {more} more" if more > 0 else "no session is open")
 
 
 @runs_app.command()
