@@ -459,13 +459,9 @@ def _remove_leftovers(output: OutputDir) -> None:
 
 @dataclass(frozen=True)
 class Fork:
-    """A run that was made from another.
+    """`source` is the version that it starts from, such as "run_a@v20"; `added` is false when it was there already.
 
-    Attributes:
-        source: the version that it starts from, such as "run_a@v20".
-        added: false when it was there already.
-        kind: of the new run.
-        left_out: keys of the other's config that its kind does not have.
+    `left_out`: keys of the old config that a run of its `kind` does not have.
     """
 
     run_id: str
@@ -500,7 +496,7 @@ def fork_run(
     with acting_on(output_dir, run_id, "forking") as (output, run):
         version = find_version(run, step, saved=with_optimizer)
         start = start_from(version, with_optimizer=with_optimizer)
-        given = merge(load_toml(over) if over else {}, overrides or {})
+        given = merge(load_toml(over) if over else {}, overrides or {}) | ({"kind": kind} if kind else {})
         named = {str(value) for _, value in flatten(given)}
         beside = place_of(over or Path("fork.toml"))
 
@@ -508,8 +504,7 @@ def fork_run(
             is_given = any(each == name or each.startswith(f"{name}:") for each in named)
             return beside(name) if is_given else run.data_file(name)
 
-        data, left_out = _fork_data(run, version.name, kind, given)
-        config = _fork_config(output, run, data, place_in, kind or given.get("kind"))
+        data, config, left_out = _fork_config(output, run, version.name, given, place_in)
         check_start(output, start, config, trainer_limits(output.path))
         if with_optimizer:
             _check_moments(output, run, config, start.config.rank, start.config.alpha)
@@ -529,31 +524,23 @@ def fork_run(
         return replace(made, run_id=fork.run_id, added=True)
 
 
-def _fork_data(
-    run: RunDir, source: str, kind: str | None, given: Mapping[str, Any]
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The new run's config, and the keys of the run's that are left out. Raises ActionError."""
+def _fork_config(
+    output: OutputDir, run: RunDir, source: str, given: Mapping[str, Any], place: Place
+) -> tuple[dict[str, Any], OrchestratorConfig, tuple[str, ...]]:
+    """The new run's config, also checked, and the keys that are left out. Raises ActionError for an invalid one."""
     if "init" in given:
         raise ActionError("init.from of a fork is the version that it starts from: choose it with --step")
+    kind = given.get("kind")
     if kind is not None and kind not in KINDS:
-        raise WrongUseError(f"invalid --kind {kind!r}: expected one of {', '.join(KINDS)}")
+        raise WrongUseError(f"invalid kind {kind!r}: expected one of {', '.join(KINDS)}")
     try:
         before = read_effect(run).data
         if isinstance(ckpt := before.get("ckpt"), dict):
             ckpt.pop("resume_step", None)
-        kept = of_kind(before, kind or str(given.get("kind", before.get("kind", "rl"))))
+        kept = of_kind(before, kind) if kind else before
+        data = {**merge(kept, given), "init": {"from": source}}
         left_out = tuple(key for key in before if kept.get(key) != before[key] and key != "kind")
-        return {**merge(kept, given), "init": {"from": source}}, left_out
-    except ConfigError as error:
-        raise WrongUseError(f"the fork of {run.run_id} would be invalid: {error}") from error
-
-
-def _fork_config(
-    output: OutputDir, run: RunDir, data: Mapping[str, Any], place: Place, kind: str | None
-) -> OrchestratorConfig:
-    """The new run's config, checked. Raises ActionError when it would be invalid."""
-    try:
-        return checked(output.path, data, run.orch_toml.name, None, place)
+        return data, checked(output.path, data, run.orch_toml.name, None, place), left_out
     except ConfigError as error:
         hint = f"; what {kind!r} needs is given by --set KEY=VALUE or --config FILE" if kind else ""
         raise WrongUseError(f"the fork of {run.run_id} would be invalid: {error}{hint}") from error

@@ -22,17 +22,15 @@ from prime_rl.contract.samples import KeptSample, read_kept
 from prime_rl.gateway.texts import text_of
 
 Line = dict[str, Any]
+Branches = Sequence[KeptSample]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The rollouts that are written.
+    """The rollouts that are written: with a reward of `min_reward` at least, of the steps `first` to `last`.
 
-    Attributes:
-        min_reward: the lowest; None: any.
-        first, last: their steps.
-        best_of: of each example the one with the highest reward alone, of several the first.
-        truncated: also those with an answer that was cut, or ended by a stop of the run.
+    `best_of`: of each example that with the highest reward, of several the first. `truncated`: also those with an
+    answer that was cut, or ended by a stop of the run.
     """
 
     min_reward: float | None = None
@@ -75,33 +73,25 @@ def export_texts(output_dir: Path, run_id: str, out: Path, wanted: Wanted, *, fo
             write_atomic(path, "".join(f"{line}\n" for line in lines), exclusive=not force)
         except FileExistsError:
             raise ActionError(f"{out} exists already: choose another file, or replace it with --force") from None
-        counts = (len(lines), len(chosen), len(kept), _num_examples(chosen), _num_examples(kept))
-        return TextExport(str(path), *counts, left_out)
+        some, every = (len(set(map(_example, each))) for each in (chosen, kept))
+        return TextExport(str(path), len(lines), len(chosen), len(kept), some, every, left_out)
 
 
-def choose(
-    kept: Sequence[Sequence[KeptSample]], wanted: Wanted
-) -> tuple[list[Sequence[KeptSample]], Mapping[str, int]]:
+def choose(kept: Sequence[Branches], wanted: Wanted) -> tuple[list[Branches], Mapping[str, int]]:
     """The rollouts that are `wanted`, in their order, and why others are not."""
-    chosen, left_out = list[Sequence[KeptSample]](), Counter[str]()
-    for branches in kept:
-        if why := _why_not(branches, wanted):
-            left_out[why] += 1
-        else:
-            chosen.append(branches)
+    reasons = [_why_not(branches, wanted) for branches in kept]
+    chosen = [branches for branches, why in zip(kept, reasons, strict=True) if not why]
+    left_out = Counter(why for why in reasons if why)
     if wanted.best_of:
-        best: dict[tuple[str, str], Sequence[KeptSample]] = {}
-        for branches in chosen:
-            first = best.setdefault(_example(branches), branches)
-            if branches[0].reward > first[0].reward:
-                best[_example(branches)] = branches
-        if num_others := len(chosen) - len(best):
-            left_out["not the best of their example"] += num_others
+        best: dict[tuple[str, str], Branches] = {}
+        for branches in sorted(chosen, key=lambda each: -each[0].reward):
+            best.setdefault(_example(branches), branches)
+        left_out["not the best of their example"] = len(chosen) - len(best)
         chosen = [branches for branches in chosen if best[_example(branches)] is branches]
-    return chosen, dict(left_out)
+    return chosen, dict(+left_out)
 
 
-def _why_not(branches: Sequence[KeptSample], wanted: Wanted) -> str:
+def _why_not(branches: Branches, wanted: Wanted) -> str:
     if wanted.min_reward is not None and not branches[0].reward >= wanted.min_reward:
         return f"with a reward below {wanted.min_reward:g}"
     if not all(each.messages for each in branches):
@@ -114,7 +104,7 @@ def _why_not(branches: Sequence[KeptSample], wanted: Wanted) -> str:
     return "" if lines_of(branches) else "without what can be learned"
 
 
-def lines_of(branches: Sequence[KeptSample]) -> list[Line]:
+def lines_of(branches: Branches) -> list[Line]:
     """A line for each branch with which no other begins; [] where one could not be learned."""
     lines = [{"messages": each.messages, **({"tools": each.tools} if each.tools else {})} for each in branches]
     try:
@@ -122,21 +112,14 @@ def lines_of(branches: Sequence[KeptSample]) -> list[Line]:
             text_of(0, line, DataConfig(path="-"))
     except ValueError:
         return []
-    whole = [line for at, line in enumerate(lines) if not any(_begins(o, line) for o in lines[:at] + lines[at + 1 :])]
+    said = [line["messages"] for line in lines]
+    begins = [any(len(o) > len(one) and o[: len(one)] == one for o in said) for one in said]
+    whole = [line for line, is_part in zip(lines, begins, strict=True) if not is_part]
     return whole if all(len(json.dumps(line)) <= MAX_LINE_BYTES for line in whole) else []
 
 
-def _begins(line: Line, start: Line) -> bool:
-    said = start["messages"]
-    return len(line["messages"]) > len(said) and line["messages"][: len(said)] == said
-
-
-def _example(branches: Sequence[KeptSample]) -> tuple[str, str]:
+def _example(branches: Branches) -> tuple[str, str]:
     return branches[0].env, branches[0].example_id
-
-
-def _num_examples(rollouts: Sequence[Sequence[KeptSample]]) -> int:
-    return len(set(map(_example, rollouts)))
 
 
 def in_words(left_out: Mapping[str, int]) -> str:

@@ -231,7 +231,7 @@ class ForkForm:
 # A word of a refusal -> the field that it is about.
 _FORK_FIELDS = {
     "with-optimizer": "optimizer",
-    "--kind": "kind",
+    "invalid kind": "kind",
     "run id": "new-id",
     "already exists": "new-id",
     "of step": "version",

@@ -396,20 +396,17 @@ def samples(
     if export is not None:
         made = export_texts(place, run_id, export, Wanted(min_reward, first, last, best_of, truncated), force=force)
         if as_json:
-            print_json({"export": asdict(made)})
-            return
-        texts, rollouts = counted(made.num_texts, "text"), f"{made.num_rollouts} of {made.num_kept} rollouts"
+            return print_json({"export": asdict(made)})
+        rollouts = f"{made.num_rollouts} of {made.num_kept} rollouts"
         examples = f"{made.num_examples} of {made.num_examples_kept} examples"
         left_out = f"; left out: {in_words(made.left_out)}" if made.left_out else ""
-        say(f"{export}: {texts} of {rollouts} and {examples}{left_out}")
-        return
+        return say(f"{export}: {counted(made.num_texts, 'text')} of {rollouts} and {examples}{left_out}")
     if min_reward is not None or best_of or truncated or force or step != ":":
         raise WrongUseError("--min-reward, --best-of, --step, --truncated and --force belong to --export FILE")
     with acting_on(place, run_id, "reading") as (output, run):
         found = read_samples(run.samples, number)
     if as_json:
-        print_json({"samples": msgspec.to_builtins(found)})
-        return
+        return print_json({"samples": msgspec.to_builtins(found)})
     view = WorkspaceReader(output.path).read().run(run_id)
     is_text = view is not None and view.kind == "sft"
     for sample in found:
@@ -421,6 +418,7 @@ def samples(
             say(f"{run_id} has no rollouts: {told}; those that are dropped are not kept: {more}")
         else:
             say(f"{run_id} has no rollouts yet: each batch adds some, unless samples.per_step is 0")
+    return None
 
 
 @runs_app.command()
@@ -463,8 +461,7 @@ def sessions(
     living = {name: each for name, each in read.items() if each and each.state == "running" and is_alive(each, now)}
     found = [(name, each) for name, status in living.items() for each in map(clean_strings, status.sessions)]
     if as_json:
-        print_json({"sessions": [{"run_id": name, **msgspec.to_builtins(each)} for name, each in found]})
-        return
+        return print_json({"sessions": [{"run_id": name, **msgspec.to_builtins(each)} for name, each in found]})
     rows = [
         [
             *(cell(each.id, 100), cell(each.example, 80), short_time(now - each.since), each.num_calls),
@@ -477,6 +474,7 @@ def sessions(
     more = sum(status.num_sessions for status in living.values()) - len(found)
     if more > 0 or not rows:
         say(f"and {more} more" if more > 0 else "no session is open")
+    return None
 
 
 @runs_app.command()

@@ -300,20 +300,17 @@ KINDS: tuple[RunKind, ...] = get_args(RunKind)
 
 def of_kind(data: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """The config `data` for a run of another `kind`: without what only its own kind has."""
-
-    def table(key: str) -> Mapping[str, Any]:
-        found = data.get(key)
-        return found if isinstance(found, Mapping) else {}
-
-    before, metric = data.get("kind", "rl"), str(table("stop").get("metric"))
+    tables = {key: each for key, each in data.items() if isinstance(each, Mapping)}
+    before, metric = data.get("kind", "rl"), str(tables.get("stop", {}).get("metric"))
     if kind == before:
         return dict(data)
-    left_out: set[str] = {*_OF_TEXTS} if before == "sft" or kind == "sft" else set()
+    left_out: set[str] = {*_OF_TEXTS} if "sft" in (before, kind) else set()
     left_out |= {"stop"} if metric.startswith("reward" if kind == "sft" else OF_TEXTS) else set()
     if kind == "sft":
-        left_out |= {*_OF_ROLLOUTS, "rollouts_per_example", "loss", *(() if table("eval").get("env") else ("eval",))}
+        has_envs = bool(tables.get("eval", {}).get("env"))
+        left_out |= {*_OF_ROLLOUTS, "rollouts_per_example", "loss", *(() if has_envs else ("eval",))}
     found = {key: value for key, value in data.items() if key not in left_out} | {"kind": kind}
-    if "loss" in left_out and (kl_coef := table("loss").get("kl_coef")):
+    if "loss" in left_out and (kl_coef := tables.get("loss", {}).get("kl_coef")):
         found["loss"] = {"kl_coef": kl_coef}
     return found
 

@@ -357,7 +357,7 @@ def test_texts_first_rewards_after(run: RunDir, tmp_path: Path) -> None:
 def test_what_another_kind_lacks_is_named(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ActionError, match=r"data: must have at least one \[\[data\]\].*'sft' needs is given by --set"):
         fork_run(home(run), "run_a", kind="sft")
-    with pytest.raises(ActionError, match="invalid --kind 'dpo': expected one of rl, sft"):
+    with pytest.raises(ActionError, match="invalid kind 'dpo': expected one of rl, sft"):
         fork_run(home(run), "run_a", kind="dpo")
     put_texts(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -160,9 +160,9 @@ async def test_open_sessions_are_listed_with_what_they_wait_for(
             assert (rows[0]["run_id"], rows[0]["id"], len(rows)) == ("run_a", first.id, MAX_SHOWN)
             let_go.set()
             await call
-        writer.update(**sessions.figures())
-        assert prl(["runs", "sessions", *place]) == 0 and capsys.readouterr().out == "no session is open\n"
+        assert sessions.figures() == {"num_sessions": 0, "sessions": []}
         writer.close(state="stopped")
+        assert prl(["runs", "sessions", *place]) == 0 and capsys.readouterr().out == "no session is open\n"
 
 
 async def test_a_call_goes_on_while_somebody_waits_and_ends_with_the_last(tmp_path: Path) -> None:
