@@ -47,7 +47,7 @@ from prime_rl.configs.orchestrator import LIVE_KEYS, OrchestratorConfig
 from prime_rl.configs.validate import find_problems
 from prime_rl.contract.files import read_end, read_text, remove, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker, step_name
-from prime_rl.contract.metrics import EarlyStop, series
+from prime_rl.contract.metrics import OF_TEXTS, EarlyStop, series
 from prime_rl.contract.notes import pending_request
 from prime_rl.contract.status import DaemonStatus, RunState, RunStatus, read_status
 from prime_rl.contract.usage import budget_reason, used_in_life
@@ -208,7 +208,8 @@ def _stopped(run: RunDir, config: OrchestratorConfig) -> str | None:
         return None
     rule = EarlyStop(**config.stop.model_dump())
     published = max(list_steps(run.broadcast, stable_only=True), default=0)
-    lines = read_end(run.orchestrator_metrics, MAX_HISTORY_BYTES).splitlines()
+    path = run.trainer_metrics if rule.metric.startswith(OF_TEXTS) else run.orchestrator_metrics
+    lines = read_end(path, MAX_HISTORY_BYTES).splitlines()
     for step, value in series(lines, rule.metric, at_most=published):
         rule.feed(step, value)
     return rule.reason

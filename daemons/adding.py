@@ -28,7 +28,7 @@ from daemons.details import Version, find_version, parse_version
 from daemons.errors import ActionError, WrongUseError, expand_home, need, one_line_errors, record_act
 from daemons.specs import find_model, saved_folder
 from daemons.trash import acting_on, existing_run
-from prime_rl.configs.admitted import read_effect
+from prime_rl.configs.admitted import flatten, read_effect
 from prime_rl.configs.base import (
     MAX_TOML_BYTES,
     ConfigError,
@@ -41,7 +41,7 @@ from prime_rl.configs.base import (
 )
 from prime_rl.configs.explain import check_kind
 from prime_rl.configs.jsonl import Place, place_of
-from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.orchestrator import KINDS, OrchestratorConfig, of_kind
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits, doubts, find_problems, load_run_config
 from prime_rl.contract.files import open_file, read_file, read_text, write_atomic
@@ -459,12 +459,17 @@ def _remove_leftovers(output: OutputDir) -> None:
 
 @dataclass(frozen=True)
 class Fork:
-    """`source` is the version that it starts from, such as "run_a@v20"; `added` is false when it was there already."""
+    """`source` is the version that it starts from, such as "run_a@v20"; `added` is false when it was there already.
+
+    `left_out`: keys of the old config that a run of its `kind` does not have.
+    """
 
     run_id: str
     source: str
     with_optimizer: bool
     added: bool
+    kind: str = "rl"
+    left_out: Sequence[str] = ()
 
 
 def fork_run(
@@ -473,13 +478,17 @@ def fork_run(
     *,
     step: int | None = None,
     new_id: str | None = None,
+    kind: str | None = None,
+    over: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     with_optimizer: bool = False,
     dry_run: bool = False,
     reason: str = "",
 ) -> Fork:
-    """Add a run that starts from version `step` of `run_id`, by default its newest, with `overrides` to its config.
+    """Add a run that starts from version `step` of `run_id`, by default its newest.
 
+    Its config is that of the run, of another `kind` without what only the old kind has, under the tables of the file
+    `over`, under `overrides`. Files that these name are beside `over`, else in the working directory.
     `with_optimizer` takes the moments of the optimizer too, which only checkpoints have; the learning rate's schedule
     starts over. `new_id` defaults to the run's own id with "-fork". If the run `new_id` is this fork already, nothing
     changes. Raises ActionError.
@@ -487,40 +496,54 @@ def fork_run(
     with acting_on(output_dir, run_id, "forking") as (output, run):
         version = find_version(run, step, saved=with_optimizer)
         start = start_from(version, with_optimizer=with_optimizer)
-        text, config = _fork_config(output, run, version.name, overrides or {})
+        given = merge(load_toml(over) if over else {}, overrides or {}) | ({"kind": kind} if kind else {})
+        named = {str(value) for _, value in flatten(given)}
+        beside = place_of(over or Path("fork.toml"))
+
+        def place_in(name: str) -> Path:
+            is_given = any(each == name or each.startswith(f"{name}:") for each in named)
+            return beside(name) if is_given else run.data_file(name)
+
+        data, config, left_out = _fork_config(output, run, version.name, given, place_in)
         check_start(output, start, config, trainer_limits(output.path))
         if with_optimizer:
             _check_moments(output, run, config, start.config.rank, start.config.alpha)
         same = output.run(new_id) if new_id is not None else None
-        new = NewRun(text, config, run.data_file, mode_like(run.orch_toml), start)
+        new = NewRun(tomli_w.dumps(data), config, place_in, mode_like(run.orch_toml), start)
+        made = Fork("", version.name, with_optimizer, False, config.kind, left_out)
         if same is not None and is_same(same, new):
             has_optimizer = all((same.init / name).exists() for name in _OPTIMIZER_FILES)
             if has_optimizer == with_optimizer:
-                return Fork(same.run_id, version.name, with_optimizer, added=False)
+                return replace(made, run_id=same.run_id)
         names = candidates(new_id, f"{run_id[:_MAX_FORKED_CHARS]}-fork")
         if dry_run:
-            return Fork(free_id(output, names), version.name, with_optimizer, added=False)
+            return replace(made, run_id=free_id(output, names))
         fork = place(output, names, new)
         detail = f"from {version.name}" + (" with its optimizer" if with_optimizer else "")
         record_act(output, "fork", fork.run_id, reason=reason, detail=detail)
-        return Fork(fork.run_id, version.name, with_optimizer, added=True)
+        return replace(made, run_id=fork.run_id, added=True)
 
 
 def _fork_config(
-    output: OutputDir, run: RunDir, source: str, overrides: Mapping[str, Any]
-) -> tuple[str, OrchestratorConfig]:
-    """The new run's text and config. Raises ActionError when it would be invalid."""
-    if "init" in overrides:
+    output: OutputDir, run: RunDir, source: str, given: Mapping[str, Any], place: Place
+) -> tuple[dict[str, Any], OrchestratorConfig, tuple[str, ...]]:
+    """The new run's config, also checked, and the keys that are left out. Raises ActionError for an invalid one."""
+    if "init" in given:
         raise ActionError("init.from of a fork is the version that it starts from: choose it with --step")
+    kind = given.get("kind")
+    if kind is not None and kind not in KINDS:
+        raise WrongUseError(f"invalid kind {kind!r}: expected one of {', '.join(KINDS)}")
     try:
-        data = read_effect(run).data
-        if isinstance(ckpt := data.get("ckpt"), dict):
+        before = read_effect(run).data
+        if isinstance(ckpt := before.get("ckpt"), dict):
             ckpt.pop("resume_step", None)
-        data = {**merge(data, overrides), "init": {"from": source}}
-        config = checked(output.path, data, run.orch_toml.name, None, run.data_file)
+        kept = of_kind(before, kind) if kind else before
+        data = {**merge(kept, given), "init": {"from": source}}
+        left_out = tuple(key for key in before if kept.get(key) != before[key] and key != "kind")
+        return data, checked(output.path, data, run.orch_toml.name, None, place), left_out
     except ConfigError as error:
-        raise WrongUseError(f"the fork of {run.run_id} would be invalid: {error}") from error
-    return tomli_w.dumps(data), config
+        hint = f"; what {kind!r} needs is given by --set KEY=VALUE or --config FILE" if kind else ""
+        raise WrongUseError(f"the fork of {run.run_id} would be invalid: {error}{hint}") from error
 
 
 def _check_moments(output: OutputDir, run: RunDir, config: OrchestratorConfig, rank: int, alpha: float) -> None:
@@ -528,13 +551,15 @@ def _check_moments(output: OutputDir, run: RunDir, config: OrchestratorConfig, r
     limits, lora = trainer_limits(output.path), config.model.lora
     own = (lora.rank or (limits and limits.max_rank) or rank, lora.alpha or (limits and limits.alpha) or alpha)
     try:
-        before = build(OrchestratorConfig, read_effect(run).data, run.orch_toml.name).optim.type
+        old = build(OrchestratorConfig, read_effect(run).data, run.orch_toml.name)
     except ConfigError as error:
         raise ActionError(f"--with-optimizer: {error}") from error
     if own != (rank, alpha):
         found, wanted = f"rank {rank} and alpha {alpha:g}", f"rank {own[0]} and alpha {own[1]:g}"
-    elif config.optim.type != before:
-        found, wanted = f"optim.type = {before!r}", f"optim.type = {config.optim.type!r}"
+    elif config.kind != old.kind:
+        found, wanted = f"kind = {old.kind!r}", f"kind = {config.kind!r}"
+    elif config.optim.type != old.optim.type:
+        found, wanted = f"optim.type = {old.optim.type!r}", f"optim.type = {config.optim.type!r}"
     else:
         return
     raise ActionError(

@@ -25,7 +25,15 @@ from daemons.workspace import RunView
 from prime_rl.configs.admitted import hide_secret, plain_text, read_effect
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.metrics import HELD_OUT_LOSS, LESS_IS_BETTER, REWARD, SUPERVISED_LOSS, bounded_mean, series
+from prime_rl.contract.metrics import (
+    HELD_OUT_LOSS,
+    LESS_IS_BETTER,
+    OF_TEXTS,
+    REWARD,
+    SUPERVISED_LOSS,
+    bounded_mean,
+    series,
+)
 from prime_rl.contract.notes import digest_of
 from prime_rl.contract.status import RunState
 from prime_rl.utils.tail import whole_lines
@@ -142,6 +150,8 @@ def notes(standings: Sequence[Standing[RunT]], metric: str, step: str = "--step"
     """In words what keeps the ranking from being a plain one: environments, runs behind, or not ranked. `step` asks."""
     found: list[str] = []
     environments = dict.fromkeys(each.environment for each in standings)
+    lacking, words = _of_two_kinds([run for each in standings for run in each.runs], metric)
+    found += [words] if words else []
     if len(environments) > 1:
         found.append(f"{len(environments)} environments, each ranked by itself: their rewards are not comparable")
     for environment in environments:
@@ -150,7 +160,8 @@ def notes(standings: Sequence[Standing[RunT]], metric: str, step: str = "--step"
         where, at = (f" ({environment})" if len(environments) > 1 else ""), own[0].step
         newest = {run_id: int(run.steps[-1]) for run_id, run in runs.items() if run.steps}
         late = [run_id for run_id in runs if newest.get(run_id, -1) < at or run_id not in newest]
-        there = {run_id: newest[run_id] for run_id in runs if run_id not in late}
+        late = [run_id for run_id in late if run_id not in lacking]
+        there = {run_id: newest[run_id] for run_id in runs if run_id not in late and run_id in newest}
         ahead, slowest = max(there.values(), default=at), min(there, key=there.__getitem__, default=None)
         if slowest is not None and there[slowest] == at < ahead:
             further = f"another is at {ahead}: {step} {ahead} ranks only the runs that are there"
@@ -164,6 +175,25 @@ def notes(standings: Sequence[Standing[RunT]], metric: str, step: str = "--step"
                 keys = ", ".join(mixed[:MAX_MIXED])
                 found.append(f"the runs of {group.name!r} differ not only in their seed: {keys}{more}")
     return tuple(one_line(each, 1000) for each in found)
+
+
+def _of_two_kinds(runs: Sequence[RunT], metric: str) -> tuple[Sequence[str], str]:
+    """The runs that never have `metric`, beside runs of the other kind; and what the two kinds mean for it, or ""."""
+    texts = list(dict.fromkeys(run.run_id for run in runs if learns_texts(run.config)))
+    others = list(dict.fromkeys(run.run_id for run in runs if run.config and not learns_texts(run.config)))
+    if not texts or not others:
+        return (), ""
+    if metric.startswith("reward/"):
+        return texts, f"{', '.join(texts)}: learn texts, so without {metric}"
+    with_values = {run.run_id for run in runs if run.steps}
+    if metric.startswith(OF_TEXTS) and (lacking := [each for each in others if each not in with_values]):
+        return lacking, f"{', '.join(lacking)}: learn from rollouts, so without {metric}"
+    return (), f"{', '.join(texts)}: learn texts, the others from rollouts: {metric} does not compare them"
+
+
+def learns_texts(config: Mapping[str, str]) -> bool:
+    """True for the config of a run that learns texts alone."""
+    return config.get("kind", "").strip('"') == "sft"
 
 
 def differing(runs: Sequence[Contestant]) -> dict[str, set[str | None]]:
@@ -183,7 +213,7 @@ def environment_of(config: Mapping[str, str]) -> CleanText:
 
     Of one that learns texts the files, and how many texts of each are held out.
     """
-    if config.get("kind", "").strip('"') == "sft":
+    if learns_texts(config):
         found = [(match[1], text.strip('"')) for key, text in config.items() if (match := _OF_TEXTS.fullmatch(key))]
         texts = [text if key == "path" else f"{key}={text}" for key, text in found if text != "null"]
         return one_line(f"texts {' '.join(texts)}", 300)

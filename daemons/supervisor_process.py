@@ -20,6 +20,7 @@ from pathlib import Path
 
 from daemons.launchers import launcher_of
 from daemons.launchers.base import LaunchError
+from daemons.observe import Observer
 from daemons.pidfile import SupervisorLock, find_rival, read_info
 from daemons.process import log_tail, python_module, run_child, spawn
 from daemons.records import adoptable, end_leftovers, forget_endings, is_anything_left
@@ -39,7 +40,7 @@ from daemons.specs import (
     settle_devices,
     write_component_configs,
 )
-from daemons.workspace import SUPERVISOR, Workspace, replica_name
+from daemons.workspace import NO_SAMPLING, SUPERVISOR, Workspace, replica_name
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import WaitTimeout, read_file, wait_for
@@ -167,8 +168,10 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
             say(f"keeping {', '.join(sorted(keep))}: already running with the same config")
         check_ports(system, keep)
         if {TRAINER, INFERENCE} - keep:
-            libraries = "torch and vLLM" if system.inference.engine == "vllm" else "torch"
-            say(f"trainer and inference load {libraries}, then the model; the first start on a machine takes longest")
+            samples = Observer(output).needs_inference()
+            libraries = "torch and vLLM" if samples and system.inference.engine == "vllm" else "torch"
+            who = "trainer and inference load" if samples else f"{NO_SAMPLING}; the trainer loads"
+            say(f"{who} {libraries}, then the model; the first start on a machine takes longest")
         forget_endings(output, keep)
         write_component_configs(system, output)
         save_devices(output, devices)

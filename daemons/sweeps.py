@@ -21,13 +21,14 @@ import tomli_w
 
 from daemons.adding import NewRun, checked, in_id, is_same, mode_like, put, staged, start_of, trainer_limits
 from daemons.errors import ActionError, WrongUseError, one_line_errors, record_act
+from daemons.halving import rungs_of
 from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge, nested, parse_override
 from prime_rl.configs.jsonl import place_of
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import doubts
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.metrics import HELD_OUT_LOSS, LESS_IS_BETTER, REWARD, SUPERVISED_LOSS
+from prime_rl.contract.metrics import HELD_OUT, HELD_OUT_LOSS, LESS_IS_BETTER, REWARD, SUPERVISED_LOSS
 from prime_rl.contract.notes import SweepPlan, SweepRun, check_sweep_name, read_plan
 
 # A slot each would be far beyond any trainer; more is a mistake in a list of values.
@@ -89,6 +90,7 @@ def sweep_runs(
         points = grid([parse_axis(item) for item in axes], name)
         new = _checked(output, source, name, points)
         plan = _plan(source, name, points, next(iter(new.values())).config, halving, metric)
+        _check_rungs(plan, [run.config for run in new.values()])
         missing = {run_id: run for run_id, run in new.items() if not is_same(output.run(run_id), run)}
         odd = next((run_id for run_id in missing if output.run(run_id).path.exists()), None)
         if output.sweep(name).exists():
@@ -203,6 +205,16 @@ def _plan(
         mode=stop.mode if stop and chosen == stop.metric else "min" if chosen in LESS_IS_BETTER else "max",
         min_steps=stop.min_steps if stop else 0,
     )
+
+
+def _check_rungs(plan: SweepPlan, configs: Sequence[OrchestratorConfig]) -> None:
+    """Raises WrongUseError when a rung is before the first measurement of what was learned."""
+    rungs = rungs_of(plan, min(config.max_steps for config in configs))
+    interval = max(config.sft.held_out_interval for config in configs)
+    if plan.metric.startswith(HELD_OUT) and rungs and rungs[0].step <= interval:
+        first = f"the first rung is step {rungs[0].step}, {plan.metric} is measured at steps 1, {interval + 1}, ..."
+        below = f"set sft.held_out_interval below {rungs[0].step}" if rungs[0].step > 1 else "raise max_steps"
+        raise WrongUseError(f"--halving {plan.halving}: {first}, and at step 1 nothing was learned: {below}")
 
 
 def _add_all(output: OutputDir, new: Mapping[str, NewRun]) -> None:

@@ -24,6 +24,7 @@ from daemons.commands.results import Use
 from daemons.details import CheckpointView, Difference
 from daemons.doctor import Check
 from daemons.exports import Export
+from daemons.kept_texts import TextExport
 from daemons.machine import DiskView
 from daemons.quiet import OpenIncident, Silence
 from daemons.submit import Planned
@@ -113,6 +114,15 @@ OUTPUTS: dict[str, Keys] = {
         "disk": {"num_bytes": int, "complete": bool, "folders": dict[str, int]},
     },
     "prl runs samples ID": {"samples": [Sample]},
+    "prl runs samples ID --export FILE": {"export": TextExport},
+    "prl runs sessions": {
+        "sessions": [
+            {
+                **{"run_id": str, "id": str, "example": str, "since": float},
+                **{"num_calls": int, "used_at": float, "waiting_on": str},
+            }
+        ]
+    },
     "prl runs endpoint ID": {"url": str | None, "key": str},
     "prl runs validate FILE": {
         "file": str,

@@ -23,12 +23,14 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.samples import Sample, SampleFile, SampleTurn
+from prime_rl.contract.samples import KeptSample, SampleFile, SampleTurn
 from prime_rl.contract.status import (
     DaemonStatus,
     GroupStatus,
     InferenceStatus,
     NodeStatus,
+    RunStatus,
+    SessionStatus,
     StatusWriter,
     TrainerRunStatus,
     TrainerStatus,
@@ -94,18 +96,22 @@ def workspace(tmp_path: Path) -> OutputDir:
         folder.metrics.mkdir()
         folder.orchestrator_metrics.write_text(json.dumps({"step": 2, "time": 1.0, "reward/mean": 0.5}) + "\n")
         turns = [SampleTurn(True, "more")]
-        SampleFile(folder.samples, 8).append([Sample(2, "e", "1", "prompt", "answer", 1.0, 0.5, [1], 9, 3, turns)])
+        said = [{"role": role, "content": role} for role in ("user", "assistant")]
+        kept = KeptSample(2, "e", "1", "prompt", "answer", 1.0, 0.5, [1], 9, 3, turns, messages=said, ended=True)
+        SampleFile(folder.samples, 8).append([kept])
     output.usage.mkdir()
     line = UsageLine(run_id="run_a", day="2026-11-25", tokens=7)
     output.run_usage("run_a").write_bytes(msgspec.json.encode(line) + b"\n")
     write_open(output, {"run_failed run_a": OpenIncident("run_failed", "run_a", "boom", 1.0)})
     mute(output.path, "run_failed")
     (output.path / "run_?").mkdir()
+    session = SessionStatus(id="run_a.x", example="e", since=1.0, num_calls=2, used_at=2.0, waiting_on="its client")
     slots = {"run_a": TrainerRunStatus(run_idx=0)}
     for path, status in (
         (output.trainer_status, TrainerStatus(state="training", max_runs=2, runs=slots)),
         (output.inference_status, InferenceStatus(state="serving")),
         (output.daemon_status("trainer"), DaemonStatus(state="running", name="trainer")),
+        (output.run("run_a").status, RunStatus(run_id="run_a", state="running", num_sessions=1, sessions=[session])),
         (output.node_status(0), NodeStatus(state="done", rank=0)),
         (output.group_status, GroupStatus(state="ending", incarnation="1")),
     ):
@@ -123,6 +129,8 @@ def words_of(workspace: OutputDir, tmp_path: Path) -> dict[str, list[str]]:
         "prl runs list": "runs list",
         "prl runs show ID": "runs show run_a",
         "prl runs samples ID": "runs samples run_a",
+        "prl runs samples ID --export FILE": f"runs samples run_a --export {tmp_path / 'texts.jsonl'}",
+        "prl runs sessions": "runs sessions",
         "prl runs validate FILE": f"runs validate {wrong}",
         "prl env try FILE": f"env try {RUN} -n 1",
         "prl runs fork ID": "runs fork run_a --dry-run",

@@ -207,10 +207,13 @@ class ForkForm:
     new_id: str = ""
     settings: str = ""
     with_optimizer: bool = False
+    kind: str = ""
+    config: str = ""
 
     def words(self, run_id: str) -> list[str]:
         """For `prl runs fork`."""
         found = [run_id, *_option("--step", self.version), *_option("--id", self.new_id)]
+        found += [*_option("--kind", self.kind), *_option("--config", self.config)]
         for item in self.settings.split():
             found += ["--set", item]
         return [*found, "--with-optimizer"] if self.with_optimizer else found
@@ -226,7 +229,13 @@ class ForkForm:
 
 
 # A word of a refusal -> the field that it is about.
-_FORK_FIELDS = {"with-optimizer": "optimizer", "run id": "new-id", "already exists": "new-id", "of step": "version"}
+_FORK_FIELDS = {
+    "with-optimizer": "optimizer",
+    "invalid kind": "kind",
+    "run id": "new-id",
+    "already exists": "new-id",
+    "of step": "version",
+}
 
 
 def _fork(output_dir: Path, form: ForkForm, run_id: str, *, dry_run: bool = False) -> str:
@@ -239,13 +248,16 @@ def _fork(output_dir: Path, form: ForkForm, run_id: str, *, dry_run: bool = Fals
             run_id,
             step=step,
             new_id=form.new_id or None,
+            kind=form.kind or None,
+            over=expand_home(Path(form.config)) if form.config else None,
             overrides=overrides,
             with_optimizer=form.with_optimizer,
             dry_run=dry_run,
         )
     optimizer = " with its optimizer" if made.with_optimizer else ""
     if dry_run:
-        return f"{made.run_id} would start from {made.source}{optimizer}"
+        left_out = f", without {', '.join(made.left_out)}" if made.left_out else ""
+        return f"{made.run_id} would start from {made.source}{optimizer}{left_out}"
     done = "starts" if made.added else "is there already, starts"
     return f"{made.run_id} {done} from {made.source}{optimizer}"
 

@@ -34,7 +34,7 @@ from daemons.commands.common import (
 from daemons.commands.runs import RunIdArgument, parse_overrides, warn
 from daemons.sweeps import sweep_runs
 from daemons.trash import purge_trash, users_of_run
-from prime_rl.configs.orchestrator import LIVE_KEYS
+from prime_rl.configs.orchestrator import KINDS, LIVE_KEYS
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
 
@@ -274,6 +274,13 @@ def fork(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a field, such as optim.lr=3e-5. May be repeated."),
     ] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", help=f"What it learns from: {', '.join(KINDS)}. Default: as the run."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A TOML file whose tables are laid over the run's config.")
+    ] = None,
     new_id: Annotated[
         str | None, typer.Option("--id", metavar="NEW", help="The new run's id. Default: ID and -fork.")
     ] = None,
@@ -287,6 +294,7 @@ def fork(
     """Start a new run from a version of a run.
 
     It has the run's config with your changes, and counts its steps from 0. The other run goes on, and may be deleted.
+    With another --kind what only the old kind has is left out of the config, and the optimizer starts anew.
 
     Example: prl runs fork run_reverse --step 40 --set optim.lr=3e-5 --id run_slower
     """
@@ -295,6 +303,8 @@ def fork(
         run_id,
         step=step,
         new_id=new_id,
+        kind=kind,
+        over=config,
         overrides=parse_overrides(changes),
         with_optimizer=with_optimizer,
         dry_run=dry_run,
@@ -305,7 +315,8 @@ def fork(
     else:
         optimizer = " with its optimizer" if with_optimizer else ""
         done = "would add" if dry_run else "added" if made.added else "already there:"
-        say(f"{done} {made.run_id}, which starts from {made.source}{optimizer}")
+        left_out = f"; left out of its config: {', '.join(made.left_out)}" if made.left_out else ""
+        say(f"{done} {made.run_id}, which starts from {made.source}{optimizer}{left_out}")
 
 
 def sweep(

@@ -46,17 +46,27 @@ from daemons.commands.common import (
 )
 from daemons.details import RunDetails, read_details
 from daemons.errors import ActionError, WrongUseError
+from daemons.kept_texts import Wanted, export_texts, in_words
 from daemons.machine import DiskView
 from daemons.pidfile import SupervisorInfo
-from daemons.trash import acting_on
+from daemons.trash import acting_on, existing_run
 from daemons.workspace import RunView, Workspace
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.admitted import config_in_effect
 from prime_rl.configs.base import NOT_FOUND, ConfigError, ConfigProblem, load_toml, merge, parse_set
 from prime_rl.configs.validate import key_of
-from prime_rl.contract.layout import OutputDir, check_run_id
+from prime_rl.contract.layout import OutputDir, check_run_id, scan_runs
 from prime_rl.contract.samples import Sample, read_samples
-from prime_rl.contract.status import STALLED, GatewayStatus, InferenceStatus, RunState, read_status, utc
+from prime_rl.contract.status import (
+    STALLED,
+    GatewayStatus,
+    InferenceStatus,
+    RunState,
+    RunStatus,
+    is_alive,
+    read_status,
+    utc,
+)
 from prime_rl.gateway.keys import run_key, workspace_secret
 from prime_rl.utils.text import clean_strings, clean_text, counted, one_line, size_text
 
@@ -361,18 +371,42 @@ def samples(
     output_dir: OutputDirOption = None,
     as_json: JsonOption = False,
     number: Annotated[int, typer.Option("-n", min=1, help="How many rollouts; the newest comes last.")] = 4,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all that are kept as texts that a run can learn.")
+    ] = None,
+    min_reward: Annotated[
+        float | None, typer.Option(metavar="R", help="With --export: only rollouts with at least this reward.")
+    ] = None,
+    best_of: Annotated[
+        bool, typer.Option("--best-of", help="With --export: of each example the rollout with the highest reward.")
+    ] = False,
+    step: Annotated[str, typer.Option(metavar="A:B", help="With --export: only rollouts of these steps.")] = ":",
+    truncated: Annotated[
+        bool, typer.Option("--truncated", help="With --export: also those that were cut, or ended by a stop.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="With --export: replace the file.")] = False,
 ) -> None:
-    """Show the newest rollouts of a run, or the texts that it learns.
+    """Show the newest rollouts of a run, or the texts that it learns; or export rollouts to learn them again.
 
     Each rollout has its prompt, completion, reward, advantage and policy version.
 
-    Example: prl runs samples run_reverse -n 8
+    Example: prl runs samples run_reverse --export best.jsonl --min-reward 0.9 --best-of
     """
-    with acting_on(existing_output(output_dir).path, run_id, "reading") as (output, run):
+    place, (first, last) = existing_output(output_dir).path, _steps(step)
+    if export is not None:
+        made = export_texts(place, run_id, export, Wanted(min_reward, first, last, best_of, truncated), force=force)
+        if as_json:
+            return print_json({"export": asdict(made)})
+        rollouts = f"{made.num_rollouts} of {made.num_kept} rollouts"
+        examples = f"{made.num_examples} of {made.num_examples_kept} examples"
+        left_out = f"; left out: {in_words(made.left_out)}" if made.left_out else ""
+        return say(f"{export}: {counted(made.num_texts, 'text')} of {rollouts} and {examples}{left_out}")
+    if min_reward is not None or best_of or truncated or force or step != ":":
+        raise WrongUseError("--min-reward, --best-of, --step, --truncated and --force belong to --export FILE")
+    with acting_on(place, run_id, "reading") as (output, run):
         found = read_samples(run.samples, number)
     if as_json:
-        print_json({"samples": msgspec.to_builtins(found)})
-        return
+        return print_json({"samples": msgspec.to_builtins(found)})
     view = WorkspaceReader(output.path).read().run(run_id)
     is_text = view is not None and view.kind == "sft"
     for sample in found:
@@ -384,6 +418,7 @@ def samples(
             say(f"{run_id} has no rollouts: {told}; those that are dropped are not kept: {more}")
         else:
             say(f"{run_id} has no rollouts yet: each batch adds some, unless samples.per_step is 0")
+    return None
 
 
 @runs_app.command()
@@ -404,6 +439,42 @@ def endpoint(run_id: RunIdArgument, output_dir: OutputDirOption = None, as_json:
         return
     say(f"url  {url or 'the gateway is not running: it starts with the run (prl status)'}")
     say(f"key  {key}")
+
+
+@runs_app.command()
+def sessions(
+    run_id: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="A run. Default: all.", autocompletion=complete.run_ids)
+    ] = None,
+    output_dir: OutputDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the open sessions of agents and applications: since when, how many calls, and what each waits for.
+
+    Of a run with very many, the oldest are listed.
+
+    Example: prl runs sessions run_support
+    """
+    output, now = existing_output(output_dir), time.time()
+    runs = scan_runs(output.path)[0] if run_id is None else [existing_run(output, run_id)]
+    read = {run.run_id: read_status(run.status, RunStatus) for run in runs}
+    living = {name: each for name, each in read.items() if each and each.state == "running" and is_alive(each, now)}
+    found = [(name, each) for name, status in living.items() for each in map(clean_strings, status.sessions)]
+    if as_json:
+        return print_json({"sessions": [{"run_id": name, **msgspec.to_builtins(each)} for name, each in found]})
+    rows = [
+        [
+            *(cell(each.id, 100), cell(each.example, 80), short_time(now - each.since), each.num_calls),
+            *(short_time(now - each.used_at), cell(each.waiting_on, 200)),
+        ]
+        for _, each in found
+    ]
+    if rows:
+        console().print(make_table(["session", "example", "open", "calls", "last call", "waits for"], rows))
+    more = sum(status.num_sessions for status in living.values()) - len(found)
+    if more > 0 or not rows:
+        say(f"and {more} more" if more > 0 else "no session is open")
+    return None
 
 
 @runs_app.command()
@@ -473,6 +544,14 @@ def warn(file: Path, warnings: Sequence[ConfigProblem]) -> None:
     """Tell what is valid and rarely meant."""
     for each in warnings:
         complain(f"warning: {file}: {one_line(str(each), 2_000)}")
+
+
+def _steps(words: str) -> tuple[int, float]:
+    """The first step and the last of "3:9", "3:", ":9" or "3". Raises WrongUseError."""
+    first, colon, last = words.partition(":")
+    if not all(part.isdecimal() or (colon and not part) for part in (first, last if colon else first)):
+        raise WrongUseError(f"invalid --step {words!r}: expected steps such as 10:40, 10: or :40")
+    return int(first or 0), int(last) if last else math.inf if colon else int(first)
 
 
 def _states(words: list[str] | None) -> set[RunState]:

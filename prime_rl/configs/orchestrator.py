@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -18,6 +18,7 @@ from prime_rl.configs.data import DataConfig, SftConfig
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.losses import AipoLossConfig, DrGrpoLossConfig, LossConfig
 from prime_rl.configs.reports import MonitorConfig, SamplesConfig
+from prime_rl.contract.metrics import OF_TEXTS
 from prime_rl.contract.served import RANGES
 from prime_rl.contract.types import MAX_BRANCHES
 
@@ -290,12 +291,34 @@ _OF_ROLLOUTS = (
     *("max_off_policy_steps", "oversampling_factor", "filter_zero_advantage", "settled_share"),
     *("advantage", "env"),
 )
+# Those of a run that learns texts alone.
+_OF_TEXTS = ("data", "sft")
+
+RunKind = Literal["rl", "sft"]
+KINDS: tuple[RunKind, ...] = get_args(RunKind)
+
+
+def of_kind(data: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The config `data` for a run of another `kind`: without what only its own kind has."""
+    tables = {key: each for key, each in data.items() if isinstance(each, Mapping)}
+    before, metric = data.get("kind", "rl"), str(tables.get("stop", {}).get("metric"))
+    if kind == before:
+        return dict(data)
+    left_out: set[str] = {*_OF_TEXTS} if "sft" in (before, kind) else set()
+    left_out |= {"stop"} if metric.startswith("reward" if kind == "sft" else OF_TEXTS) else set()
+    if kind == "sft":
+        has_envs = bool(tables.get("eval", {}).get("env"))
+        left_out |= {*_OF_ROLLOUTS, "rollouts_per_example", "loss", *(() if has_envs else ("eval",))}
+    found = {key: value for key, value in data.items() if key not in left_out} | {"kind": kind}
+    if "loss" in left_out and (kl_coef := tables.get("loss", {}).get("kl_coef")):
+        found["loss"] = {"kl_coef": kl_coef}
+    return found
 
 
 class OrchestratorConfig(RunLifetime):
     """`control/orch.toml`: the config of one run."""
 
-    kind: Literal["rl", "sft"] = "rl"
+    kind: RunKind = "rl"
     """What the run learns from: "rl", rollouts and their rewards; "sft", the texts of `[[data]]` (docs/sft.md)."""
 
     batch_size: int = Field(ge=1)

@@ -196,4 +196,5 @@ class SamplesConfig(BaseConfig):
     """Batches whose rollouts are kept; older ones are removed. The file stays below 16 MB."""
 
     max_chars: int = Field(4_000, ge=16, le=100_000)
-    """Longest prompt and completion, in characters; longer ones lose their middle."""
+    """Longest prompt and completion, in characters; longer ones lose their middle. Messages of up to twice as many are
+    kept for `prl runs samples --export`."""

@@ -163,6 +163,20 @@ class TokenSample(Sample, frozen=True, omit_defaults=True):
     tokens: SampleTokens | None = None
 
 
+class KeptSample(TokenSample, frozen=True, omit_defaults=True):
+    """A rollout as it is kept: also what was said, to be learned again.
+
+    Attributes:
+        messages: of a branch, all of them, and its `tools`, both in OpenAI's form; [] where they are too long, where
+            the policy was asked without messages, or where it did not say all that the assistant says in them.
+        ended: the policy ended each of its turns itself, with the model's own token.
+    """
+
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = []
+    ended: bool = False
+
+
 class BatchRewards(msgspec.Struct, frozen=True):
     """The rewards of all rollouts of a batch, by place."""
 
@@ -241,6 +255,15 @@ def read_samples(path: Path, limit: int) -> list[Sample]:
         if limit <= 0:
             break
     return found[::-1]
+
+
+def read_kept(path: Path) -> list[list[KeptSample]]:
+    """All rollouts of a samples file, the newest last, each with its branches that are kept; as `read_samples`."""
+    found: dict[tuple[int, int], list[KeptSample]] = {}
+    for each in _newest_first(path, KeptSample):
+        if isinstance(each, KeptSample):
+            found.setdefault((each.step, each.place - each.branch), []).insert(0, each)
+    return list(found.values())[::-1]
 
 
 def clean_sample(sample: Sample) -> Sample:

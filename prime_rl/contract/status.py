@@ -134,6 +134,17 @@ class Status(msgspec.Struct, kw_only=True):
         self.host = socket.gethostname()
 
 
+class SessionStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An open session of a run. `since` and `used_at`, its last request, are Unix seconds; `waiting_on` is in words."""
+
+    id: str
+    example: str = ""
+    since: float = 0.0
+    num_calls: int = 0
+    used_at: float = 0.0
+    waiting_on: str = ""
+
+
 class RunStatus(Status, kw_only=True):
     """`control/status.json`, written by the run's orchestrator.
 
@@ -142,6 +153,7 @@ class RunStatus(Status, kw_only=True):
     `bottleneck`: what held the last batch up: trainer, inference or environment; null for none. `problem`: what goes
     wrong in its environments now, though the run goes on. `examples_unusable` counts examples that no rollout can be
     made of; `unusable` has the newest of them, as ENV/ID, with the reason. `signs`: that it does not learn.
+    `num_sessions` are open, of which `sessions` has the oldest.
     """
 
     run_id: str
@@ -158,6 +170,8 @@ class RunStatus(Status, kw_only=True):
     examples_unusable: int = 0
     unusable: dict[str, str] = {}
     signs: list[Sign] = []
+    num_sessions: int = 0
+    sessions: list[SessionStatus] = []
 
 
 class TrainerRunStatus(msgspec.Struct, kw_only=True):

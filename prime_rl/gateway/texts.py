@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,25 @@ class Text(msgspec.Struct, frozen=True):
 
 def read_texts(path: Path, config: DataConfig) -> list[Text]:
     """All texts of a file. Raises ValueError that names the file, the line and what is wrong there; OSError."""
-    return of_lines(path, lambda number, fields: _text_of(number, fields, config), MAX_LINE_BYTES)
+    return of_lines(path, lambda number, fields: text_of(number, fields, config), MAX_LINE_BYTES)
 
 
-def _text_of(number: int, fields: Mapping[str, Any], config: DataConfig) -> Text:
+def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """A conversation as `read_texts` takes it."""
+    found: list[dict[str, Any]] = []
+    for turn in turns:
+        called = [{"id": each.id, "function": {"name": each.name, "arguments": each.arguments}} for each in turn.calls]
+        more = {
+            "reasoning_content": turn.reasoning,
+            "tool_calls": [{"type": "function", **each} for each in called],
+            "tool_call_id": turn.call_id,
+        }
+        found.append({"role": turn.role, "content": turn.content} | {key: each for key, each in more.items() if each})
+    return found
+
+
+def text_of(number: int, fields: Mapping[str, Any], config: DataConfig) -> Text:
+    """The text of a line. Raises ValueError."""
     try:
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -30,7 +30,7 @@ from prime_rl.configs.base import ConfigError
 from prime_rl.configs.orchestrator import BudgetConfig, OrchestratorConfig
 from prime_rl.contract.files import WaitStopped, WaitTimeout, read_end, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.metrics import EarlyStop, metric_value, parse_metrics, series
+from prime_rl.contract.metrics import OF_TEXTS, EarlyStop, metric_value, parse_metrics, series
 from prime_rl.contract.notes import audit_run
 from prime_rl.contract.status import (
     HEARTBEAT_S,
@@ -194,10 +194,6 @@ logger = logging.getLogger("orchestrator")
 
 # The end of the metrics file from which the stop rule is brought up to date: tens of thousands of steps.
 MAX_HISTORY_BYTES = 64_000_000
-
-
-# Figures of the trainer that may end a run.
-OF_TEXTS = ("supervised/", "held_out/")
 
 
 class RunMeter:

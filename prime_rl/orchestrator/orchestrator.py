@@ -270,6 +270,7 @@ def make_reporter(
     num_learned: Callable[[], int],
 ) -> RunReporter:
     """The status file while batches are made: what is waited for, by whom, how far it is, and what is `told`."""
+    of_sessions = next((each for each in awaited if isinstance(each, Sessions)), None)
 
     def figures() -> dict[str, object]:
         return {
@@ -277,6 +278,7 @@ def make_reporter(
             "num_in_flight": scheduler.ledger.num_in_flight,
             "progress": client.num_sampled_tokens + num_learned() + policy.version + scheduler.ledger.step,
             **told(),
+            **(of_sessions.figures() if of_sessions else {}),
         }
 
     def waiting_on(now: float) -> str | None:

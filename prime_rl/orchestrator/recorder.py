@@ -18,6 +18,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prime_rl.contract.calls import Answer, Call, Turn
 from prime_rl.contract.types import MAX_BATCH_BYTES, MAX_BRANCHES, Use, sample_bytes
@@ -50,6 +51,9 @@ class Branch:
     shared_with: int = 0
     turn_rewards: list[float | None] = field(default_factory=list)
     use: Use = ""
+    turns: tuple[Turn, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    ended: bool = False
 
     @property
     def num_completion_tokens(self) -> int:
@@ -96,13 +100,18 @@ class Rollout:
 
 @dataclass(eq=False)
 class _Answered:
-    """One call that was answered. `prompt_ids` are the tokens between the answer of `parent` and its own."""
+    """One call that was answered. `prompt_ids` are the tokens between the answer of `parent` and its own.
+
+    `turn` is the answer as a message, None to a plain prompt; `call` what it answers, until a call goes on from it.
+    """
 
     parent: _Answered | None
     prompt_ids: list[int]
     completion: Completion
     version: int
     has_next: bool = False
+    turn: Turn | None = None
+    call: Call | None = None
 
     @property
     def ended(self) -> bool:
@@ -247,7 +256,14 @@ class PolicySession:
             known.insert(at, (ids, number))
             num_prompt = len(path[0].prompt_ids)
             given_T, rewards = values if own else [], rewards if any(each is not None for each in rewards) else []
-            yield Branch(ids, mask, logprobs, num_prompt, versions, given_T, *shared, rewards)
+            turns, tools = _conversation(path)
+            ended = all(each.ended and each.completion.stop is None for each in path)
+            yield Branch(
+                *(ids, mask, logprobs, num_prompt, versions, given_T, *shared, rewards),
+                turns=turns,
+                tools=tools,
+                ended=ended,
+            )
 
     async def _answer(
         self, call: Call, first_turn: FirstTurn | None, *, is_limited: bool = False
@@ -287,7 +303,7 @@ class PolicySession:
                 note_version=self._note_version,
             )
         if parent is not None:
-            parent.has_next = True
+            parent.has_next, parent.call = True, None
         answered = _Answered(parent, new_ids, completion, version)
         self._answered.append(answered)
         self.answer_lens.append(len(completion.token_ids))
@@ -339,8 +355,20 @@ class PolicySession:
             if answered.completion.stop is not None or not answered.ended:  # no token is in it that the text has not
                 self._by_text[call.prompt + self._tokenizer.decode(answered.completion.token_ids)] = answered
             return
+        answered.turn, answered.call = turn, call
         *_, history = _histories(Call((*call.messages, turn), tools=call.tools))
         self._by_history[history] = answered
+
+
+def _conversation(path: Sequence[_Answered]) -> tuple[tuple[Turn, ...], tuple[dict[str, Any], ...]]:
+    """The messages of a branch, its answers as they were given, and its tools; () where others answered as well."""
+    call, own = path[-1].call, [each.turn for each in path]
+    if call is None or sum(turn.role == "assistant" for turn in call.messages) != len(path) - 1:
+        return (), ()
+    answers = iter(own)
+    turns = [next(answers) if turn.role == "assistant" else turn for turn in call.messages]
+    found = tuple(turn for turn in (*turns, own[-1]) if turn is not None)
+    return (found, call.tools) if len(found) == len(turns) + 1 else ((), ())
 
 
 def as_turns(messages: Sequence[Message]) -> tuple[Turn, ...]:

@@ -21,9 +21,10 @@ from prime_rl.configs.reports import SamplesConfig
 from prime_rl.contract.files import held_async
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.metrics import Learning, Sign, parse_metrics
-from prime_rl.contract.samples import BatchRewards, Keeping, Sample, SampleFile, SampleTokens, SampleTurn, TokenSample
+from prime_rl.contract.samples import BatchRewards, Keeping, KeptSample, Sample, SampleFile, SampleTokens, SampleTurn
 from prime_rl.contract.status import StatusWriter
 from prime_rl.contract.types import TrainingBatch, rollouts_of
+from prime_rl.gateway.texts import messages_of
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
 from prime_rl.orchestrator.metrics import batch_metrics, bottleneck, text_metrics, write_metrics
 from prime_rl.orchestrator.pool import InferenceClient
@@ -82,9 +83,11 @@ class SampleKeeper:
                 logger.warning("rollouts are not kept as text: %s", error)
             self._failed = True
 
-    def _sample(self, batch: TrainingBatch, place: int, keeping: Keeping, group: Group, branch: Branch) -> TokenSample:
+    def _sample(self, batch: TrainingBatch, place: int, keeping: Keeping, group: Group, branch: Branch) -> KeptSample:
         token_ids, num_before, sample = branch.token_ids_T, branch.num_before, batch.samples[place]
-        return TokenSample(
+        messages, tools = messages_of(branch.turns), list(branch.tools)
+        is_short = len(msgspec.json.encode([messages, tools]).decode()) <= 2 * self._config.max_chars
+        return KeptSample(
             step=batch.step,
             env=group.env_name,
             example_id=group.example_id,
@@ -101,6 +104,9 @@ class SampleKeeper:
             shared_with=branch.shared_with,
             turn_rewards=branch.turn_rewards,
             tokens=self._tokens(branch, sample.token_advantages, keeping),
+            messages=messages if is_short else [],
+            tools=tools if is_short else [],
+            ended=branch.ended,
         )
 
     def _tokens(self, branch: Branch, advantages_T: Sequence[float], keeping: Keeping) -> SampleTokens:

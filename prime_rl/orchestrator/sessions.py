@@ -14,9 +14,11 @@ import logging
 import math
 import secrets
 import string
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Never
 
 import msgspec
@@ -38,7 +40,7 @@ from prime_rl.contract.calls import (
     Reward,
 )
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.status import GatewayStatus, read_status
+from prime_rl.contract.status import GatewayStatus, SessionStatus, read_status
 from prime_rl.gateway import link
 from prime_rl.gateway.keys import new_secret, session_key, workspace_secret
 from prime_rl.orchestrator.envs.base import MAX_REWARDS, AnswersCalls, RolloutError
@@ -46,7 +48,7 @@ from prime_rl.orchestrator.envs.checked import MAX_REWARD, METRIC_NAME, Environm
 from prime_rl.orchestrator.policy import ChatTokenizer, TokenizerError, TooLong
 from prime_rl.orchestrator.recorder import pieces
 from prime_rl.utils.runtime import Background, cancel_all
-from prime_rl.utils.text import one_line
+from prime_rl.utils.text import counted, one_line
 
 # 22 letters and digits: as much as 128 bits.
 ID_LEN = 22
@@ -66,6 +68,8 @@ MAX_REASON_CHARS = 300
 # All clients end on an error whose message has these words in it.
 TOO_LONG = "maximum context length"
 NO_LIMITS = SessionLimits()
+# The status file, which is written often, has so many of them.
+MAX_SHOWN = 32
 
 
 @dataclass(eq=False)
@@ -91,7 +95,8 @@ class OpenSession:
     Attributes:
         base_url, key: for the client.
         num_requests: of any kind, so far.
-        used_s: when something happened in it last, in the event loop's time.
+        opened_at: in Unix seconds.
+        used_s: when something happened in it last, in the event loop's time; `opened_s` is when it was opened.
         refusal: why a call was refused since the last answer, in words; "" when none was.
         asked: its newest calls, by their content.
         tasks: those in flight.
@@ -103,6 +108,9 @@ class OpenSession:
     policy: AnswersCalls
     limits: SessionLimits
     on_reward: Callable[[Reward], None]
+    example: str = ""
+    opened_at: float = field(default_factory=time.time)
+    opened_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     rewards: list[Reward] = field(default_factory=list)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     num_answers: int = 0
@@ -117,6 +125,15 @@ class OpenSession:
     def idle_s(self) -> float:
         """Seconds in which nothing has happened in it; 0 while a call is in flight."""
         return 0.0 if self.tasks else asyncio.get_running_loop().time() - self.used_s
+
+    def status(self, waiting_on: str | None) -> SessionStatus:
+        """It as others see it; `waiting_on`: what all sessions of the run wait for."""
+        num, used_at = len(self.tasks), self.opened_at + self.used_s - self.opened_s
+        waits = f"inference ({counted(num, 'call')} in flight)" if num else waiting_on or "its client"
+        times = {"since": round(self.opened_at), "used_at": round(used_at)}
+        return SessionStatus(
+            id=self.id, example=one_line(self.example, 80), num_calls=self.num_requests, waiting_on=waits, **times
+        )
 
     def give_up(self, key: bytes, asked: _Asked) -> None:
         """End a call that is in flight. The same one, asked again, is another one from now on."""
@@ -191,6 +208,11 @@ class Sessions:
         """The number of open sessions."""
         return len(self._open)
 
+    def figures(self) -> dict[str, object]:
+        """Those of the status file: how many sessions are open, and the oldest of them."""
+        shown = islice(self._open.values(), MAX_SHOWN)
+        return {"num_sessions": len(self._open), "sessions": [each.status(self.waiting_on) for each in shown]}
+
     def served_at(self, base_url: str | None, waiting_on: str | None = None) -> None:
         """Note the URL of the gateway that asks here, before /s/ID; None: there is none now."""
         self._base_url, self.waiting_on = base_url or self._base_url, waiting_on
@@ -215,6 +237,7 @@ class Sessions:
         policy: AnswersCalls,
         limits: SessionLimits = NO_LIMITS,
         on_reward: Callable[[Reward], None] = lambda reward: None,
+        example: str = "",
     ) -> AsyncIterator[OpenSession]:
         """A session for as long as the block runs. Its URL is that of the gateway, or of the last one (`served`).
 
@@ -223,7 +246,7 @@ class Sessions:
         """
         session_id = f"{self.run_id}.{''.join(secrets.choice(_LETTERS) for _ in range(ID_LEN))}"
         base_url, key = f"{self._base_url}/s/{session_id}/v1", session_key(self.secret, session_id)
-        session = self._open[session_id] = OpenSession(session_id, base_url, key, policy, limits, on_reward)
+        session = self._open[session_id] = OpenSession(session_id, base_url, key, policy, limits, on_reward, example)
         num_lost, num_troubles, trouble = self._num_lost, self._num_troubles, self._trouble
         try:
             yield session

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -84,11 +85,20 @@ async def make(request: MakeRequest, run: RunDir, config: OrchestratorConfig) ->
         async def one(task: str) -> None:
             async with places:
                 group = await attempt(make_task, task)
-            writer.append(RankEntry(task, msgspec.msgpack.encode(group)))
+            writer.append(RankEntry(task, msgspec.msgpack.encode(_without_messages(group))))
             if group.rollouts_G:
                 logger.info("task %s: reward %.3f", task, mean([rollout.reward for rollout in group.rollouts_G]))
 
         await together(one(task) for task in tasks)
+
+
+def _without_messages(group: Group) -> Group:
+    """The group as it is joined: what was said is in its tokens."""
+
+    def plain(rollout: Rollout) -> Rollout:
+        return replace(rollout, branches=[replace(each, turns=(), tools=()) for each in rollout.branches])
+
+    return replace(group, rollouts_G=[plain(each) for each in group.rollouts_G])
 
 
 async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, cleanup: AsyncExitStack) -> MakeTask:

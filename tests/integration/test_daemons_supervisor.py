@@ -95,7 +95,7 @@ def test_inference_runs_only_where_a_run_samples(prl: Prl) -> None:
     (prl.output_dir / "pause_run_texts").touch()
     prl("runs", "add", str(texts))
     done = prl(*prl.up_args())
-    assert NO_SAMPLING in done.stdout
+    assert done.stdout.count(NO_SAMPLING) == 2 and "; the trainer loads torch, then the model" in done.stdout
     prl.wait_state("run_texts", "active")
     wait_for(lambda: is_well(read_workspace(prl.output_dir)), "the trainer's start to be noted", timeout_s=PATIENCE_S)
     workspace = read_workspace(prl.output_dir)

@@ -129,7 +129,14 @@ def test_a_fork_has_the_version_the_config_and_the_changes(run: RunDir) -> None:
 
 def test_a_fork_with_its_optimizer_comes_from_a_checkpoint(run: RunDir) -> None:
     made = prl(run, "fork", "run_a", "--with-optimizer", "--id", "run_b")["fork"]
-    assert made == {"run_id": "run_b", "source": "run_a@v4", "with_optimizer": True, "added": True}
+    assert made == {
+        "run_id": "run_b",
+        "source": "run_a@v4",
+        "with_optimizer": True,
+        "added": True,
+        "kind": "rl",
+        "left_out": [],
+    }
     assert files(RunDir(home(run) / "run_b").init) == files(run.trainer_checkpoint(4))
     assert fork_run(home(run), "run_a", step=4, new_id="run_b", with_optimizer=True).added is False
     with pytest.raises(ActionError, match="'run_b' already exists"):
@@ -295,3 +302,65 @@ def test_a_kill_leaves_no_half_run_and_the_next_add_cleans_up(run: RunDir) -> No
     assert fork_run(home(run), "run_a").run_id == "run_a-fork" and left.exists(), "it may be another prl at work"
     os.utime(left, (0, 0))
     assert fork_run(home(run), "run_a").run_id == "run_a-fork-2" and not left.exists()
+
+
+TEXTS = '{"prompt": "q", "completion": "a"}\n{"prompt": "p", "completion": "b"}\n'
+
+
+def put_texts(folder: Path) -> Path:
+    (folder / "notes.jsonl").write_text(TEXTS)
+    (folder / "notes.toml").write_text('batch_size = 2\n[[data]]\npath = "notes.jsonl"\n')
+    return folder / "notes.toml"
+
+
+def test_a_fork_of_another_kind_leaves_out_what_only_the_old_kind_has(run: RunDir, tmp_path: Path) -> None:
+    more = (
+        '[loss]\ntype = "cispo"\nkl_coef = 0.1\n[advantage]\ntype = "rloo"\n[eval]\ninterval = 2\n'
+        '[stop]\nmetric = "reward/mean"\n[optim]\nlr = 0.002\n'
+    )
+    run.orch_toml.write_text(run.orch_toml.read_text() + more)
+    over = put_texts(tmp_path)
+    made = fork_run(home(run), "run_a", kind="sft", over=over, overrides={"sft": {"held_out_interval": 3}})
+    fork = RunDir(home(run) / made.run_id)
+    config = load_run_config(fork.orch_toml)
+    assert (made.kind, config.kind, config.batch_size, config.sft.held_out_interval) == ("sft", "sft", 2, 3)
+    assert made.left_out == ("rollouts_per_example", "env", "loss", "advantage", "eval", "stop")
+    assert (config.loss.kl_coef, config.optim.lr, config.init.from_) == (0.1, 0.002, "run_a@v6")
+    assert fork.data_file("notes.jsonl").read_text() == TEXTS, "beside the file that names it"
+
+
+REWARDS = {"rollouts_per_example": 2, "env": [{"id": "reverse-text"}]}
+
+
+def test_texts_first_rewards_after(run: RunDir, tmp_path: Path) -> None:
+    made = fork_run(home(run), "run_a", kind="sft", over=put_texts(tmp_path), new_id="run_texts")
+    put_version(RunDir(home(run) / "run_texts"), 5, saved=True)
+    text = (home(run) / "run_texts" / "control" / "orch.toml").read_text()
+    (home(run) / "run_texts" / "control" / "orch.toml").write_text(
+        text + '[stop]\nmetric = "held_out/loss"\nmode = "min"\n'
+    )
+    with pytest.raises(
+        ActionError, match=r"rollouts_per_example: required.*env: required.*'rl' needs is given by --set"
+    ):
+        fork_run(home(run), "run_texts", kind="rl")
+    with pytest.raises(ActionError, match="--with-optimizer: run_texts was trained with kind = 'sft'"):
+        fork_run(home(run), "run_texts", kind="rl", overrides=REWARDS, with_optimizer=True)
+    made = fork_run(home(run), "run_texts", kind="rl", overrides=REWARDS, new_id="run_b")
+    config = load_run_config(RunDir(home(run) / "run_b").orch_toml)
+    assert made.left_out == ("data", "stop") and (config.kind, config.data, config.stop) == ("rl", [], None)
+    assert config.init.from_ == "run_texts@v5" and not RunDir(home(run) / "run_b").data.exists()
+    both = fork_run(home(run), "run_texts", kind="rl", over=put_texts(tmp_path), overrides=REWARDS, new_id="run_c")
+    assert both.added and len(load_run_config(RunDir(home(run) / "run_c").orch_toml).data) == 1
+    assert not fork_run(home(run), "run_texts", kind="rl", overrides=REWARDS, new_id="run_b").added
+
+
+def test_what_another_kind_lacks_is_named(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ActionError, match=r"data: must have at least one \[\[data\]\].*'sft' needs is given by --set"):
+        fork_run(home(run), "run_a", kind="sft")
+    with pytest.raises(ActionError, match="invalid kind 'dpo': expected one of rl, sft"):
+        fork_run(home(run), "run_a", kind="dpo")
+    put_texts(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    answer = prl(run, "fork", "run_a", "--kind", "sft", "--set", 'data=[{path="notes.jsonl"}]')
+    assert answer["fork"]["kind"] == "sft" and answer["fork"]["left_out"] == ["rollouts_per_example", "env"]
+    assert RunDir(home(run) / "run_a-fork").data_file("notes.jsonl").read_text() == TEXTS

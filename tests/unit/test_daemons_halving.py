@@ -99,10 +99,14 @@ def test_a_rung_waits_for_all_and_pauses_those_that_are_there() -> None:
 class Sweep:
     """A workspace with a sweep, and a trainer that does one step of every run in a slot at each turn.
 
-    A run's reward at any step is its quality. `lags`: what the supervisor misses between two looks.
+    A run's reward at any step is its quality. `lags`: what the supervisor misses between two looks. Of runs that learn
+    `texts` it is the loss of what is held out, which is measured at every other step.
     """
 
-    def __init__(self, folder: Path, qualities: list[float], *, slots: int = 2, **over: Any) -> None:
+    def __init__(
+        self, folder: Path, qualities: list[float], *, slots: int = 2, texts: bool = False, **over: Any
+    ) -> None:
+        self.texts = texts
         self.output = OutputDir(folder)
         self.plan = plan_of(len(qualities), **over)
         self.qualities = {run.run_id: quality for run, quality in zip(self.plan.runs, qualities, strict=True)}
@@ -115,9 +119,10 @@ class Sweep:
             run.control.mkdir(parents=True)
             run.broadcast.mkdir()
             run.metrics.mkdir()
+            of_kind = '[[env]]\nid = "reverse-text"\n' if not texts else '[[data]]\npath = "a.jsonl"\n'
+            head = 'kind = "sft"' if texts else "rollouts_per_example = 4"
             (run.control / "orch.toml").write_text(
-                f'batch_size = 4\nrollouts_per_example = 4\nmax_steps = {MAX_STEPS}\nmodel = {{name = "m"}}\n'
-                '[[env]]\nid = "reverse-text"\n'
+                f'{head}\nbatch_size = 4\nmax_steps = {MAX_STEPS}\nmodel = {{name = "m"}}\n{of_kind}'
             )
         (folder / "sweeps").mkdir()
         self.output.sweep("s").write_bytes(msgspec.json.encode(self.plan))
@@ -140,8 +145,12 @@ class Sweep:
         self.held += waiting[: self.slots - len(self.held)]
         for run_id in self.held:
             run, step = self.run(run_id), self.step(run_id) + 1
-            with run.orchestrator_metrics.open("a") as file:
-                file.write(json.dumps({"step": step, "time": 0.0, "reward/mean": self.qualities[run_id]}) + "\n")
+            figures = {"step": step, "time": 0.0, "reward/mean": self.qualities[run_id]}
+            if self.texts:  # before it has learned anything all are alike
+                figures = {"step": step, "time": 0.0, "supervised/loss": 1.0}
+                figures |= {"held_out/loss": self.qualities[run_id] if step > 1 else 9.0} if step % 2 else {}
+            with (run.trainer_metrics if self.texts else run.orchestrator_metrics).open("a") as file:
+                file.write(json.dumps(figures) + "\n")
             run.broadcast_dir(step).mkdir()
             mark_stable(run.broadcast_dir(step))
 
@@ -182,6 +191,16 @@ def test_six_runs_on_two_slots_end_with_one_winner(tmp_path: Path) -> None:
     assert lines[1]["reason"] == ended["run_1"].read_text() and "run_5 0.2" in lines[1]["detail"]
     least = 4 * 3 + 9 + MAX_STEPS
     assert sum(sweep.ends.values()) == least, "no step beyond a rung is wasted when the looks are frequent"
+
+
+def test_runs_that_learn_texts_are_ended_by_what_is_held_out(tmp_path: Path) -> None:
+    losses = [0.9, 0.5, 0.1, 0.7, 0.2, 0.8]
+    sweep = Sweep(tmp_path, losses, texts=True, metric="held_out/loss", mode="min")
+    sweep.go()
+    assert sweep.ends == {"run_0": 3, "run_1": 3, "run_2": MAX_STEPS, "run_3": 3, "run_4": 9, "run_5": 3}
+    assert sweep.run("run_4").finished.read_text() == (
+        "ended by halving at rung 2 of sweep s, step 9: held_out/loss = 0.2, place 2 of 2, 0.1 was needed"
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 4, *in_full(1, 2, 3, 5)])

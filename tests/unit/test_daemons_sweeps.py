@@ -196,3 +196,42 @@ def test_a_sweep_may_start_from_an_adapter(home: Path, source: Path, tmp_path: P
     source.write_text(source.read_text(encoding="utf-8") + f'[init]\nfrom = "{folder}"\n', encoding="utf-8")
     for run_id in sweep_runs(home, source, ["seed=1,2"]).added:
         assert (OutputDir(home).run(run_id).init / "adapter_model.safetensors").exists()
+
+
+TEXTS = 'kind = "sft"\nbatch_size = 2\nmax_steps = 20\n[model]\nname = "m"\n[[data]]\npath = "notes.jsonl"\n'
+
+
+def put_texts(folder: Path, more: str = "") -> Path:
+    (folder / "notes.jsonl").write_text('{"prompt": "q", "completion": "a"}\n' * 8)
+    (folder / "t.toml").write_text(TEXTS + more)
+    return folder / "t.toml"
+
+
+def test_a_sweep_over_texts_is_decided_by_what_is_held_out(home: Path, tmp_path: Path) -> None:
+    interval = "[sft]\nheld_out_interval = 2\n"
+    plan = sweep_runs(home, put_texts(tmp_path, interval), ["seed=1,2,3"], halving=3).plan
+    assert (plan.metric, plan.mode) == ("held_out/loss", "min")
+    assert [OutputDir(home).run(each.run_id).data_file("notes.jsonl").exists() for each in plan.runs] == [True] * 3
+    assert sweep_runs(home, tmp_path / "t.toml", ["seed=1,2,3"], halving=3).added == []
+    put_texts(tmp_path, "num_held_out = 0\n")
+    plan = sweep_runs(home, tmp_path / "t.toml", ["seed=1,2"], name="u", halving=2).plan
+    assert (plan.metric, plan.mode) == ("supervised/loss", "min"), "nothing is held out"
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (["seed=1,2,3"], "the first rung is step 7, held_out/loss is measured at steps 1, 11, .*below 7$"),
+        (["seed=1,2", "sft.held_out_interval=2,7"], r"the first rung is step 3, .* steps 1, 8, .* below 3$"),
+        (["seed=1,2,3", "max_steps=2"], "the first rung is step 1, .*: raise max_steps$"),
+    ],
+)
+def test_a_rung_before_anything_is_measured_is_refused(
+    home: Path, tmp_path: Path, axes: list[str], message: str
+) -> None:
+    with pytest.raises(WrongUseError, match=f"--halving 3: {message}"):
+        sweep_runs(home, put_texts(tmp_path), axes, halving=3)
+    assert not home.exists()
+    at_the_rung = ["seed=1,2,3", "sft.held_out_interval=6"]
+    assert len(sweep_runs(home, put_texts(tmp_path), at_the_rung, halving=3).added) == 3
+    assert sweep_runs(home, put_texts(tmp_path), ["seed=4,5"], name="v", halving=2, metric="supervised/loss").added

@@ -126,17 +126,22 @@ def test_a_run_that_was_ended_goes_on_when_it_would_not_end_again(output: Output
     assert read_workspace_usage(output.path).total == TOTAL, "a deleted run stays in the sums"
 
 
-def test_a_run_that_its_stop_rule_has_ended_goes_on_when_the_rule_would_not_end_it_again(output: OutputDir) -> None:
-    run = output.run("run_a")
-    lines = [{"step": step, "reward/mean": reward} for step, reward in ((1, 0.5), (2, 0.4), (3, 0.3), (4, 0.9))]
-    run.orchestrator_metrics.parent.mkdir()
-    run.orchestrator_metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+@pytest.mark.parametrize(
+    ("metric", "mode", "file"), [("reward/mean", "max", "orchestrator"), ("held_out/loss", "min", "trainer")]
+)
+def test_a_run_that_its_stop_rule_has_ended_goes_on_when_the_rule_would_not_end_it_again(
+    output: OutputDir, metric: str, mode: str, file: str
+) -> None:
+    run, sign = output.run("run_a"), 1 if mode == "max" else -1
+    lines = [{"step": step, metric: sign * value} for step, value in ((1, 0.5), (2, 0.4), (3, 0.3), (4, 0.9))]
+    run.metrics.mkdir()
+    (run.metrics / f"{file}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     run.broadcast_dir(3).mkdir(parents=True)
     stable_marker(run.broadcast_dir(3)).touch()
     run.finished.write_text("stopped early")
-    rule = TOML.format(max_tokens=300) + '[stop]\nmetric = "reward/mean"\npatience = {patience}\n'
+    rule = TOML.format(max_tokens=300) + f'[stop]\nmetric = "{metric}"\nmode = "{mode}"\npatience = {{patience}}\n'
     run.orch_toml.write_text(rule.format(patience=2))
-    with pytest.raises(ActionError, match=r"again at once: stopped early: reward/mean .*: change or remove \[stop\]"):
+    with pytest.raises(ActionError, match=r"again at once: stopped early: .*/.* .*: change or remove \[stop\]"):
         readmit_run(output.path, "run_a")
     run.orch_toml.write_text(rule.format(patience=3))
     assert readmit_run(output.path, "run_a") and not run.finished.exists()

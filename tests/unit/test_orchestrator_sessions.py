@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from daemons.cli import run as prl
 from prime_rl.configs.base import SamplingConfig
 from prime_rl.configs.envs import SessionLimits
 from prime_rl.contract.calls import (
@@ -28,8 +30,8 @@ from prime_rl.contract.calls import (
     Turn,
 )
 from prime_rl.contract.files import write_atomic
-from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import GatewayStatus
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.status import GatewayStatus, RunStatus, StatusWriter
 from prime_rl.gateway import link
 from prime_rl.gateway.keys import new_secret, run_of, session_key, workspace_secret
 from prime_rl.gateway.link import Beat, Hello, LinkServer
@@ -37,7 +39,15 @@ from prime_rl.orchestrator.envs.base import Outcome
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, Interrupted, TimedOut
 from prime_rl.orchestrator.policy import ChatTokenizer, TurnSampler
 from prime_rl.orchestrator.recorder import PolicySession
-from prime_rl.orchestrator.sessions import MAX_ANSWERS_KEPT, MAX_AT_ONCE, MAX_POSTED, Link, OpenSession, Sessions
+from prime_rl.orchestrator.sessions import (
+    MAX_ANSWERS_KEPT,
+    MAX_AT_ONCE,
+    MAX_POSTED,
+    MAX_SHOWN,
+    Link,
+    OpenSession,
+    Sessions,
+)
 from prime_rl.utils.frames import frame
 from prime_rl.utils.secrets import SecretError
 from tests.gateway_daemon import gateway_here
@@ -117,6 +127,42 @@ async def test_a_repeated_call_is_sampled_once_until_its_answer_was_delivered(tm
             assert other.number == 2 and len(at.inference.completions) == 3
         rollout = policy.finished(Outcome(1.0))
         assert [branch.num_completion_tokens for branch in rollout.branches] == [3, 3, 3]
+
+
+async def test_open_sessions_are_listed_with_what_they_wait_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with setting(tmp_path) as at:
+        sessions, let_go = at.sessions(), asyncio.Event()
+        at.inference.gate = lambda body: let_go.wait()  # type: ignore[assignment,return-value]
+        async with contextlib.AsyncExitStack() as stack:
+            first = await stack.enter_async_context(sessions.open(at.policy(), example="42\x1b[31m\n"))
+            before = sessions.figures()
+            assert before == sessions.figures(), "nothing has changed"
+            call = asyncio.create_task(ask(sessions, first, asks("a")))
+            await until(lambda: len(at.inference.completions) == 1, "the request")
+            for _ in range(MAX_SHOWN):
+                await stack.enter_async_context(sessions.open(at.policy()))
+            figures: dict[str, Any] = sessions.figures()
+            assert (figures["num_sessions"], len(figures["sessions"])) == (MAX_SHOWN + 1, MAX_SHOWN)
+            asked, idle, *_ = figures["sessions"]
+            assert (asked.example, asked.num_calls, asked.waiting_on) == ("42", 1, "inference (1 call in flight)")
+            assert (idle.num_calls, idle.waiting_on) == (0, "its client")
+            writer = StatusWriter(
+                RunDir(tmp_path / "run_a").status, RunStatus(run_id="run_a", state="running", **figures)
+            )
+            place = ["--output-dir", str(tmp_path)]
+            assert prl(["runs", "sessions", "run_a", *place]) == 0
+            told = capsys.readouterr().out
+            assert "run_a." in told and "and 1 more" in told
+            assert prl(["runs", "sessions", "--json", *place]) == 0
+            rows = json.loads(capsys.readouterr().out)["sessions"]
+            assert (rows[0]["run_id"], rows[0]["id"], len(rows)) == ("run_a", first.id, MAX_SHOWN)
+            let_go.set()
+            await call
+        assert sessions.figures() == {"num_sessions": 0, "sessions": []}
+        writer.close(state="stopped")
+        assert prl(["runs", "sessions", *place]) == 0 and capsys.readouterr().out == "no session is open\n"
 
 
 async def test_a_call_goes_on_while_somebody_waits_and_ends_with_the_last(tmp_path: Path) -> None:

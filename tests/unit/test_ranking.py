@@ -295,3 +295,52 @@ def test_compare_ranks_what_best_ranks(tmp_path: Path) -> None:
             (each.name, each.step, pytest.approx(each.value) if each.value else None) for each in best
         ]
         assert [run.run_id for run, _ in data.best] == [each.name for each in winners(best)] == ["run_a"][: not step]
+
+
+def add_texts(folder: Path, run_id: str, *lines: dict[str, float]) -> None:
+    run = OutputDir(folder).run(run_id)
+    run.control.mkdir(parents=True)
+    run.metrics.mkdir()
+    text = 'kind = "sft"\nbatch_size = 8\nmodel = { name = "m" }\ndata = [{ path = "words.jsonl" }]\n'
+    run.orch_toml.write_text(text)
+    run.trainer_metrics.write_text("".join(json.dumps({"step": at, **line}) + "\n" for at, line in enumerate(lines, 1)))
+
+
+def compared(folder: Path, *run_ids: str) -> tuple[str, tuple[str, ...]]:
+    """The metric that Compare takes of itself, and its notes."""
+    data, _ = CompareReader(folder).read(CompareRequest(tuple((run_id, (), 9) for run_id in run_ids)))
+    assert data is not None
+    return data.request.metric, data.notes
+
+
+def test_compare_begins_with_what_tells_most_of_the_kinds_of_its_runs(tmp_path: Path) -> None:
+    held = {"supervised/loss": 1.0, "held_out/loss": 0.5, "loss": 1.0}
+    add_texts(tmp_path, "run_held", held)
+    add_texts(tmp_path, "run_plain", {"supervised/loss": 2.0, "loss": 2.0})
+    for run_id, losses in (("run_a", {"loss": 0.1}), ("run_both", {"loss": 0.1, "supervised/loss": 3.0})):
+        run = add(tmp_path, run_id)
+        run.metrics.mkdir()
+        run.orchestrator_metrics.write_text(json.dumps({"step": 1, REWARD: 0.5}) + "\n")
+        run.trainer_metrics.write_text(json.dumps({"step": 1, **losses}) + "\n")
+    assert compared(tmp_path, "run_a", "run_both") == (REWARD, ())
+    assert compared(tmp_path, "run_held")[0] == "held_out/loss"
+    assert compared(tmp_path, "run_held", "run_plain")[0] == "supervised/loss", "only one of them holds texts out"
+    metric, told = compared(tmp_path, "run_held", "run_plain", "run_both")
+    assert metric == "supervised/loss"
+    assert (
+        told[0] == "run_held, run_plain: learn texts, the others from rollouts: supervised/loss does not compare them"
+    )
+    assert compared(tmp_path, "run_a", "run_held")[0] == "loss"
+    request = CompareRequest((("run_a", (), 9), ("run_held", (), 9)), metric="held_out/loss")
+    data, _ = CompareReader(tmp_path).read(request)
+    assert data is not None and data.request.metric == "held_out/loss", "what a person has chosen stays"
+
+
+def test_what_two_kinds_of_runs_do_not_share_is_told_by_name() -> None:
+    texts, other = values("run_t", [], kind="sft"), values("run_a", [0.1, 0.2], kind="rl")
+    assert notes(rank([texts, other], REWARD), REWARD)[0] == "run_t: learn texts, so without reward/mean"
+    assert not any("not ranked" in note for note in notes(rank([texts, other], REWARD), REWARD))
+    held = "held_out/loss"
+    told = notes(rank([values("run_t", [1.0], kind="sft"), values("run_a", [], kind="rl")], held), held)
+    assert told[0] == "run_a: learn from rollouts, so without held_out/loss"
+    assert notes(rank([other], REWARD), REWARD) == ()

@@ -18,6 +18,7 @@ from textual.widgets.button import ButtonVariant
 
 from daemons.details import Difference, RunDifference
 from daemons.errors import ActionError
+from prime_rl.configs.orchestrator import KINDS
 from prime_rl.utils.text import CleanText
 from tui import fmt
 from tui.actions import (
@@ -216,13 +217,16 @@ class ForkDialog(MakesForm[ForkForm]):
         if self._is_one:
             yield from self.field("new-id", "new id", placeholder=f"{self._first.run_ids[0]}-fork")
         yield from self.field("settings", "settings", placeholder="optim.lr=3e-5 seed=2")
+        yield from self.field("kind", "kind", placeholder=f"as before, or another: {', '.join(KINDS)}")
+        yield from self.field("config", "config", placeholder="a TOML file with what another kind needs")
         yield Tick("with the moments of its optimizer", id="optimizer", compact=True)
         yield self.problem("optimizer")
 
     def form(self) -> ForkForm:
         """The version may begin with "v"."""
-        version, new_id = self.texts["version"].removeprefix("v"), self.texts.get("new-id", "")
-        return ForkForm(self._first.run_ids, version, new_id, self.texts["settings"], self.ticks["optimizer"])
+        texts, version = self.texts, self.texts["version"].removeprefix("v")
+        given = (texts["settings"], self.ticks["optimizer"], texts["kind"], texts["config"])
+        return ForkForm(self._first.run_ids, version, texts.get("new-id", ""), *given)
 
 
 class ExportDialog(MakesForm[ExportForm]):

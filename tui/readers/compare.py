@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from daemons.ranking import RUN, TAG, Standing, compared_config, differing, notes, rank, winners
+from daemons.ranking import RUN, TAG, Standing, compared_config, differing, learns_texts, notes, rank, winners
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.metrics import bounded_mean
+from prime_rl.contract.metrics import HELD_OUT_LOSS, REWARD, SUPERVISED_LOSS, bounded_mean
 from prime_rl.contract.notes import SweepPlan, list_sweeps, read_plan
 from prime_rl.utils.text import CleanText, one_line
 from tui.readers.charts import EVAL_PREFIX, ChartData, ChartView, Curve, History, RunMetrics, read_slice, thin, window
@@ -28,9 +28,9 @@ MAX_RUNS = 200
 CAPACITY = 4096
 READ_SLICE_S = 0.25
 METRICS = (
-    "reward/mean",
-    "held_out/loss",
-    "supervised/loss",
+    REWARD,
+    HELD_OUT_LOSS,
+    SUPERVISED_LOSS,
     "loss",
     "entropy",
     "mismatch_kl",
@@ -179,12 +179,13 @@ def _deviation(values: Sequence[float]) -> float:
 class CompareRequest:
     """The runs to compare: `runs` are ids with their tags and newest step; `by` is RUN, TAG or a key.
 
-    `failed`: those that have failed. `step`: up to which values count; None: the largest that all have.
+    `metric`: "" takes the one that tells most of runs of their kinds. `failed`: those that have failed. `step`: up to
+    which values count; None: the largest that all have.
     """
 
     runs: tuple[tuple[str, tuple[str, ...], int], ...] = ()
     failed: frozenset[str] = frozenset()
-    metric: str = METRICS[0]
+    metric: str = ""
     by: str = RUN
     step: int | None = None
     view: ChartView = field(default_factory=ChartView)
@@ -210,13 +211,21 @@ class CompareData(TabData):
     is_reading: bool = False
 
 
+def usual_metrics(configs: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    """Of runs with these configs the metrics that tell most, the best first; of two kinds those that both may have."""
+    kinds = {learns_texts(config) for config in configs if config}
+    if kinds == {True}:
+        return HELD_OUT_LOSS, SUPERVISED_LOSS
+    return (HELD_OUT_LOSS, SUPERVISED_LOSS, "loss") if len(kinds) == 2 else (REWARD,)
+
+
 class CompareReader:
     """Keeps up with the files of the requested runs. Another metric is read from the start of each file."""
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir
         self._shown: CompareRequest | None = None
-        self._metric = ""
+        self._metrics: tuple[str, ...] = ()
         self._readers: dict[str, RunMetrics] = {}
         self._configs: dict[str, tuple[object, dict[str, str]]] = {}
         self._plans: dict[str, SweepPlan] = {}
@@ -226,11 +235,13 @@ class CompareReader:
     ) -> tuple[CompareData | None, bool]:
         """A new look, or None when nothing changed; and whether to look again at once."""
         runs = request.runs[:MAX_RUNS]
-        if request.metric != self._metric:
-            self._metric, self._readers = request.metric, {}
-        self._readers = {run_id: self._readers.get(run_id) or self._open(run_id) for run_id, *_ in runs}
-        self._configs = {run_id: value for run_id, value in self._configs.items() if run_id in self._readers}
+        wanted = {run_id for run_id, *_ in runs}
+        self._configs = {run_id: value for run_id, value in self._configs.items() if run_id in wanted}
         num_changed = sum(self._read_config(run_id) for run_id, *_ in runs)
+        metrics = (request.metric,) if request.metric else usual_metrics([each for _, each in self._configs.values()])
+        if metrics != self._metrics:
+            self._metrics, self._readers = metrics, {}
+        self._readers = {run_id: self._readers.get(run_id) or self._open(run_id) for run_id, *_ in runs}
         read, more = read_slice(self._readers.values(), READ_SLICE_S, is_wanted)
         if not (num_changed or read) and request == self._shown:
             return None, more
@@ -238,7 +249,7 @@ class CompareReader:
         return self._data(request, more), more
 
     def _open(self, run_id: str) -> RunMetrics:
-        return RunMetrics(RunDir(self._output_dir / run_id), (self._metric,), CAPACITY)
+        return RunMetrics(RunDir(self._output_dir / run_id), self._metrics, CAPACITY)
 
     def _read_config(self, run_id: str) -> bool:
         run = RunDir(self._output_dir / run_id)
@@ -260,9 +271,12 @@ class CompareReader:
 
     def _data(self, request: CompareRequest, is_reading: bool) -> CompareData:
         evals: set[str] = set()
-        contenders = []
+        contenders, read = [], {run_id: self._readers[run_id].histories() for run_id, *_ in request.runs[:MAX_RUNS]}
+        going_on = [histories for run_id, histories in read.items() if run_id not in request.failed and histories]
+        is_known = {name: all(histories.get(name) for histories in going_on) for name in self._metrics}
+        request = replace(request, metric=next((name for name in self._metrics if is_known[name]), self._metrics[-1]))
         for run_id, tags, step in request.runs[:MAX_RUNS]:
-            histories = self._readers[run_id].histories()
+            histories = read[run_id]
             evals.update(key for key in histories if key.startswith(EVAL_PREFIX))
             history, has_failed = histories.get(request.metric), run_id in request.failed
             contenders.append(Contender(run_id, tags, self._configs[run_id][1], history, has_failed, step or math.inf))

@@ -28,6 +28,7 @@ from tui.model.snapshot import RunRow, Snapshot
 from tui.readers.charts import SMOOTHINGS
 from tui.readers.compare import (
     MAX_RUNS,
+    METRICS,
     CompareData,
     CompareReader,
     CompareRequest,
@@ -76,7 +77,7 @@ class CompareScreen(PlaceScreen):
         super().__init__(setting)
         self.filter_bar = FilterBar(lambda: self.run_ids())
         self.about = Clipped(id="about", markup=False)
-        self.chart = Chart(CompareRequest().metric)
+        self.chart = Chart(METRICS[0])
         self.list = LineList[str]("no runs", id="contenders", opens=True)
         self.request = CompareRequest()
         self.data: CompareData | None = None

@@ -336,7 +336,7 @@ class Sessions(Protocol):
         """Wait until the gateway is there."""
 
     def open(
-        self, policy: AnswersCalls, limits: SessionLimits, on_reward: Callable[[Reward], None]
+        self, policy: AnswersCalls, limits: SessionLimits, on_reward: Callable[[Reward], None], example: str
     ) -> AbstractAsyncContextManager[Session]:
         """A session for as long as the block runs, whose calls `policy` answers."""
 
@@ -402,7 +402,7 @@ class ProcessEnvironment:
             posted.take(reward)
             child.send(Rewarded(start.key, reward))
 
-        async with self._sessions.open(policy, self._limits, post) as session:
+        async with self._sessions.open(policy, self._limits, post, example.id) as session:
             start.base_url, start.session_key = session.base_url, session.key
             return replace(await child.rollout(start, policy), answer_rewards=posted.by_answer)
 

@@ -135,7 +135,7 @@ class SessionsEnvironment:
                 raise Refusal(400, "invalid_request", words)
             posted.take(reward)
 
-        async with self._sessions.open(policy, self._limits, take) as session:
+        async with self._sessions.open(policy, self._limits, take, request.example or place.example_id) as session:
             place.opened.set_result(Opened(session.id, {"example": request.example, "group": request.group}))
             while not posted.closed.is_set():
                 is_known = session.num_requests > 0
