@@ -119,7 +119,7 @@ class _TokenLogprobs(torch.autograd.Function):
         # Many chunks are summed: in float32, whatever the weight's own type.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.promote_types(weight_VH.dtype, torch.float32))
         for chunk in head_chunks(len(hidden_NH), len(weight_VH)):
-            of_chunk = (None if each_N is None else each_N[chunk] for each_N in (*of_tokens, grad_N))
+            of_chunk: list[Any] = [each_N if each_N is None else each_N[chunk] for each_N in (*of_tokens, grad_N)]
             grad_CV = _grad(hidden_NH[chunk], weight_VH, *of_chunk)
             grad_hidden_NH[chunk] = grad_CV @ weight_VH
             grad_weight_VH.add_(grad_CV.T @ hidden_NH[chunk])

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from prime_rl.configs.losses import AipoLossConfig, CrossEntropyLossConfig, RowLoss
-from prime_rl.contract.types import TrainingSample
+from prime_rl.contract.types import MicroBatch, TrainingSample
 from prime_rl.trainer import loss
 from prime_rl.trainer.fair_queue import blank_micro_batch, rows_of, to_micro_batch
 from prime_rl.trainer.loss import LossSums, row_statistics, sums_by_run, token_logprobs
@@ -181,11 +181,11 @@ def test_texts_that_share_positions_have_targets_of_their_own_there() -> None:
     check_same(gradients[TEACHER], expected_gradient, 3 * num_terms(model.module))
 
 
-def measured(model: PolicyModel, batches: Sequence[object]) -> LossSums:
+def measured(model: PolicyModel, batches: Sequence[MicroBatch]) -> LossSums:
     total = LossSums()
     for batch in batches:
-        losses: list[RowLoss] = [CrossEntropyLossConfig() if use else AipoLossConfig() for use in batch.uses]  # type: ignore[attr-defined]
-        found = forward_backward(model, batch, losses, CPU)  # type: ignore[arg-type]
+        losses: list[RowLoss] = [CrossEntropyLossConfig() if use else AipoLossConfig() for use in batch.uses]
+        found = forward_backward(model, batch, losses, CPU)
         assert found is not None
         statistics = row_statistics(found.inputs, found.losses, found.entropy_RK, found.is_top_RK)
         total.add(sums_by_run(statistics, [len(losses)])[0])
@@ -221,7 +221,7 @@ def test_each_loss_token_of_a_pass_has_its_own_targets(data: st.DataObject, runs
     """`runs`: how many soft targets the tokens of each text have; 0: it has none."""
     rng = random.Random(data.draw(st.integers(0, 99)))
     by_run = [
-        [with_soft(each, num, rng.random()) if num else each for num in nums]  # type: ignore[arg-type]
+        [with_soft(each, num, rng.randrange(99)) if num else each for num in nums]
         for nums in runs
         for each in [sample(rng, num_tokens=rng.randrange(6, 20))]
     ]
