@@ -136,6 +136,17 @@ def make_batch(
     return TrainingBatch(run_id, step, samples, {"position": step})
 
 
+def with_soft(one: TrainingSample, num: int, seed: int = 0) -> TrainingSample:
+    """As a supervised text, with `num` tokens of a teacher for each of its loss tokens."""
+    rng = random.Random(f"{seed}/{num}/{one.token_ids}")
+    ids = [rng.sample(range(VOCAB), num) if on else [] for on in one.loss_mask]
+    weights = [[rng.random() for _ in each] for each in ids]
+    mass = rng.uniform(0.7, 1.0)
+    probs = [[mass * weight / sum(each) for weight in each] for each in weights]
+    logprobs = [0.0] * len(one.token_ids)
+    return replace(one, use="supervised", logprobs=logprobs, soft_ids=ids, soft_probs=probs)
+
+
 def put_batch(run: RunDir, batch: TrainingBatch) -> None:
     """In the place of what may be there: `write_batch` replaces nothing."""
     run.rollout_file(batch.step).unlink(missing_ok=True)

@@ -19,8 +19,9 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -36,6 +37,8 @@ MAX_BRANCHES = 256
 # The columns of a sample: four bytes for an id, a logprob and an advantage, one for a flag. By the names of numpy.
 TOKEN_DTYPE, MASK_DTYPE, LOGPROB_DTYPE, ADVANTAGE_DTYPE = "<i4", "|u1", "<f4", "<f4"
 TOKEN_BYTES = 4
+# Of one loss token; inference servers tell the likeliest 20. Each is an id and a probability.
+MAX_SOFT_TARGETS, SOFT_TARGET_BYTES = 20, 2 * TOKEN_BYTES
 # No batch file is larger: 2,500 samples of 32,768 tokens take about this much. The trainer has two of a run in memory,
 # and one that it decodes twice.
 MAX_BATCH_BYTES = 1 << 30
@@ -53,6 +56,8 @@ USES: tuple[Use, ...] = get_args(Use)
 
 OneT = TypeVar("OneT")
 OtherT = TypeVar("OtherT")
+# As it decodes: files of version 1 have none, whose empty lists take sixty times as much memory as of the file.
+ByToken = Annotated[list[list[OneT]], msgspec.Meta(max_length=0)]
 
 
 class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,6 +81,8 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         use: "supervised" or "held_out" for a text that the policy did not sample.
         turn_rewards: of each turn in `turn_versions` the reward that was posted for it alone, None without one; []
             where none was. For reports only: `reward` is that of the whole, their sum where no other was given.
+        soft_ids, soft_probs: in place of the token at T, what a teacher would have there: 1 to MAX_SOFT_TARGETS ids and
+            their probabilities, [] where `loss_mask` is false; or both []. Of a supervised text alone.
     """
 
     token_ids: list[int]
@@ -91,17 +98,22 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rollout_id: str = ""
     turn_rewards: list[float | None] = []
     use: Use = ""
+    soft_ids: ByToken[int] = []
+    soft_probs: ByToken[float] = []
 
     def columns(self) -> SampleColumns:
-        """Logprobs and advantages are rounded to float32.
+        """Logprobs, advantages and probabilities are rounded to float32.
 
-        Raises ValueError with field and number when one has no place in 32 bits.
+        Raises ValueError with field and number when one has no place in 32 bits, or is not in its place.
         """
+        ids, probs = _of_loss_tokens(self)
         columns = {
             "token_ids": _packed("token_ids", "i", self.token_ids),
             "loss_mask": bytes(self.loss_mask),
             "logprobs": _packed("logprobs", "f", self.logprobs),
             "token_advantages": _packed("token_advantages", "f", self.token_advantages),
+            "soft_ids": _packed("soft_ids", "i", ids),
+            "soft_probs": _packed("soft_probs", "f", probs),
         }
         return SampleColumns(**{**msgspec.structs.asdict(self), **columns})
 
@@ -116,6 +128,8 @@ class SampleColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         loss_mask: T bytes, 0 or 1.
         logprobs: T little-endian float32 (`LOGPROB_DTYPE`).
         token_advantages: T little-endian float32 (`ADVANTAGE_DTYPE`), or none.
+        soft_ids, soft_probs: as many little-endian int32 and float32 for each loss token, or none. A token that has
+            fewer than another of the sample is filled up with probabilities of 0.
     """
 
     token_ids: bytes
@@ -131,14 +145,18 @@ class SampleColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     rollout_id: str = ""
     turn_rewards: list[float | None] = []
     use: Use = ""
+    soft_ids: bytes = b""
+    soft_probs: bytes = b""
 
     def lists(self) -> TrainingSample:
-        """Raises ValueError when the bytes are not whole numbers."""
+        """Raises ValueError when the bytes are not whole numbers, or not as many for each loss token."""
         columns = {
             "token_ids": _unpacked("token_ids", "i", self.token_ids),
             "loss_mask": list(map(bool, self.loss_mask)),
             "logprobs": _unpacked("logprobs", "f", self.logprobs),
             "token_advantages": _unpacked("token_advantages", "f", self.token_advantages),
+            "soft_ids": _by_token("soft_ids", "i", self.soft_ids, self.loss_mask),
+            "soft_probs": _by_token("soft_probs", "f", self.soft_probs, self.loss_mask),
         }
         return TrainingSample(**{**msgspec.structs.asdict(self), **columns})
 
@@ -194,6 +212,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
         shared: R numbers: of a row's first positions, how many are those of the row before it, and are computed there;
             [] where no row shares any.
         uses: R words (`TrainingSample.use`); [] where the policy sampled all rows.
+        soft_ids, soft_probs: R columns, empty for a row that has none; [] when that is so for all rows.
     """
 
     run_idxs: list[int]
@@ -209,6 +228,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
     token_advantages: list[bytes] = []
     shared: list[int] = []
     uses: list[Use] = []
+    soft_ids: list[bytes] = []
+    soft_probs: list[bytes] = []
 
 
 def rollouts_of(samples: Sequence[TrainingSample | SampleColumns]) -> list[list[int]]:
@@ -286,25 +307,26 @@ def write_batch(path: Path, batch: TrainingBatch) -> None:
             raise
 
 
-def full_batch_bytes(batch_size: int, seq_len: int) -> int:
+def full_batch_bytes(batch_size: int, seq_len: int, num_soft: int = 0) -> int:
     """The size of a batch of a run with these settings, if all of its samples have `seq_len` tokens."""
-    return batch_size * sample_bytes(seq_len)
+    return batch_size * sample_bytes(seq_len, num_soft)
 
 
-def sample_bytes(num_tokens: int) -> int:
-    """The largest size of a sample of so many tokens in a batch file."""
-    return BYTES_A_SAMPLE + num_tokens * COLUMN_BYTES_A_TOKEN
+def sample_bytes(num_tokens: int, num_soft: int = 0) -> int:
+    """The largest size of a sample of so many tokens in a batch file, each with at most `num_soft` soft targets."""
+    return BYTES_A_SAMPLE + num_tokens * (COLUMN_BYTES_A_TOKEN + num_soft * SOFT_TARGET_BYTES)
 
 
-def max_batch_bytes(num_samples: int, seq_len: int) -> int:
+def max_batch_bytes(num_samples: int, seq_len: int, num_soft: int = 0) -> int:
     """The largest size that a batch file of at most `num_samples` of at most `seq_len` tokens may have."""
-    return min(MAX_BATCH_BYTES, BYTES_BESIDES + num_samples * (BYTES_A_SAMPLE + seq_len * BYTES_A_TOKEN))
+    a_sample = BYTES_A_SAMPLE + seq_len * (BYTES_A_TOKEN + num_soft * SOFT_TARGET_BYTES)
+    return min(MAX_BATCH_BYTES, BYTES_BESIDES + num_samples * a_sample)
 
 
-def max_rollout_bytes(batch_size: int, max_branches: int, seq_len: int) -> int:
+def max_rollout_bytes(batch_size: int, max_branches: int, seq_len: int, num_soft: int = 0) -> int:
     """The bytes that the samples of one rollout may take, so that a batch file of `batch_size` of them has its size."""
-    room = max_batch_bytes(batch_size * max_branches, seq_len) - BYTES_BESIDES
-    return max(room // batch_size, sample_bytes(seq_len))
+    room = max_batch_bytes(batch_size * max_branches, seq_len, num_soft) - BYTES_BESIDES
+    return max(room // batch_size, sample_bytes(seq_len, num_soft))
 
 
 def read_batch(path: Path, *, limit: int = MAX_BATCH_BYTES) -> TrainingBatch:
@@ -391,6 +413,33 @@ def _unpacked(name: str, code: str, data: bytes) -> list[Any]:
     if len(data) % TOKEN_BYTES:
         raise ValueError(f"{name} has {len(data)} bytes, expected {TOKEN_BYTES} for each token")
     return list(struct.unpack(f"<{len(data) // TOKEN_BYTES}{code}", data))
+
+
+def _of_loss_tokens(sample: TrainingSample) -> tuple[list[int], list[float]]:
+    """The soft targets of all loss tokens, each filled up to as many as the one that has most."""
+    nums = list(map(len, sample.soft_ids))
+    if nums != list(map(len, sample.soft_probs)):
+        raise ValueError("soft_ids and soft_probs have different lengths")
+    if nums and len(nums) != len(sample.loss_mask):
+        raise ValueError(f"soft_ids has {len(nums)} entries, expected {len(sample.loss_mask)} or none")
+    for at, (num, is_loss) in enumerate(zip(nums, sample.loss_mask, strict=False)):
+        if not is_loss <= num <= MAX_SOFT_TARGETS * is_loss:
+            raise ValueError(
+                f"soft_ids[{at}] has {num} ids, expected 1 to {MAX_SOFT_TARGETS} at a loss token, else none"
+            )
+    most = max(nums, default=0)
+    ids = [each for some in sample.soft_ids if some for each in (some + most * [0])[:most]]
+    return ids, [each for some in sample.soft_probs if some for each in (some + most * [0.0])[:most]]
+
+
+def _by_token(name: str, code: str, data: bytes, loss_mask: bytes) -> list[list[Any]]:
+    """Numbers of all loss tokens, for each token its own."""
+    if not data:
+        return []
+    values, num = iter(_unpacked(name, code, data)), len(loss_mask) - loss_mask.count(0)
+    if not num or len(data) % (TOKEN_BYTES * num):
+        raise ValueError(f"{name} has {len(data)} bytes, expected as many for each of {num} loss tokens")
+    return [list(islice(values, len(data) // TOKEN_BYTES // num)) if is_loss else [] for is_loss in loss_mask]
 
 
 _HEAD = struct.Struct(">II")

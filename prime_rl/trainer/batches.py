@@ -32,6 +32,7 @@ from prime_rl.contract.types import (
     LOGPROB_DTYPE,
     MASK_DTYPE,
     MAX_BATCH_BYTES,
+    MAX_SOFT_TARGETS,
     TOKEN_BYTES,
     TOKEN_DTYPE,
     BadBatchError,
@@ -42,7 +43,7 @@ from prime_rl.contract.types import (
     oldest_allowed,
     read_columns,
 )
-from prime_rl.trainer.fair_queue import RowQueue, blank_micro_batch, rows_of, to_micro_batch
+from prime_rl.trainer.fair_queue import LOSS_TOKEN, RowQueue, blank_micro_batch, rows_of, to_micro_batch
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.utils.text import error_text
@@ -56,6 +57,8 @@ READ_WAIT_S = 0.05
 MAX_FLOAT = 3.4e38
 # A disk that does not answer must not keep the trainer from ending.
 CLOSE_TIMEOUT_S = 5.0
+# Rounded probabilities of a teacher may add up to so much.
+MAX_PROB_SUM = 1 + 1e-3
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,7 @@ def check_batch(batch: BatchColumns, limits: BatchLimits) -> None:
     if not batch.samples:
         raise BadBatchError("the batch has no samples")
     for index, sample in enumerate(batch.samples):
-        if problem := _length_problem(sample, limits) or _number_problem(sample, limits):
+        if problem := _length_problem(sample, limits) or _soft_problem(sample) or _number_problem(sample, limits):
             raise BadBatchError(f"sample {index}: {problem}")
     _check_tokens(batch.samples, limits)
 
@@ -270,6 +273,19 @@ def _length_problem(sample: SampleColumns, limits: BatchLimits) -> str | None:
     if not 2 <= num_ids <= limits.seq_len:
         return f"token_ids has {num_ids} entries, expected 2 to seq_len = {limits.seq_len}"
     return None
+
+
+def _soft_problem(sample: SampleColumns) -> str | None:
+    if not (sample.soft_ids or sample.soft_probs):
+        return None
+    if sample.use != "supervised":
+        return f"soft_ids in a sample of use {sample.use!r}, only 'supervised' ones may have them"
+    num, size, size_of_probs = sample.loss_mask.count(LOSS_TOKEN), len(sample.soft_ids), len(sample.soft_probs)
+    each = TOKEN_BYTES * num
+    if size == size_of_probs and size in range(each, MAX_SOFT_TARGETS * each + 1, max(1, each)):
+        return None
+    expected = f"1 to {MAX_SOFT_TARGETS} times {TOKEN_BYTES} for each of {num} loss tokens"
+    return f"soft_ids has {size} bytes, soft_probs {size_of_probs}, expected {expected}, as many for all"
 
 
 def _number_problem(sample: SampleColumns, limits: BatchLimits) -> str | None:
@@ -300,12 +316,27 @@ def _check_tokens(samples: Sequence[SampleColumns], limits: BatchLimits) -> None
         values_A = np.frombuffer(b"".join(columns), ADVANTAGE_DTYPE)
         lengths_A = [len(sample.token_advantages) // TOKEN_BYTES for sample in samples]
         _refuse("token_advantages", values_A, ~(np.abs(values_A) <= MAX_FLOAT), lengths_A)
+    if any(sample.soft_ids for sample in samples):
+        _check_soft(samples, vocab_size)
     for index, sample in enumerate(samples):
         if sample.loss_mask[0]:
             raise BadBatchError(f"sample {index}: loss_mask[0] is true, but nothing predicts the first token")
     has_loss = any(sample.use != HELD_OUT and any(sample.loss_mask) for sample in samples)
     if not has_loss and not limits.may_lack_loss:
         raise BadBatchError(f"loss_mask is false everywhere: the {len(samples)} samples have no loss tokens")
+
+
+def _check_soft(samples: Sequence[SampleColumns], vocab_size: int) -> None:
+    """Check the soft targets of all samples together; their lengths are right. Raises BadBatchError."""
+    lengths = [len(sample.soft_ids) // TOKEN_BYTES for sample in samples]
+    ids_N = np.frombuffer(b"".join(sample.soft_ids for sample in samples), TOKEN_DTYPE)
+    probs_N = np.frombuffer(b"".join(sample.soft_probs for sample in samples), LOGPROB_DTYPE)
+    _refuse("soft_ids", ids_N, (ids_N < 0) | (ids_N >= vocab_size), lengths, f", the vocabulary has {vocab_size}")
+    _refuse("soft_probs", probs_N, ~((probs_N >= 0) & (probs_N <= MAX_PROB_SUM)), lengths, ", must be 0 to 1")
+    nums = [sample.loss_mask.count(LOSS_TOKEN) if sample.soft_ids else 0 for sample in samples]
+    widths = np.repeat([length // max(1, num) for length, num in zip(lengths, nums, strict=True)], nums)
+    sums_N = np.add.reduceat(probs_N, np.cumsum(widths) - widths)
+    _refuse("the sum of soft_probs of loss token", sums_N, ~(sums_N <= MAX_PROB_SUM), nums, ", must be at most 1")
 
 
 def _refuse(

@@ -237,6 +237,7 @@ def to_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatch:
     """Rows as the wire type, sorted by slot; those of a bundle are neighbours and stay so."""
     ordered = sorted(rows, key=lambda row: row.run_idx)
     token_advantages = [row.sample.token_advantages[: row.num_tokens * TOKEN_BYTES] for row in ordered]
+    is_soft = any(row.sample.soft_ids for row in ordered)
     return MicroBatch(
         run_idxs=[row.run_idx for row in ordered],
         token_ids=[row.sample.token_ids[: row.num_tokens * TOKEN_BYTES] for row in ordered],
@@ -251,16 +252,17 @@ def to_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatch:
         token_advantages=token_advantages if any(token_advantages) else [],
         shared=[row.shared for row in ordered] if any(row.shared for row in ordered) else [],
         uses=[row.sample.use for row in ordered] if any(row.sample.use for row in ordered) else [],
+        soft_ids=[row.sample.soft_ids for row in ordered] if is_soft else [],
+        soft_probs=[row.sample.soft_probs for row in ordered] if is_soft else [],
     )
 
 
 def blank_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatch:
     """A pass for a rank without rows: the shortest of `rows` without its loss tokens. It adds zero to its own run."""
     row = min(rows, key=lambda row: row.num_tokens)
-    micro_batch = to_micro_batch([replace(row, shared=0)], base_pass)
-    return msgspec.structs.replace(
-        micro_batch, loss_mask=[bytes(row.num_tokens)], loss_scales=[0.0], kept=[-1], uses=[]
-    )
+    sample = msgspec.structs.replace(row.sample, use="", soft_ids=b"", soft_probs=b"")
+    micro_batch = to_micro_batch([replace(row, sample=sample, shared=0)], base_pass)
+    return msgspec.structs.replace(micro_batch, loss_mask=[bytes(row.num_tokens)], loss_scales=[0.0], kept=[-1])
 
 
 def deal(rows: Sequence[Row], num_ranks: int) -> list[list[Row]]:

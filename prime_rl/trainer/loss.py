@@ -4,7 +4,8 @@ The head gives log-probability of the sampled tokens and entropy, a chunk of tok
 vocabulary are most of the memory of a pass: 16,384 tokens of 151,936 entries are 9.3 GiB in float32, and autograd
 keeps several tables of that size. Here only a chunk of them exists at a time. The gradient with respect to a hidden
 state, `(W[target] - sum_v p_v W[v]) / temperature`, needs nothing but the chunk, so it is worked out there and
-backward only multiplies. Where the head itself is trained, backward computes each chunk again instead.
+backward only multiplies. Where the head itself is trained, backward computes each chunk again instead. A soft target is
+several tokens with the probabilities that a teacher gives them: log pi is then the sum of theirs, each times its share.
 
 Then the rows, and which formula a run's config names; then the formulas; then the sums for reports. In all formulas
 r = pi / mu is the importance ratio, pi the policy that is trained and mu the (older, or differently computed) one that
@@ -14,7 +15,8 @@ scale that makes the sum over any split of its run's batch the mean over that ba
 known, in `fair_queue`.
 
 Dimensions: R rows (samples), K positions that predict a loss token of at least one row; `_R1` is broadcast over K; S
-statistics, G runs of a pass. In the head N tokens, C tokens of a chunk, H hidden size, V vocabulary.
+statistics, G runs of a pass. In the head N tokens, C tokens of a chunk, H hidden size, V vocabulary, M targets of a
+token.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ MAX_RATIO = 1e9  # a limit beyond every ratio has no effect, and need not fit in
 
 
 def token_logprobs(
-    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperatures_N: Tensor
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    temperatures_N: Tensor,
+    shares_NM: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log pi of the targets, entropy, 1 where no token is likelier), `[N]` in float32, after temperature.
 
@@ -48,9 +54,12 @@ def token_logprobs(
 
     Args:
         weight_VH: the head's weight; it may be frozen or trained.
+        targets_N: `[N, M]` where there are shares.
+        shares_NM: what log pi of each of M targets counts in the sum over them, which is then the first; the third is
+            of the target with the largest share. None: each token has one target, which counts 1.
     """
     found: tuple[Tensor, Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, targets_N, temperatures_N
+        hidden_NH, weight_VH, targets_N[:, None] if shares_NM is None else targets_N, shares_NM, temperatures_N
     )
     return found
 
@@ -74,7 +83,12 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperatures_N: Tensor
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        targets_NM: Tensor,
+        shares_NM: Tensor | None,
+        temperatures_N: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         trains_head, trains_hidden = ctx.needs_input_grad[1], ctx.needs_input_grad[0]
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
@@ -82,12 +96,13 @@ class _TokenLogprobs(torch.autograd.Function):
         slope_NH = torch.empty_like(hidden_NH) if trains_hidden and not trains_head else None
         for chunk in head_chunks(len(hidden_NH), len(weight_VH)):
             slope_CH = None if slope_NH is None else slope_NH[chunk]
-            found = _found(hidden_NH[chunk], weight_VH, targets_N[chunk], temperatures_N[chunk], slope_CH)
+            shares_CM = None if shares_NM is None else shares_NM[chunk]
+            found = _found(hidden_NH[chunk], weight_VH, targets_NM[chunk], shares_CM, temperatures_N[chunk], slope_CH)
             for each_N, each_C in zip(all_N, found, strict=True):
                 each_N[chunk] = each_C
         logprobs_N, entropy_N, is_top_N, log_total_N = all_N
         if trains_head:
-            ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperatures_N, log_total_N)
+            ctx.save_for_backward(hidden_NH, weight_VH, targets_NM, shares_NM, temperatures_N, log_total_N)
         else:
             ctx.save_for_backward(slope_NH)
         ctx.mark_non_differentiable(entropy_N, is_top_N)
@@ -95,24 +110,30 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_N: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         if not ctx.needs_input_grad[1]:
             (slope_NH,) = ctx.saved_tensors
-            return slope_NH * grad_N[:, None].to(slope_NH.dtype), None, None, None
+            return slope_NH * grad_N[:, None].to(slope_NH.dtype), None, None, None, None
         hidden_NH, weight_VH, *of_tokens = ctx.saved_tensors
         grad_hidden_NH = torch.empty_like(hidden_NH)
         # Many chunks are summed: in float32, whatever the weight's own type.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.promote_types(weight_VH.dtype, torch.float32))
         for chunk in head_chunks(len(hidden_NH), len(weight_VH)):
-            grad_CV = _grad(hidden_NH[chunk], weight_VH, *(each_N[chunk] for each_N in (*of_tokens, grad_N)))
+            of_chunk: list[Any] = [each_N if each_N is None else each_N[chunk] for each_N in (*of_tokens, grad_N)]
+            grad_CV = _grad(hidden_NH[chunk], weight_VH, *of_chunk)
             grad_hidden_NH[chunk] = grad_CV @ weight_VH
             grad_weight_VH.add_(grad_CV.T @ hidden_NH[chunk])
             del grad_CV
-        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None
+        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None
 
 
 def _found(
-    hidden_CH: Tensor, weight_VH: Tensor, targets_C: Tensor, temperatures_C: Tensor, slope_CH: Tensor | None
+    hidden_CH: Tensor,
+    weight_VH: Tensor,
+    targets_CM: Tensor,
+    shares_CM: Tensor | None,
+    temperatures_C: Tensor,
+    slope_CH: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `token_logprobs`, and the logarithm of the sum of all exponentials; fills `slope_CH`.
 
@@ -123,21 +144,26 @@ def _found(
     exps_CV = scaled_CV.sub_(most_C[:, None]).exp()
     total_C = exps_CV.sum(-1)
     log_total_C = total_C.log()
-    of_targets_C = scaled_CV.gather(-1, targets_C[:, None]).squeeze(-1)  # less what the likeliest has
-    logprobs_C = of_targets_C - log_total_C
+    of_targets_CM = scaled_CV.gather(-1, targets_CM)  # less what the likeliest has
+    logprobs_CM, of_first_CM = of_targets_CM - log_total_C[:, None], of_targets_CM
+    if shares_CM is not None:
+        logprobs_CM = (shares_CM * logprobs_CM).sum(-1, keepdim=True)
+        of_first_CM = of_targets_CM.gather(-1, shares_CM.argmax(-1, keepdim=True))
     entropy_C = log_total_C - scaled_CV.mul_(exps_CV).sum(-1) / total_C
     if slope_CH is not None:
         del scaled_CV
         at_target_C = 1 / temperatures_C.to(exps_CV.dtype)
-        slope_CV = _slope(exps_CV, targets_C, at_target_C, at_target_C / total_C)
+        slope_CV = _slope(exps_CV, targets_CM, shares_CM, at_target_C, at_target_C / total_C)
         slope_CH.copy_(slope_CV.to(hidden_CH.dtype) @ weight_VH)
-    return logprobs_C, entropy_C, (of_targets_C == 0).to(logprobs_C.dtype), most_C + log_total_C
+    logprobs_C, is_top_C = logprobs_CM.squeeze(-1), (of_first_CM == 0).squeeze(-1)
+    return logprobs_C, entropy_C, is_top_C.to(logprobs_C.dtype), most_C + log_total_C
 
 
 def _grad(
     hidden_CH: Tensor,
     weight_VH: Tensor,
-    targets_C: Tensor,
+    targets_CM: Tensor,
+    shares_CM: Tensor | None,
     temperatures_C: Tensor,
     log_total_C: Tensor,
     grad_C: Tensor,
@@ -145,12 +171,20 @@ def _grad(
     """`[C, V]`, of the logits, in the type of the hidden states."""
     probs_CV = _scaled(hidden_CH, weight_VH, temperatures_C).sub_(log_total_C[:, None]).exp_()
     weights_C = grad_C / temperatures_C.to(probs_CV.dtype)
-    return _slope(probs_CV, targets_C, weights_C, weights_C).to(hidden_CH.dtype)
+    return _slope(probs_CV, targets_CM, shares_CM, weights_C, weights_C).to(hidden_CH.dtype)
 
 
-def _slope(exps_CV: Tensor, targets_C: Tensor, at_target_C: Tensor, scales_C: Tensor) -> Tensor:
-    """`at_target` at the target, less the scaled exponentials: d log pi(target) / d logits; in place of `exps_CV`."""
-    return exps_CV.mul_(-scales_C[:, None]).scatter_add_(-1, targets_C[:, None], at_target_C[:, None])
+def _slope(
+    exps_CV: Tensor, targets_CM: Tensor, shares_CM: Tensor | None, at_target_C: Tensor, scales_C: Tensor
+) -> Tensor:
+    """`at_target` at the target, less the scaled exponentials: d log pi(target) / d logits; in place of `exps_CV`.
+
+    Of targets with shares: of the sum, so each has its part, and the exponentials that of all.
+    """
+    at_targets_CM = at_target_C[:, None]
+    if shares_CM is not None:
+        at_targets_CM, scales_C = shares_CM * at_targets_CM, shares_CM.sum(-1) * scales_C
+    return exps_CV.mul_(-scales_C[:, None]).scatter_add_(-1, targets_CM, at_targets_CM)
 
 
 @dataclass(frozen=True)

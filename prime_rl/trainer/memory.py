@@ -473,7 +473,10 @@ class _Stages:
 
 
 def micro_batch(setting: Setting) -> MicroBatch:
-    """Rows of the runs in turn. The second half of each is a completion, or they share what they can."""
+    """Rows of the runs in turn. The second half of each is a completion, or they share what they can.
+
+    None has soft targets: those of a token are 240 bytes, and its tables in the head are as wide as the vocabulary.
+    """
     num_rows, num_tokens = setting.num_rows, setting.row_tokens
     plain = [(num_tokens + 1, 0, num_tokens - num_tokens // 2)] * num_rows
     rows = _sharing_rows(setting) if setting.packs and setting.shares else plain

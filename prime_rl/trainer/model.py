@@ -81,11 +81,14 @@ class Targets:
 
     Attributes:
         at_N: the positions that predict them, 0 to R * T - 1. Found on the host: a GPU would be waited for.
+        ids_N: `[N, M]` where there are shares.
+        shares_NM: of soft targets, as in `token_logprobs`; None where no row has any.
     """
 
     at_N: Tensor
     ids_N: Tensor
     temperatures_N: Tensor
+    shares_NM: Tensor | None = None
 
 
 class LogprobHead(nn.Module):
@@ -104,7 +107,8 @@ class LogprobHead(nn.Module):
         if self.targets is None:
             return nn.functional.linear(hidden_RTH, self.weight)
         hidden_NH: Tensor = _Gathered.apply(hidden_RTH.flatten(0, 1), self.targets.at_N)  # type: ignore[no-untyped-call]
-        found = token_logprobs(hidden_NH, self.weight, self.targets.ids_N, self.targets.temperatures_N)
+        of_tokens = self.targets.ids_N, self.targets.temperatures_N, self.targets.shares_NM
+        found = token_logprobs(hidden_NH, self.weight, *of_tokens)
         # A norm makes zeros of numbers whose squares overflow: the logits would be equal, and finite.
         return torch.stack(found).masked_fill(~hidden_NH.any(-1), math.nan)
 

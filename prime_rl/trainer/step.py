@@ -8,8 +8,8 @@ sees the same numbers and comes to the same end.
 A pass does not wait for the device, and nothing in it depends on a number that it worked out: so the same code runs on
 tensors without memory (`fit`).
 
-Dimensions: R rows, T tokens, K positions of tokens that are a loss token in at least one row, N loss tokens; of packed
-rows N computed positions.
+Dimensions: R rows, T tokens, K positions of tokens that are a loss token in at least one row, N loss tokens, M targets
+of each; of packed rows N computed positions.
 """
 
 from __future__ import annotations
@@ -305,6 +305,7 @@ class Rows:
         mask_RT: true at loss tokens. The first token of a row is never one: nothing predicts it.
         columns_K: the positions in T of the tokens that are loss tokens in at least one row.
         advantages_RK: `[R, 1]` when no row has its own for each token.
+        soft_R: the columns of each row's soft targets (`SampleColumns`), empty for a row without; () for none.
     """
 
     seen_R: tuple[int, ...]
@@ -318,6 +319,7 @@ class Rows:
     temperatures_R: npt.NDArray[np.float32]
     scales_R: npt.NDArray[np.float32]
     uses_R3: npt.NDArray[np.float32] | None
+    soft_R: tuple[tuple[bytes, bytes], ...]
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Rows:
@@ -337,6 +339,7 @@ class Rows:
             temperatures_R=np.array(batch.temperatures, dtype=np.float32),
             scales_R=np.array(batch.loss_scales, dtype=np.float32),
             uses_R3=np.eye(len(USES), dtype=np.float32)[list(map(USES.index, batch.uses))] if batch.uses else None,
+            soft_R=tuple(zip(batch.soft_ids, batch.soft_probs, strict=True)),
         )
 
     def num_positions(self, *, packed: bool) -> int:
@@ -361,8 +364,27 @@ class Rows:
         at_N = np.concatenate(lie.places)[(np.cumsum(seen_R) - seen_R)[row_N] + token_N - 1]
         cells_N = rows[row_N] * len(self.columns_K) + np.searchsorted(self.columns_K, token_N)
         ids_N, temperatures_N = self.token_ids_RT[rows[row_N], token_N], self.temperatures_R[rows[row_N]]
-        found = [sent(torch.from_numpy(array), device) for array in (at_N, ids_N, temperatures_N, cells_N)]
-        return Targets(*found[:3]), found[3]
+        arrays = [cells_N, at_N, ids_N, temperatures_N]
+        if self.soft_R and any(self.soft_R[row][0] for row in chosen):
+            arrays[2], shares_NM = self._soft(chosen, ids_N)
+            arrays.append(shares_NM)
+        cells, *found = [sent(torch.from_numpy(array), device) for array in arrays]
+        return Targets(*found), cells
+
+    def _soft(self, chosen: Sequence[int], ids_N: npt.NDArray[np.int64]) -> list[npt.NDArray[Any]]:
+        """`[N, M]`, the targets of all loss tokens of the `chosen` rows, and their shares, filled up with 0.
+
+        Where a row has no soft targets, its own token counts 1.
+        """
+        ids, shares = list[npt.NDArray[Any]](), list[npt.NDArray[Any]]()
+        ends = np.cumsum(self.mask_RT[list(chosen)].sum(1))
+        for row, own in zip(chosen, np.split(ids_N[:, None], ends[:-1]), strict=True):
+            given, shape = self.soft_R[row], (len(own), -1)
+            ids.append(np.frombuffer(given[0], TOKEN_DTYPE).reshape(shape) if given[0] else own)
+            shares.append(np.frombuffer(given[1], LOGPROB_DTYPE).reshape(shape) if given[0] else np.ones(own.shape))
+        most = max(each.shape[1] for each in ids)
+        filled = [[np.pad(each, ((0, 0), (0, most - each.shape[1]))) for each in some] for some in (ids, shares)]
+        return [np.concatenate(filled[0], dtype=np.int64), np.concatenate(filled[1], dtype=np.float32)]
 
 
 def _padded(columns: Sequence[bytes], column_dtype: str, width: int, dtype: type) -> npt.NDArray[Any]:

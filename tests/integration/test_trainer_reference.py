@@ -29,6 +29,7 @@ from tests.trainer_support import (
     tiny_model,
     train_until,
     trainer_config,
+    with_soft,
     write_model,
     write_run,
 )
@@ -101,13 +102,19 @@ def loss_token_logprobs(model: torch.nn.Module, sample: TrainingSample) -> Tenso
     return torch.stack([logprobs[at - 1, sample.token_ids[at]] for at in places])
 
 
-def plain_loss(model: PeftModel, batch: TrainingBatch, sample_loss: SampleLoss, mean: Mean) -> Tensor:
+def plain_loss(
+    model: PeftModel,
+    batch: TrainingBatch,
+    sample_loss: SampleLoss,
+    mean: Mean,
+    logprobs_of: Callable[[torch.nn.Module, TrainingSample], Tensor] = loss_token_logprobs,
+) -> Tensor:
     losses = []
     for sample in batch.samples:
         log_mu = torch.tensor([p for p, on in zip(sample.logprobs, sample.loss_mask, strict=True) if on])
         with model.disable_adapter(), torch.no_grad():
-            log_base = loss_token_logprobs(model, sample)
-        losses.append(sample_loss(loss_token_logprobs(model, sample), log_mu, log_base, sample.advantage))
+            log_base = logprobs_of(model, sample)
+        losses.append(sample_loss(logprobs_of(model, sample), log_mu, log_base, sample.advantage))
     return mean(losses)
 
 
@@ -117,6 +124,7 @@ def plain_training(
     batches: Callable[[str, int], TrainingBatch] = batch_of,
     num_steps: int = NUM_STEPS,
     on_step: Callable[[PeftModel, float], None] = lambda model, loss: None,
+    logprobs_of: Callable[[torch.nn.Module, TrainingSample], Tensor] = loss_token_logprobs,
 ) -> tuple[PeftModel, dict[str, Tensor]]:
     """`on_step` gets the model before each update, and the loss."""
     model = get_peft_model(
@@ -136,7 +144,7 @@ def plain_training(
         rate = LR * ((step + 1) / (WARMUP + 1) if step < WARMUP else 1 - (step - WARMUP) / (num_steps - WARMUP))
         optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
-        loss = plain_loss(model, batches("run_a", step + 1), sample_loss, mean)
+        loss = plain_loss(model, batches("run_a", step + 1), sample_loss, mean, logprobs_of)
         on_step(model, loss.item())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(named.values(), MAX_NORM)
@@ -236,6 +244,74 @@ def test_twenty_updates_of_texts_are_those_of_a_plain_loop(tmp_path: Path) -> No
     assert losses[19] < losses[3], "the same texts"
     assert relative_difference(adapter(run, NUM_SFT_STEPS), plain_adapter) < 1e-3
     assert {line["samples"] for line in lines} == {8}, "those that are held out are not counted as trained"
+
+
+NUM_SOFT = 4
+
+
+def taught(run_id: str, step: int) -> TrainingBatch:
+    """Texts whose tokens have soft targets of a teacher."""
+    batch = texts_of(run_id, step)
+    return replace(batch, samples=[with_soft(each, NUM_SOFT) for each in batch.samples])
+
+
+def soft_logprobs(model: torch.nn.Module, sample: TrainingSample) -> Tensor:
+    """Of each loss token the sum over its targets, by their probabilities."""
+    logits = model(input_ids=torch.tensor([sample.token_ids])).logits[0]
+    logprobs = torch.log_softmax(logits / sample.temperature, dim=-1)
+    return torch.stack(
+        [
+            sum((prob * logprobs[at - 1, id] for id, prob in zip(ids, probs, strict=True)), torch.zeros(()))
+            for at, (ids, probs) in enumerate(zip(sample.soft_ids, sample.soft_probs, strict=True))
+            if ids
+        ]
+    )
+
+
+def run_of_texts(workspace: Path, run_id: str, model: Path, batches: Callable[[str, int], TrainingBatch]) -> RunDir:
+    run = write_run(
+        workspace,
+        run_id,
+        model,
+        kind="sft",
+        rollouts_per_example=1,
+        env=[],
+        data=[{"path": "texts.jsonl"}],
+        max_steps=NUM_STEPS,
+        seed=SEED,
+        model={"lora": {"rank": RANK, "alpha": ALPHA}},
+        optim={"lr": LR, "weight_decay": DECAY, "max_norm": MAX_NORM},
+        scheduler={"type": "linear", "warmup_steps": WARMUP},
+    )
+    for step in range(1, NUM_STEPS + 1):
+        put_batch(run, batches(run_id, step))
+    return run
+
+
+def test_a_run_with_soft_targets_beside_two_others_reaches_what_a_plain_loop_reaches(tmp_path: Path) -> None:
+    """And so do they: one of texts without, and one of rollouts."""
+    model, workspace = write_model(tmp_path / "model"), tmp_path / "workspace"
+    soft, hard = (run_of_texts(workspace, f"run_{batches.__name__}", model, batches) for batches in (taught, texts_of))
+    rollouts = run_with_loss(workspace, "run_rollouts", model, {"delta": DELTA})
+    runs = (soft, hard, rollouts)
+    config = trainer_config(workspace, model, max_tokens_per_micro_batch=96)
+    train_until(config, lambda: all(published(run) == NUM_STEPS for run in runs))
+    losses = list[float]()
+    plain = [
+        plain_training(
+            cross_entropy,
+            batches=taught,
+            on_step=lambda _, loss: losses.append(loss),
+            logprobs_of=soft_logprobs,
+        ),
+        plain_training(cross_entropy, batches=texts_of),
+        plain_training(),
+    ]
+    for run, (_, expected) in zip(runs, plain, strict=True):
+        assert relative_difference(adapter(run, NUM_STEPS), expected) < 1e-4, run.run_id
+    assert relative_difference(adapter(soft, NUM_STEPS), adapter(hard, NUM_STEPS)) > 1e-3
+    lines = [msgspec.json.decode(line) for line in soft.trainer_metrics.read_text().splitlines()]
+    assert [line["supervised/loss"] for line in lines] == pytest.approx(losses, rel=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -16,14 +16,29 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.types import BYTES_BESIDES, BadBatchError, BatchColumns, TrainingBatch, read_batch, write_batch
+from prime_rl.contract.types import (
+    BYTES_BESIDES,
+    MAX_BATCH_BYTES,
+    MAX_SOFT_TARGETS,
+    BadBatchError,
+    BatchColumns,
+    TrainingBatch,
+    full_batch_bytes,
+    max_batch_bytes,
+    max_rollout_bytes,
+    read_batch,
+    sample_bytes,
+    write_batch,
+)
 from prime_rl.trainer import batches
 from prime_rl.trainer.batches import BatchLimits, check_batch, take_batch
 from prime_rl.trainer.fair_queue import rows_of, to_micro_batch
 from prime_rl.trainer.step import Rows
-from tests.trainer_support import VOCAB, make_batch, sample
+from tests.trainer_support import VOCAB, make_batch, sample, with_soft
 
 LIMITS = BatchLimits("run_a", 3, seq_len=32, vocab_size=VOCAB, max_async_level=1, max_bytes=20_000)
 NAN, INF = float("nan"), float("inf")
@@ -113,6 +128,137 @@ def test_advantages_of_tokens_are_a_column_that_other_samples_do_not_have(tmp_pa
     first, second = msgspec.msgpack.decode((tmp_path / "b").read_bytes())["samples"]
     assert "token_advantages" not in first and len(second["token_advantages"]) == 12 * 4
     check_batch(with_sample(token_advantages=[3.3e38] * 12).columns(), LIMITS)
+
+
+def with_soft_sample(**changes: Any) -> TrainingBatch:
+    """The second sample has three soft targets at each of its loss tokens, the last eight."""
+    soft = with_soft(sample(random.Random(1), policy_version=2), 3)
+    return msgspec.structs.replace(GOOD, samples=[GOOD.samples[0], msgspec.structs.replace(soft, **changes)])
+
+
+def test_soft_targets_are_columns_that_other_samples_do_not_have(tmp_path: Path) -> None:
+    batch = with_soft_sample()
+    write_batch(tmp_path / "b", batch)
+    read = read_batch(tmp_path / "b").samples[1]
+    assert read.soft_ids == batch.samples[1].soft_ids
+    assert read.soft_probs == [np.float32(each).tolist() for each in batch.samples[1].soft_probs]
+    taken = take_batch(tmp_path / "b", LIMITS)
+    assert taken is not None and taken.samples == batch.columns().samples
+    # A file without them is what it was before there were any, to the last byte.
+    first, second = msgspec.msgpack.decode((tmp_path / "b").read_bytes())["samples"]
+    assert not {"soft_ids", "soft_probs"} & set(first)
+    assert len(second["soft_ids"]) == len(second["soft_probs"]) == 8 * 3 * 4
+
+
+def test_a_token_with_fewer_soft_targets_is_filled_up_with_what_counts_nothing() -> None:
+    text = with_soft_sample().samples[1]
+    ids, probs = list(text.soft_ids), list(text.soft_probs)
+    ids[5], probs[5] = ids[5][:1], probs[5][:1]
+    read = msgspec.structs.replace(text, soft_ids=ids, soft_probs=probs).columns().lists()
+    assert read.soft_ids[5] == [*ids[5], 0, 0] and read.soft_probs[5] == [np.float32(probs[5][0]), 0.0, 0.0]
+    assert read.soft_ids[6] == ids[6] and read.columns().lists() == read
+
+
+@given(data=st.data())
+def test_any_soft_targets_come_back_and_take_no_more_bytes_than_is_said(data: st.DataObject) -> None:
+    num = data.draw(st.integers(1, MAX_SOFT_TARGETS))
+    text = with_soft(sample(random.Random(data.draw(st.integers(0, 9))), num_tokens=data.draw(st.integers(6, 32))), num)
+    found = text.columns()
+    assert found.lists().soft_ids == text.soft_ids
+    assert len(msgspec.msgpack.encode(found)) <= sample_bytes(len(text.token_ids), num)
+    one = TrainingBatch("run_a", 1, [text], {})
+    check_batch(one.columns(), replace(LIMITS, step=1))
+
+
+def test_room_for_soft_targets() -> None:
+    assert sample_bytes(100, 20) == sample_bytes(100) + 100 * 20 * 8
+    assert full_batch_bytes(3, 100, 20) == 3 * sample_bytes(100, 20) <= max_batch_bytes(3, 100, 20)
+    assert max_batch_bytes(10**6, 10**4, 20) == MAX_BATCH_BYTES
+    assert max_rollout_bytes(3, 4, 100, 20) >= 4 * sample_bytes(100, 20)
+
+
+SOFT_IDS, SOFT_PROBS = with_soft_sample().samples[1].soft_ids, with_soft_sample().samples[1].soft_probs
+
+
+def at_six(values: list[Any], new: list[Any]) -> list[Any]:
+    return [*values[:6], new, *values[7:]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use": ""}, "sample 1: soft_ids in a sample of use '', only 'supervised' ones may have them"),
+        ({"use": "held_out"}, "sample 1: soft_ids in a sample of use 'held_out'"),
+        (
+            {"soft_ids": at_six(SOFT_IDS, [1, VOCAB, 2])},
+            f"sample 1: soft_ids[7] is {VOCAB}, the vocabulary has {VOCAB}",
+        ),
+        ({"soft_ids": at_six(SOFT_IDS, [-1, 1, 2])}, "sample 1: soft_ids[6] is -1, the vocabulary"),
+        ({"soft_probs": at_six(SOFT_PROBS, [0.1, 0.1, -0.1])}, "sample 1: soft_probs[8] is -0.1, must be 0 to 1"),
+        ({"soft_probs": at_six(SOFT_PROBS, [NAN, 0.1, 0.1])}, "sample 1: soft_probs[6] is nan, must be 0 to 1"),
+        ({"soft_probs": at_six(SOFT_PROBS, [INF, 0.1, 0.1])}, "sample 1: soft_probs[6] is inf, must be 0 to 1"),
+        (
+            {"soft_probs": at_six(SOFT_PROBS, [0.5, 0.5, 0.25])},
+            "sample 1: the sum of soft_probs of loss token[2] is 1.25, must be at most 1",
+        ),
+    ],
+)
+def test_bad_soft_targets_are_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    assert reason in refusal(tmp_path / "b", as_columns(with_soft_sample(**changes)))
+
+
+def test_probabilities_may_be_rounded() -> None:
+    check_batch(with_soft_sample(soft_probs=at_six(SOFT_PROBS, [0.5, 0.5, 0.0009])).columns(), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"soft_ids": at_six(SOFT_IDS, [1, 2])}, "soft_ids and soft_probs have different lengths"),
+        ({"soft_probs": []}, "soft_ids and soft_probs have different lengths"),
+        (
+            {"soft_ids": at_six(SOFT_IDS, []), "soft_probs": at_six(SOFT_PROBS, [])},
+            "soft_ids[6] has 0 ids, expected 1 to 20 at a loss token, else none",
+        ),
+        (
+            {"soft_ids": at_six(SOFT_IDS, [1] * 21), "soft_probs": at_six(SOFT_PROBS, [0.0] * 21)},
+            "soft_ids[6] has 21 ids",
+        ),
+        (
+            {"soft_ids": [[1], *SOFT_IDS[1:]], "soft_probs": [[0.5], *SOFT_PROBS[1:]]},
+            "soft_ids[0] has 1 ids, expected",
+        ),
+        ({"soft_ids": SOFT_IDS[:9], "soft_probs": SOFT_PROBS[:9]}, "soft_ids has 9 entries, expected 12 or none"),
+        ({"soft_probs": at_six(SOFT_PROBS, [0.1, 1e300, 0.1])}, "soft_probs[7] is 1e+300, which has no place"),
+    ],
+)
+def test_soft_targets_that_make_no_columns_are_not_written(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"sample 1: {reason}")):
+        write_batch(tmp_path / "b", with_soft_sample(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"soft_ids": b"\0" * 96, "soft_probs": b"\0" * 92},
+        {"soft_ids": b"", "soft_probs": b"\0" * 96},
+        {"soft_ids": b"\0" * 96, "soft_probs": b""},
+        {"soft_ids": b"\0" * 36, "soft_probs": b"\0" * 36},
+        {"soft_ids": b"\0" * 97, "soft_probs": b"\0" * 97},
+        {"soft_ids": b"\0" * 4 * 8 * 21, "soft_probs": b"\0" * 4 * 8 * 21},
+        {"loss_mask": b"\0" * 12},
+    ],
+)
+def test_columns_of_soft_targets_have_as_many_for_each_loss_token(tmp_path: Path, changes: dict[str, Any]) -> None:
+    message = refusal(tmp_path / "b", changed(with_soft_sample().columns(), **changes))
+    assert message.startswith("sample 1: soft_ids has ") and ", expected 1 to 20 times 4 for each of " in message
+
+
+def test_a_file_of_version_1_has_no_soft_targets(tmp_path: Path) -> None:
+    """Its lists of lists would take far more memory than the file has bytes: they are refused before they are made."""
+    assert "soft_ids" in refusal(tmp_path / "b", as_lists(with_soft_sample()))
 
 
 def test_a_run_that_masks_what_was_cut_may_have_a_batch_without_a_loss_token() -> None:

@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 TEXTS, ROLLOUTS = 0, 1
 
 
-def model_of(*, packs: bool) -> PolicyModel:
-    model = adapt_model(tiny_model(), LoRAConfig(rank=4), 2, packs=packs)
+def model_of(*, packs: bool, num_slots: int = 2) -> PolicyModel:
+    model = adapt_model(tiny_model(), LoRAConfig(rank=4), num_slots, packs=packs)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.adapters():
