@@ -14,7 +14,7 @@ from torch import Tensor
 
 from prime_rl.configs.losses import AipoLossConfig, CrossEntropyLossConfig, RowLoss
 from prime_rl.contract.types import MicroBatch, TrainingSample
-from prime_rl.trainer import loss
+from prime_rl.lora import parts
 from prime_rl.trainer.fair_queue import blank_micro_batch, rows_of, to_micro_batch
 from prime_rl.trainer.loss import LossSums, row_statistics, sums_by_run, token_logprobs
 from prime_rl.trainer.metrics import _of_tokens
@@ -50,7 +50,7 @@ def some_soft(num: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Ten
 def test_the_head_gives_the_weighted_sum_and_its_gradient(
     trained: str, dtype: torch.dtype, num: int, tokens_of_a_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * tokens_of_a_chunk)
+    monkeypatch.setattr(parts, "CHUNK_BYTES", 4 * V * tokens_of_a_chunk)
     hidden, head, targets_NM, temperatures, shares_NM = some_soft(num, dtype)
     hidden.requires_grad_(trained != "head")
     head.requires_grad_(trained != "hidden states")
