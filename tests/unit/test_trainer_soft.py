@@ -197,11 +197,11 @@ def test_parts_of_a_batch_come_to_the_same_sums() -> None:
     model, samples = model_of(packs=False), [*taught(soft=6), *some("supervised", seed=1), *some("")]
     rows = rows_of(TEACHER, [each.columns() for each in samples])
     whole, halves = measured(model, [to_micro_batch(rows)]), [rows[:4], rows[4:]]
-    for parts in (
+    for ways in (
         [to_micro_batch(half) for half in halves],
         [split(to_micro_batch(rows), part) for part in (slice(4), slice(4, None))],
     ):
-        assert measured(model, parts).as_list() == pytest.approx(whole.as_list(), rel=1e-4, abs=1e-6)
+        assert measured(model, ways).as_list() == pytest.approx(whole.as_list(), rel=1e-4, abs=1e-6)
     soft = rows_of(TEACHER, [each.columns() for each in taught()])
     assert forward_backward(model, blank_micro_batch(soft), [CrossEntropyLossConfig()], CPU) is None
 
