@@ -146,6 +146,19 @@ def text_metrics(step: int, groups: Sequence[Group], time_s: Mapping[Phase, floa
     }
 
 
+def teacher_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """How far the student is from its teachers, and what these have read of the batch; {} without teachers."""
+    branches = [each for group in groups for rollout in group.rollouts_G for each in rollout.branches if each.teacher_T]
+    gaps = [
+        own - of_it
+        for each in branches
+        for is_learned, own, of_it in zip(each.loss_mask_T, each.logprobs_T, each.teacher_T, strict=True)
+        if is_learned
+    ]
+    num_tokens = sum(len(each.token_ids_T) for each in branches)
+    return {"distill/kl": mean(gaps), "distill/teacher_tokens": num_tokens} if gaps else {}
+
+
 def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Mean of each single reward, of at most MAX_REWARDS names; a rollout without it does not count for it."""
     names = sorted({name for rollout in rollouts for name in rollout.rewards})[:MAX_REWARDS]
