@@ -120,6 +120,12 @@ async def stand_in_trainer(run: RunDir, publish: Callable[[RunDir, int], None] =
         await asyncio.sleep(0.01)
 
 
+def score_alike(body: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """A model for which each token has -1, and the likeliest are 0, 1, ..., with -0.5, -0.6, ..."""
+    top = {str(number): {"logprob": -0.5 - 0.1 * number} for number in range(body["prompt_logprobs"])}
+    return [None, *({str(token_id): {"logprob": -1.0}} | top for token_id in body["prompt"][1:])]
+
+
 class FakeInference:
     """An ASGI app. What it got is in `requests`; how it behaves is set by the attributes.
 
@@ -129,6 +135,7 @@ class FakeInference:
         answer: the tokens of every completion in place of that, by the body of its request.
         logprob: of every token, unless `answer` is set: then each token has its own.
         answered: of each answer that `answer` gave, the request and the choice.
+        score: the `prompt_logprobs` of every request for such, by its body.
         logprobs_mode: what every answer names as such; None: no answer does.
         weights: the whole weights in force, by the name that its answers give them; they change between requests.
         num_cancelled: requests whose client hung up before the gate let them go.
@@ -151,6 +158,7 @@ class FakeInference:
         self.answer: Callable[[dict[str, Any]], list[int]] | None = None
         self.answered: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._tokenizer: Tokenizer | None = None
+        self.score: Callable[[dict[str, Any]], list[Any]] = score_alike
         self.gate: Callable[[dict[str, Any]], Awaitable[None]] | None = None
         self.fault: Callable[[str, dict[str, Any]], int | None] = lambda path, body: None
         self.retry_after_s: int | None = None  # what an injected fault asks for
@@ -257,6 +265,8 @@ class FakeInference:
             await self.gate(body)
         if not self._knows(name):  # unloaded while in use
             return 404, _error(f"The model {name!r} does not exist.")
+        if "prompt_logprobs" in body:
+            return 200, {"choices": [{"prompt_logprobs": self.score(body)}], WEIGHTS_HEADER: self.weights}
         choices = [self._choice(name, body, number) for number in range(body["n"])]
         return 200, {"choices": choices, WEIGHTS_HEADER: self.weights}
 

@@ -10,6 +10,7 @@ below `output_dir`. It only computes and validates paths; reading and writing is
                      evicted.txt  paused.txt  preempted.txt  finished.txt  life.txt
         data/        files that the config names: data and rewards (only with `[[env]] id = "jsonl"`)
         init/        the adapter that the run starts from (only with [init])
+        teacher/step_N/      the adapters that the run learns from, numbered
         checkpoints/step_N/  trainer/  orchestrator/  STABLE
         rollouts/step_N/     rollouts.msgpack
         broadcast/step_N/    adapter_model.safetensors  adapter_config.json  STABLE
@@ -316,6 +317,10 @@ class RunDir:
     def init(self) -> Path:
         """The adapter that the run starts from, with the moments of its optimizer or without."""
         return self.path / "init"
+
+    def teacher_dir(self, number: int) -> Path:
+        """One of the adapters that the run learns from, in PEFT format."""
+        return self.path / "teacher" / step_name(number)
 
     @property
     def status(self) -> Path:

@@ -25,6 +25,9 @@ BASE_WEIGHTS = "base"
 # versions when it likes, and loses no room to a chat.
 CHAT_PREFIX = "chat/"
 NUM_CHAT_ADAPTERS = 1
+# What a run learns from is copied into its folder, and loaded beside its versions where slots are free.
+TEACHER_PREFIX = "teacher/"
+MAX_TEACHER_ADAPTERS = 2
 
 
 def adapter_name(run_id: str, policy_version: int) -> str:
@@ -39,8 +42,8 @@ def parse_adapter_name(name: str) -> tuple[str, int] | None:
 
 
 def served_run(name: str) -> str:
-    """The run whose version an adapter's name says; "" for one of a chat, or another name."""
-    return (parse_adapter_name(name) or ("",))[0]
+    """The run whose version or teacher an adapter's name says; "" for one of a chat, or another name."""
+    return (parse_adapter_name(name.removeprefix(TEACHER_PREFIX)) or ("",))[0]
 
 
 def chat_name(run_id: str, policy_version: int) -> str:
@@ -51,6 +54,16 @@ def chat_name(run_id: str, policy_version: int) -> str:
 def is_chat(name: str) -> bool:
     """True when the name is one of `chat_name`."""
     return name.startswith(CHAT_PREFIX)
+
+
+def teacher_name(run_id: str, number: int) -> str:
+    """The name under which inference serves one adapter that a run learns from."""
+    return TEACHER_PREFIX + adapter_name(run_id, number)
+
+
+def is_teacher(name: str) -> bool:
+    """True when the name is one of `teacher_name`."""
+    return name.startswith(TEACHER_PREFIX)
 
 
 def kept_name(run: RunDir) -> str | None:
@@ -99,6 +112,8 @@ class Range(NamedTuple):
         return value
 
 
+# The likeliest tokens that an answer tells of a position, as in vLLM.
+MAX_TOP_LOGPROBS = 20
 TEMPERATURE = Range(0.01, 2, off=(0,))
 RANGES: Mapping[str, Range] = {
     "n": Range(1, 256),
@@ -113,6 +128,7 @@ RANGES: Mapping[str, Range] = {
     "max_tokens": Range(1, _MAX_INT),
     "max_completion_tokens": Range(1, _MAX_INT),
     "seed": Range(-(2**63), 2**63 - 1),
+    "prompt_logprobs": Range(0, MAX_TOP_LOGPROBS),
 }
 
 

@@ -4,7 +4,8 @@ A request goes through `Guard`, then to one of the routes: those below, or one t
 weights change while nothing generates: requests under way end first, new ones wait, so each is answered by one set of
 weights, which its answer names in the header `x-weights`. Adapters belong to the base model: while one is loaded the
 weights stay, and while other weights are served no adapter is loaded. A run holds no more adapters than its share, and
-a chat has a slot of its own, so that no chat takes the room of a run.
+a chat has a slot of its own, so that no chat takes the room of a run. What a run learns from is loaded beside its
+share, where the slots of runs are free.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,10 +39,13 @@ from prime_rl.contract.served import (
     BASE_WEIGHTS,
     CHAT_PREFIX,
     LOGPROBS_HEADER,
+    MAX_TEACHER_ADAPTERS,
     NUM_CHAT_ADAPTERS,
     RUN_HEADER,
+    TEACHER_PREFIX,
     WEIGHTS_HEADER,
     is_chat,
+    is_teacher,
     kept_name,
     parse_adapter_name,
     served_run,
@@ -212,8 +217,8 @@ class Gateway:
         # A large file takes long to read and to check: nothing else waits for that.
         async with self.turns.work(Item(served_run(name), f"loaded {name}")), self._loads.turn(served_run(name)):
             with await self.weights_lock.enter():
-                await self._make_room(name)
                 self._check_room(name)
+                await self._make_room(name)
                 await self._users.make_room(name, self._config.max_loras)
                 await self._engine.load_adapter(request, name, folder)
                 # Nothing would unload it: its client has gone, and may have unloaded the name before it was there.
@@ -228,13 +233,13 @@ class Gateway:
         """
         name = model if isinstance(model, str) else ""
         run_id = served_run(name) or name
-        if name in self._engine.adapters() or not self._known(run_id):
+        if name in self._engine.adapters() or is_teacher(name) or not self._known(run_id):
             return
         run = OutputDir(self._output_dir).run(run_id)
         kept, trainer = await asyncio.to_thread(kept_name, run), await asyncio.to_thread(self._trainer)
         trains = trainer is not None and run_id in trainer.runs
         if kept is None or name != kept or trains:
-            loaded = [each for each in self._engine.adapters() if served_run(each) == run_id]
+            loaded = [each for each in self._engine.adapters() if served_run(each) == run_id and not is_teacher(each)]
             raise ApiError(404, _not_served(run, name, loaded or [kept] * (kept is not None), trains), param="model")
         try:
             await self._load_adapter(request, name, str(_published(run, name)))
@@ -244,39 +249,50 @@ class Gateway:
                 raise ApiError(503, message, param="model", retry_after_s=FULL_RETRY_S) from error
 
     async def _make_room(self, name: str) -> None:
-        """Where all slots are taken, unload a version of a run that does not train for one that does."""
+        """Where all slots are taken, unload an adapter of a run that does not train for one that does.
+
+        For a version of such a run also a teacher of one that would have more than its share. Raises ApiError when
+        nothing gives way: beyond the slots vLLM would drop another.
+        """
         loaded = [each for each in self._engine.adapters() if not is_chat(each)]
         if is_chat(name) or len(loaded) < self._config.max_run_loras:
             return
         trainer = await asyncio.to_thread(self._trainer)
         training = trainer.runs if trainer else {}
         others = [each for each in loaded if served_run(each) not in training]
+        if not is_teacher(name):
+            held, most = Counter(map(served_run, [*loaded, name])), self._config.max_versions_per_run
+            others += [each for each in loaded if is_teacher(each) and held[served_run(each)] > most]
         if served_run(name) in training and others:
-            logger.warning("unloading %s, whose run does not train, for %s", others[0], name)
+            logger.warning("unloading %s to have room for %s", others[0], name)
             await self._engine.unload_adapter(others[0])
+            return
+        problem = f"All {self._config.max_run_loras} adapter slots are in use: unload an adapter first"
+        problem += ", or raise inference.max_versions_per_run." if is_teacher(name) else "."
+        raise ApiError(400, problem, param="lora_name")
 
     def _trainer(self) -> TrainerStatus | None:
         return read_status(OutputDir(self._output_dir).trainer_status, TrainerStatus)
 
     def _check_room(self, name: str) -> None:
-        """Raises ApiError unless an adapter may be loaded as `name`. Beyond the slots vLLM would drop another."""
+        """Raises ApiError unless an adapter may be loaded as `name` where a slot is free."""
         if self.weights != BASE_WEIGHTS:
             message = f"Adapters belong to the base model, and {self.weights} is in force: reload_weights first."
             raise ApiError(409, message)
         model, loaded = self._config.model, self._engine.adapters()
-        parsed = parse_adapter_name(name)
-        own = [each for each in loaded if parsed and served_run(each) == parsed[0]]
+        run_id = served_run(name)
+        own = [each for each in loaded if served_run(each) == run_id and is_teacher(each) == is_teacher(name)]
         chats = [each for each in loaded if is_chat(each)]
         if model.lora is None:
             problem = "This server serves no adapters (model.lora is null)."
         elif name in loaded:
             problem = f"The lora adapter {name!r} has already been loaded."
-        elif parsed and len(own) >= self._config.max_versions_per_run:
-            problem = f"{parsed[0]} holds its {len(own)} adapter slots: unload one first."
+        elif is_teacher(name) and len(own) >= MAX_TEACHER_ADAPTERS:
+            problem = f"{run_id} has {len(own)} teachers loaded, the most of a run: unload one first."
+        elif run_id and not is_teacher(name) and len(own) >= self._config.max_versions_per_run:
+            problem = f"{run_id} holds its {len(own)} adapter slots: unload one first."
         elif is_chat(name) and len(chats) >= NUM_CHAT_ADAPTERS:
             problem = f"The adapter slot for chats is in use by {chats[0]}: unload it first."
-        elif not is_chat(name) and len(loaded) - len(chats) >= self._config.max_run_loras:
-            problem = f"All {self._config.max_run_loras} adapter slots are in use: unload an adapter first."
         else:
             return
         raise ApiError(400, problem, param="lora_name")
@@ -344,7 +360,7 @@ def _check_owner(name: str, output: OutputDir, folder: Path) -> None:
 
     What is evaluated has the name of its folder below `evaluations/`, in the slot of chats.
     """
-    own = name.removeprefix(CHAT_PREFIX)
+    own = name.removeprefix(TEACHER_PREFIX if is_teacher(name) else CHAT_PREFIX)
     parsed = parse_adapter_name(own)
     if parsed is None and is_chat(name) and folder == output.evaluations / own:
         return
@@ -355,9 +371,11 @@ def _check_owner(name: str, output: OutputDir, folder: Path) -> None:
         run = output.run(parsed[0])
     except LayoutError as error:
         raise ApiError(403, str(error), param="lora_name") from error
-    published = (run.broadcast_dir(parsed[1]), run.trainer_checkpoint(parsed[1]))
-    if not (folder.is_relative_to(run.path) if is_chat(name) else folder in published):
-        message = f"{name!r} is published at {run.broadcast_dir(parsed[1])}, not at {folder}."
+    places = [run.broadcast_dir(parsed[1]), run.trainer_checkpoint(parsed[1])]
+    if is_teacher(name):
+        places = [run.teacher_dir(parsed[1])]
+    if not (folder.is_relative_to(run.path) if is_chat(name) else folder in places):
+        message = f"{name!r} is published at {places[0]}, not at {folder}."
         raise ApiError(403, message, param="lora_path")
 
 

@@ -87,11 +87,35 @@ def adapter_refused(name: str, error: Exception) -> ApiError:
     return ApiError(status, f"adapter {name!r} is refused: {error}", param="lora_path")
 
 
+# Of the prompts of one request: they are put together in memory, some hundred bytes each.
+MAX_PROMPT_LOGPROBS = 2_000_000
+
+
 def check_ranges(body: Mapping[str, Any]) -> None:
     """Raises ApiError (400) for a sampling parameter of a request that is outside of its range, in both engines."""
     if refused := refusal(body):
         name, problem = refused
         raise ApiError(400, problem, param=name)
+    num_top, n = body.get("prompt_logprobs"), body.get("n")
+    if not isinstance(num_top, int | float):  # else the engine refuses it
+        return
+    # A token has a byte at least.
+    num_tokens = sum(len(each.encode() if isinstance(each, str) else each) for each in prompts_of(body))
+    num = num_tokens * int(1 + num_top) * int(n if isinstance(n, int | float) else 1)
+    if "messages" in body or body.get("stream"):
+        message = "prompt_logprobs: must be asked of /v1/completions, without stream"
+    elif num > MAX_PROMPT_LOGPROBS:
+        message = f"prompt_logprobs: found {num} in all: must be at most {MAX_PROMPT_LOGPROBS}"
+    else:
+        return
+    raise ApiError(400, message, param="prompt_logprobs")
+
+
+def prompts_of(body: Mapping[str, Any]) -> list[str | list[Any]]:
+    """The prompts of a request for completions, one or several, each a text or token ids."""
+    prompt: Any = body.get("prompt")
+    is_one = not isinstance(prompt, list) or all(isinstance(each, int) for each in prompt)
+    return [each for each in ([prompt] if is_one else prompt) if isinstance(each, str | list)]
 
 
 # A thousand prompts of 2,000 tokens, as text.
@@ -284,8 +308,8 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
             for choice in completed["choices"]
         ]
         known = {name: completed.get(name) for name in ("model", "created", "usage")}
-        empty = {"prompt_logprobs": None, "kv_transfer_params": None}
-        return {"request_id": self.request_id or completed["id"], "choices": choices, **known, **empty}
+        of_prompt = {"prompt_logprobs": completed["choices"][0].get("prompt_logprobs"), "kv_transfer_params": None}
+        return {"request_id": self.request_id or completed["id"], "choices": choices, **known, **of_prompt}
 
 
 def _by_id(choice: dict[str, Any]) -> list[dict[str, Any]]:

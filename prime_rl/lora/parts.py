@@ -14,6 +14,8 @@ Trainer and embedded engine have the same ones, so that both round alike in 16 b
 - Rotary positions. As the libraries write them, they make four tables of the size of the queries in addition to the
   result. Here the result is the only one, forward and backward.
 
+Behind the layers is the head, whose table of all tokens would be larger than everything else: it has a few at a time.
+
 Dimensions: ... any, D normalized, R rows, T tokens, I inputs; at positions H query heads, K KV heads, N tokens.
 """
 
@@ -36,9 +38,24 @@ from torch.nn.functional import silu
 
 from prime_rl.lora.linear import MultiLoRALinear, SharedInput, gated_mlp
 
+# Entries of a model's config that change its logits after the head.
+CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+# Largest table of a chunk of the head, in bytes of float32: enough to keep a GPU busy, small beside any real model.
+CHUNK_BYTES = 128 * 2**20
 # Results that are remembered: from a norm to the last operation that keeps its result there are two others.
 _NUM_REMEMBERED = 3
 _Recipe = Callable[[], Tensor]
+
+
+def head_chunks(num_tokens: int, num_vocabulary: int) -> list[slice]:
+    """Tokens whose tables exist at one time."""
+    size = max(1, CHUNK_BYTES // (4 * num_vocabulary))
+    return [slice(start, start + size) for start in range(0, num_tokens, size)]
+
+
+def changes_logits(config: Any) -> str | None:
+    """The entry of a model's config because of which its logits are not what the head gives, or None."""
+    return next((name for name in CHANGES_LOGITS if getattr(config, name, None) not in (None, 1, 1.0)), None)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import msgspec
 from prime_rl.configs.base import SamplingConfig
 from prime_rl.contract.files import UNDECODABLE
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.served import BASE_WEIGHTS, LOGPROBS_HEADER, WEIGHTS_HEADER, parse_adapter_name
+from prime_rl.contract.served import BASE_WEIGHTS, LOGPROBS_HEADER, WEIGHTS_HEADER, served_run
 from prime_rl.contract.status import InferenceStatus, is_there, read_status
 
 MAX_ERROR_TEXT = 500
@@ -117,6 +117,43 @@ class CompletionRequest:
         }
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What a model says of given tokens. `weights`: as of a `Completion`.
+
+    Attributes:
+        logprobs_T: of each token behind those before it, at temperature 1; 0 of the first, which has none.
+        top_T: the likeliest (token id, logprob) of each position, likeliest first; [] at the first, and [] altogether
+            when none were asked for.
+    """
+
+    logprobs_T: list[float]
+    top_T: list[list[tuple[int, float]]]
+    weights: str | None = None
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """The log-probabilities of `token_ids` under `model`, and the `top_k` likeliest tokens of each position.
+
+    The server needs room for one more token than these.
+    """
+
+    model: str
+    token_ids: Sequence[int]
+    top_k: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that the server has to read."""
+        return len(self.token_ids)
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of /v1/completions, as vLLM takes it."""
+        asked = {"model": self.model, "prompt": list(self.token_ids), "prompt_logprobs": self.top_k}
+        return {**asked, "max_tokens": 1, "temperature": 0}
+
+
 class _Logprobs(msgspec.Struct):
     token_logprobs: list[float | None]  # None: of a number that JSON does not have
 
@@ -130,6 +167,18 @@ class _Choice(msgspec.Struct):
 
 class _Completions(msgspec.Struct):
     choices: list[_Choice]
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float | None
+
+
+class _ScoredChoice(msgspec.Struct):
+    prompt_logprobs: list[dict[int, _Logprob] | None]
+
+
+class _ScoredCompletions(msgspec.Struct):
+    choices: list[_ScoredChoice]
 
 
 class _Weights(msgspec.Struct):
@@ -240,6 +289,13 @@ class ServerClient:
         self.weights = response.headers.get(WEIGHTS_HEADER)
         return [_checked(choice, url, self.weights, request.model) for choice in answer.choices]
 
+    async def score(self, request: ScoreRequest) -> Scores:
+        """What the model says of the tokens. Raises InferenceError for an answer that does not fit them."""
+        response, url = await self._request("POST", "completions", request.body())
+        answer = _decoded(response, url, _ScoredCompletions)
+        self.weights = response.headers.get(WEIGHTS_HEADER)
+        return _scores(answer, request, url, self.weights)
+
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the PEFT folder `path` under `name`. Loading it twice is not an error: names are never reused."""
         try:
@@ -319,13 +375,34 @@ def _checked(choice: _Choice, url: str, weights: str | None, model: str) -> Comp
     if not choice.token_ids or len(choice.token_ids) != len(logprobs):
         found = f"{len(choice.token_ids)} tokens with {len(logprobs)} logprobs"
         raise InferenceError(f"inference at {url} returned {found}")
-    version = model if parse_adapter_name(model) else weights
+    _check_logprobs(logprobs, url, weights, model)
+    stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
+    return Completion(choice.token_ids, logprobs, choice.finish_reason, weights, stop)
+
+
+def _check_logprobs(logprobs: Sequence[float], url: str, weights: str | None, model: str) -> None:
+    version = model if served_run(model) else weights
     if not math.isfinite(sum(logprobs)) and version not in (None, BASE_WEIGHTS):  # a NaN in it makes the sum one
         raise AdapterRefused(f"{version}: its log-probabilities are not finite: its weights are too large")
     if not max(logprobs) <= LOGPROB_SLACK or not math.isfinite(sum(logprobs)):
         raise InferenceError(f"inference at {url} returned an invalid logprob: must be a finite number and at most 0")
-    stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
-    return Completion(choice.token_ids, logprobs, choice.finish_reason, weights, stop)
+
+
+def _scores(answer: _ScoredCompletions, request: ScoreRequest, url: str, weights: str | None) -> Scores:
+    found = answer.choices[0].prompt_logprobs if answer.choices else []
+    if len(found) != len(request.token_ids):
+        raise InferenceError(f"inference at {url} returned logprobs of {len(found)} tokens, not {request.num_tokens}")
+    logprobs_T, top_T = [0.0], list[list[tuple[int, float]]]([[]])
+    for token_id, given in zip(request.token_ids[1:], found[1:], strict=True):
+        position = {each: math.nan if it.logprob is None else it.logprob for each, it in (given or {}).items()}
+        top = sorted(position.items(), key=lambda each: each[1], reverse=True)[: request.top_k]
+        if token_id not in position or len(top) < request.top_k:
+            problem = f"{len(position)} logprobs of a position, not token {token_id} and the likeliest {request.top_k}"
+            raise InferenceError(f"inference at {url} returned {problem}")
+        logprobs_T.append(position[token_id])
+        _check_logprobs([logprobs_T[-1], *(logprob for _, logprob in top)], url, weights, request.model)
+        top_T.append(top)
+    return Scores(logprobs_T, top_T if request.top_k else [], weights)
 
 
 def _raise_for(response: httpx.Response, url: str) -> None:

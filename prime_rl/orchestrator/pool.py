@@ -44,6 +44,8 @@ from prime_rl.orchestrator.client import (
     Endpoint,
     InferenceError,
     InferenceUnavailable,
+    ScoreRequest,
+    Scores,
     ServedModel,
     ServerClient,
     ServerDown,
@@ -250,13 +252,30 @@ class InferenceClient:
 
     async def complete(self, request: CompletionRequest) -> list[Completion]:
         """The completions of `request`, one for each of its choices. Call it while holding `places`."""
+        server, completions, took_s = await self._ask(request, lambda client: client.complete(request))
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
+        server.num_sampled_tokens += num_tokens
+        self.places.note_answer(request.num_choices, num_tokens, took_s)
+        return completions
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """What the model says of the tokens of `request`. Call it while holding `places`."""
+        _, scores, took_s = await self._ask(request, lambda client: client.score(request))
+        self.places.note_answer(1, request.num_tokens, took_s)
+        return scores
+
+    async def _ask(
+        self, request: CompletionRequest | ScoreRequest, ask: Callable[[ServerClient], Awaitable[ResultT]]
+    ) -> tuple[Server, ResultT, float]:
+        """The answer to `request`, the server that gave it, and the seconds that it took."""
+        sampling = request if isinstance(request, CompletionRequest) else None
         while True:
-            server = await self._pick(request)
+            server = await self._pick(sampling)
             epoch, start_s = self.places.control.epoch, time.monotonic()
             server.num_requests += 1
             server.outstanding_tokens += request.num_tokens
             try:
-                completions = await server.client.complete(request)
+                answer = await ask(server.client)
             except InferenceUnavailable as error:
                 if error.is_overload:
                     self.places.control.note_overload(epoch)
@@ -264,13 +283,11 @@ class InferenceClient:
                 continue
             finally:
                 server.outstanding_tokens -= request.num_tokens
-                server.request_s += time.monotonic() - start_s
+                took_s = time.monotonic() - start_s
+                server.request_s += took_s if sampling else 0.0
             server.num_refused = 0
-            num_tokens = sum(len(completion.token_ids) for completion in completions)
-            server.num_sampled_tokens += num_tokens
-            self.places.note_answer(request.num_choices, num_tokens, time.monotonic() - start_s)
             self._set_trouble(None)
-            return completions
+            return server, answer, took_s
 
     async def list_models(self) -> list[ServedModel]:
         """The base model and all adapters that some living server has, also those of other runs."""

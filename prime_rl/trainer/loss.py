@@ -31,9 +31,8 @@ from torch.autograd.function import once_differentiable
 
 from prime_rl.configs import losses as configs
 from prime_rl.configs.losses import RowLoss
+from prime_rl.lora.parts import head_chunks
 
-# Largest table of a chunk of the head, in bytes of float32: enough to keep a GPU busy, small beside any real model.
-CHUNK_BYTES = 128 * 2**20
 # exp of this is 5e8, far above any limit of a ratio: it keeps sums finite. Beyond it a ratio has no gradient.
 MAX_LOG_RATIO = 20.0
 MAX_RATIO = 1e9  # a limit beyond every ratio has no effect, and need not fit into float32
@@ -53,12 +52,6 @@ def token_logprobs(
         hidden_NH, weight_VH, targets_N, temperatures_N
     )
     return found
-
-
-def head_chunks(num_tokens: int, num_vocabulary: int) -> list[slice]:
-    """Tokens whose tables exist at one time."""
-    size = max(1, CHUNK_BYTES // (4 * num_vocabulary))
-    return [slice(start, start + size) for start in range(0, num_tokens, size)]
 
 
 def _scaled(hidden_CH: Tensor, weight_VH: Tensor, temperatures_C: Tensor) -> Tensor:

@@ -54,15 +54,20 @@ from transformers.utils import logging as transformers_logging
 from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model, sent
-from prime_rl.lora.parts import computed_again, fuse_mlps, fuse_norms, made_again, share_inputs, use_rotary
+from prime_rl.lora.parts import (
+    changes_logits,
+    computed_again,
+    fuse_mlps,
+    fuse_norms,
+    made_again,
+    share_inputs,
+    use_rotary,
+)
 from prime_rl.trainer.loss import token_logprobs
 from prime_rl.trainer.world import World
 from prime_rl.utils.runtime import give_back_holes
 
 logger = logging.getLogger(__name__)
-
-# Entries of a model's config that change its logits after the head.
-CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 # Hidden states from which on the holes between the tensors of a pass are worth giving back.
 LARGE_BYTES = 1 << 20
@@ -305,11 +310,10 @@ def _give_back_holes(layer: nn.Module, inputs: Any, output: Any) -> None:
 def _put_head(base: nn.Module) -> LogprobHead:
     """Raises ModelError where the head is not the plain linear layer whose logits are the model's."""
     head: Any = base.get_output_embeddings()  # type: ignore[operator]
-    changes = [name for name in CHANGES_LOGITS if getattr(base.config, name, None) not in (None, 1, 1.0)]
     if isinstance(head, MultiLoRALinear):
         raise ModelError("model.lora.target_modules: lm_head cannot have an adapter")
-    if changes:
-        raise ModelError(f"model.name: this kind of model is not supported: its config.json sets {changes[0]}")
+    if changes := changes_logits(base.config):
+        raise ModelError(f"model.name: this kind of model is not supported: its config.json sets {changes}")
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         raise ModelError(f"model.name: this kind of model is not supported: its head is {head}")
     replaced = LogprobHead(head)

@@ -264,7 +264,7 @@ async def test_only_known_routes_are_answered_and_by_their_method(tmp_path: Path
 
 def put_trainer(output: OutputDir, **fields: Any) -> None:
     """The last words of a trainer that has ended, for a moment or for good."""
-    output.trainer_status.parent.mkdir()
+    output.trainer_status.parent.mkdir(exist_ok=True)
     output.trainer_status.write_bytes(msgspec.json.encode(TrainerStatus(state="stopped", **fields)))
 
 
@@ -325,6 +325,60 @@ async def test_a_run_that_trains_has_room_though_versions_of_others_fill_all_slo
     assert [await load(name) for name in ("run_a@v1", "run_a@v2")] == ["loaded"] * 2
     assert engine.loaded == ["chat/run_done@v9", "run_a@v1", "run_a@v2"]
     assert "in use" in await load("run_done@v7"), "nothing gives way to it"
+
+
+async def test_teachers_have_the_room_that_no_version_needs(tmp_path: Path) -> None:
+    """Two of a run at most, beside its share; that of a run which has more than its share gives way to a version."""
+    engine, output = Engine(), OutputDir(tmp_path)
+    put_trainer(output, runs={run_id: TrainerRunStatus(run_idx=0) for run_id in ("run_a", "run_b")})
+    app = build_app(engine, InferenceConfig(output_dir=tmp_path, max_concurrent_runs=2, max_versions_per_run=2))
+
+    async def load(name: str) -> str:
+        run_id, _, version = name.removeprefix("teacher/").partition("@v")
+        run = output.run(run_id)
+        folder = run.teacher_dir(int(version)) if name.startswith("teacher/") else run.broadcast_dir(int(version))
+        body = json.dumps({"lora_name": name, "lora_path": str(adapter(folder))}).encode()
+        try:
+            return str((await ask(app, "/v1/load_lora_adapter", body))[1]["error"]["message"])
+        except json.JSONDecodeError:  # success is told in plain text
+            return "loaded"
+
+    for name in ("run_a@v1", "teacher/run_a@v1", "teacher/run_a@v2"):
+        assert await load(name) == "loaded"
+    assert await load("teacher/run_a@v3") == "run_a has 2 teachers loaded, the most of a run: unload one first."
+    assert await load("run_b@v1") == "loaded"
+    full = "All 4 adapter slots are in use: unload an adapter first, or raise inference.max_versions_per_run."
+    assert await load("teacher/run_b@v1") == full, "teachers take no room from each other"
+    assert await load("run_b@v2") == "loaded"
+    assert engine.loaded == ["run_a@v1", "teacher/run_a@v2", "run_b@v1", "run_b@v2"]
+    assert await load("run_a@v2") == "loaded", "its own teacher gives way"
+    assert engine.loaded == ["run_a@v1", "run_b@v1", "run_b@v2", "run_a@v2"]
+    assert "holds its 2 adapter slots" in await load("run_b@v3")
+    assert "in use" in await load("teacher/run_b@v2") and len(engine.loaded) == 4
+    put_trainer(output, runs={"run_a": TrainerRunStatus(run_idx=0)})
+    assert await load("teacher/run_a@v4") == "loaded", "run_b does not train any more"
+    assert engine.loaded == ["run_a@v1", "run_b@v2", "run_a@v2", "teacher/run_a@v4"]
+
+
+async def test_work_with_a_teacher_is_that_of_its_run(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.loaded.append("teacher/run_b@v7")
+    OutputDir(tmp_path).inference.mkdir()
+    run = OutputDir(tmp_path).run("run_b")
+    run.control.mkdir(parents=True)
+    run.orch_toml.touch()
+    seen = list[Any]()
+
+    async def complete(request: Request) -> Response:
+        noted = read_work(OutputDir(tmp_path).replica_work(0))
+        seen.append((request.state.run_id, noted and noted.items))
+        return json_response({})
+
+    engine.endpoints = {"/v1/completions": complete}
+    app = build_app(engine, InferenceConfig(output_dir=tmp_path))
+    body = {"model": "teacher/run_b@v7", "prompt": [1]}
+    status, _ = await ask(app, "/v1/completions", json.dumps(body).encode())
+    assert status == 200 and seen == [("run_b", [Item("run_b", "served teacher/run_b@v7")])]
 
 
 async def test_a_version_that_is_kept_served_comes_back_and_gives_way_to_runs_that_train(tmp_path: Path) -> None:
@@ -519,6 +573,14 @@ async def test_a_server_without_adapters_takes_none(tmp_path: Path) -> None:
         ("chat/today/0", "evaluations/today/1", 400),
         ("chat/../run_a/broadcast/step_1", "run_a/broadcast/step_1", 400),
         ("today/0", "evaluations/today/0", 400),
+        ("teacher/run_a@v7", "run_a/teacher/step_7", 200),
+        ("teacher/run_a@v7", "run_a/teacher/step_8", 403),
+        ("teacher/run_a@v7", "run_b/teacher/step_7", 403),
+        ("teacher/run_a@v1", "run_a/broadcast/step_1", 403),
+        ("run_a@v7", "run_a/teacher/step_7", 403),
+        ("teacher/today/0", "evaluations/today/0", 400),
+        ("teacher/chat/run_a@v1", "run_a/teacher/step_1", 400),
+        ("teacher/run_link@v7", "run_a/teacher/step_7", 403),
         ("mine", "run_a/broadcast/step_1", 400),
         ("base", "run_a/broadcast/step_1", 400),
     ],

@@ -255,11 +255,18 @@ async def test_vllm_gets_no_request_that_is_out_of_range(tmp_path: Path) -> None
             assert passed.pop() == good | {"priority": number}
             stops = [("stop", "x" * 257), ("stop", ["x", "y" * 257]), ("stop", ["x"] * 17)]
             numbers = [("temperature", 1e-320), ("repetition_penalty", 0), ("max_tokens", 2**70), ("n", 300.0)]
+            numbers += [("prompt_logprobs", -1), ("prompt_logprobs", 21)]
             # vLLM takes a text with a number in it as that number.
             texts = [("temperature", "1e-39"), ("repetition_penalty", "1e-320"), ("n", "10000"), ("top_p", " 1e-9")]
             for name, value in stops + numbers + texts:
                 response = await client.post(route, json={"prompt": "x", name: value})
                 assert response.status_code == 400 and response.json()["error"]["param"] == name
+        scored = {"prompt": [1, 2], "prompt_logprobs": 20}
+        assert (await client.post("/v1/completions", json=scored)).status_code == 200
+        assert passed.pop().items() >= scored.items()
+        for more in ({"messages": []}, {"stream": True}, {"prompt": [1] * 10**5}, {"prompt": ["x" * 500] * 200}):
+            response = await client.post("/v1/completions", json=scored | more)
+            assert response.status_code == 400 and response.json()["error"]["param"] == "prompt_logprobs"
         body = {"token_ids": [1], "sampling_params": {"temperature": 1e-39}}
         response = await client.post("/inference/v1/generate", json=body)
         assert response.status_code == 400 and "must be 0, or 0.01 to 2" in response.text

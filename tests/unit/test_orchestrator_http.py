@@ -7,6 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,6 +24,8 @@ from prime_rl.orchestrator.client import (
     InferenceError,
     InferenceUnavailable,
     RequestRefused,
+    ScoreRequest,
+    Scores,
     ServedModel,
     UnknownModel,
 )
@@ -138,6 +141,69 @@ async def test_a_logprob_that_is_not_finite_is_the_fault_of_the_version_that_gav
         fake.weights = "run_a/broadcast/step_7"
         with pytest.raises(AdapterRefused, match=r"^run_a/broadcast/step_7: its log-probabilities"):
             await sample(client, str(model))
+        await client.close()
+
+
+async def score(client: InferenceClient, model: str, top_k: int = 2) -> Scores:
+    async with client.places.hold(1):
+        return await client.score(ScoreRequest(model, [50, 51, 52], top_k))
+
+
+async def test_given_tokens_are_scored_in_the_form_of_vllm_and_tried_again(model: Path, tmp_path: Path) -> None:
+    fake = FakeInference(model)
+    statuses = [503, 429]
+    fake.fault = lambda path, body: statuses.pop(0) if statuses and path == "/v1/completions" else None
+    async with serving(fake) as url:
+        client = make_client(url, tmp_path, backoff_start_s=0.05)
+        scores = await score(client, str(model))
+        assert scores.logprobs_T == [0.0, -1.0, -1.0] and scores.weights == "base"
+        assert scores.top_T == [[], [(0, -0.5), (1, -0.6)], [(0, -0.5), (1, -0.6)]]
+        assert (await score(client, str(model), 0)).top_T == []
+        await client.close()
+    expected = {"model": str(model), "prompt": [50, 51, 52], "prompt_logprobs": 2, "max_tokens": 1, "temperature": 0}
+    assert fake.completions[:3] == [expected] * 3, "tried again as it is"
+    assert client.places.control.limit == START_LIMIT // 4 and client.request_s == client.num_sampled_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ([None, {"51": {"logprob": -1.0}}], "logprobs of 2 tokens, not 3"),
+        ([], "logprobs of 0 tokens, not 3"),
+        ([None, None, {"52": {"logprob": -1.0}}], "0 logprobs of a position, not token 51 and the likeliest 1"),
+        ([None, {"7": {"logprob": -1.0}}, {"52": {"logprob": -1.0}}], "not token 51"),
+        ([None, {"51": {"logprob": 0.1}}, {"52": {"logprob": -1.0}}], "invalid logprob"),
+        ([None, {"x": {"logprob": -1.0}}, {"52": {"logprob": -1.0}}], "invalid answer"),
+        ([None, {"51": {"logprob": "-1"}}, {"52": {"logprob": -1.0}}], "invalid answer"),
+        (None, "invalid answer"),
+    ],
+)
+async def test_scores_that_do_not_fit_the_tokens_are_refused(
+    model: Path, tmp_path: Path, answer: Any, words: str
+) -> None:
+    fake = FakeInference(model)
+    fake.score = lambda body: answer
+    async with serving(fake) as url:
+        client = make_client(url, tmp_path)
+        with pytest.raises(InferenceError, match=words) as caught:
+            await score(client, str(model), 1)
+        assert type(caught.value) is InferenceError
+        await client.close()
+
+
+async def test_scores_that_are_not_finite_are_the_fault_of_the_adapter(model: Path, tmp_path: Path) -> None:
+    fake = FakeInference(model)
+    fake.score = lambda body: [None, *({str(each): {"logprob": None}} for each in body["prompt"][1:])]
+    async with serving(fake) as url:
+        client = make_client(url, tmp_path)
+        for name in ("run_a@v3", "teacher/run_a@v1"):
+            with pytest.raises(UnknownModel):
+                await score(client, name)
+            fake.adapters[name] = "a folder"
+            with pytest.raises(AdapterRefused, match=f"^{name}: its log-probabilities are not finite"):
+                await score(client, name, 0)
+        with pytest.raises(InferenceError, match="returned an invalid logprob"):
+            await score(client, str(model), 0)
         await client.close()
 
 

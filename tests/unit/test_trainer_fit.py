@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from prime_rl.configs.base import LoRAConfig
 from prime_rl.configs.system import SHAPES
 from prime_rl.configs.trainer import TrainerConfig, TrainerModelConfig
+from prime_rl.lora.parts import CHUNK_BYTES
 from prime_rl.trainer import fit as cli
 from prime_rl.trainer.capacity import (
     GIB,
@@ -31,7 +32,6 @@ from prime_rl.trainer.capacity import (
     served_bytes,
     split,
 )
-from prime_rl.trainer.loss import CHUNK_BYTES
 from prime_rl.trainer.memory import (
     HOST_COPIES,
     PassMemory,

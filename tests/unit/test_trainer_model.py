@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from prime_rl.configs.base import DEFAULT_TARGET_MODULES, LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.trainer import loss
+from prime_rl.lora import parts
 from prime_rl.trainer.model import (
     ModelError,
     PackedRows,
@@ -103,7 +103,7 @@ def test_log_probabilities_are_those_of_the_logits() -> None:
 
 
 def test_no_more_than_a_chunk_of_the_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * NUM_VOCABULARY * 6)
+    monkeypatch.setattr(parts, "CHUNK_BYTES", 4 * NUM_VOCABULARY * 6)
     model, (ids_RT, targets) = replace(adapted(), remakes=False), some_targets()  # else its own hooks are asked
     with LargestLogits() as seen, saved_shapes() as shapes:
         logprobs_N, *_ = model.token_logprobs(ids_RT, RUN_IDXS, targets)

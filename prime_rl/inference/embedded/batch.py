@@ -30,7 +30,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from itertools import groupby
 from random import Random
@@ -41,14 +41,23 @@ from msgspec import Meta, Struct
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from prime_rl.inference.embedded.model import BLOCK, SPARE_COLUMNS, PrefixCache, Served, columns_of, compose, new_cache
+from prime_rl.contract.served import MAX_TOP_LOGPROBS
+from prime_rl.inference.embedded.model import (
+    BLOCK,
+    SPARE_COLUMNS,
+    PrefixCache,
+    Scored,
+    Served,
+    columns_of,
+    compose,
+    new_cache,
+)
 from prime_rl.inference.guard import NOT_FINITE, ApiError
 from prime_rl.lora.linear import sent
 from prime_rl.utils.runtime import is_out_of_memory
 
 TokenId = Annotated[int, Meta(ge=0)]
 _StopString = Annotated[str, Meta(min_length=1)]
-MAX_TOP_LOGPROBS = 20
 _CUTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 # Settings of a row, and the value at which each changes nothing.
@@ -65,6 +74,7 @@ class SamplingParams(Struct, kw_only=True):
         seed: of the choices of each prompt; None: another one for each prompt.
         temperature: 0 takes the most likely token.
         top_logprobs: how many of the most likely tokens are reported at each position; 0 none.
+        prompt_logprobs: the same of the prompt, whose own tokens are reported too; None: nothing is.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: tokens that end it, beside the end of sequence.
         ignore_eos: go on after an end-of-sequence token (for measurements).
@@ -84,6 +94,7 @@ class SamplingParams(Struct, kw_only=True):
     stop: _StopString | list[_StopString] = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     ignore_eos: bool = False
 
     @property
@@ -307,6 +318,7 @@ class Row:
         token_ids: the end-of-sequence token included when it ended the row.
         logprobs: of each token, as in `sample`.
         top: the most likely tokens at each position; empty when not asked for.
+        scored: of the prompt's tokens but the first, `[P]` and `[P, K]`; None when not asked for, or not yet computed.
         finish_reason: "stop" (end of sequence, a stop token or a stop string), "length", "abort" (its job was
             cancelled) or "error" (its job has it); None while it runs.
         stop_at: length of the text before the stop string, None when no stop string ended it.
@@ -320,6 +332,7 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
+    scored: Scored | None = None
     finish_reason: str | None = None
     stop_at: int | None = None
     stop_reason: str | int | None = None
@@ -336,10 +349,15 @@ class Row:
         return (*self.prompt_ids, *self.token_ids)
 
     @property
-    def prefill_key(self) -> tuple[int, int, tuple[int, ...]]:
+    def is_scored(self) -> bool:
+        """True when log-probabilities of its prompt are to be computed with it: then nothing of it is known before."""
+        return self.job.params.prompt_logprobs is not None and self.scored is None and len(self.prompt_ids) > 1
+
+    @property
+    def prefill_key(self) -> tuple[int, int, tuple[int, ...], bool]:
         """Rows with the same one share a prefill. Sorts by adapter, the base model first, then by length."""
         ids = self.all_ids
-        return self.job.rank, len(ids), ids
+        return self.job.rank, len(ids), ids, self.is_scored
 
     @property
     def keys(self) -> list[bytes]:
@@ -427,13 +445,15 @@ class Batch:
             firsts = [same[0] for same in chunk]
             prompts, num_new = [row.all_ids[:-1] for row in firsts], max(map(self._num_missing, firsts))
             kept = [self.prefixes.find(row.keys) for row in firsts]
-            cache = self._served.prefill(prompts, [row.job.slot for row in firsts], kept, num_new)
-            joining.update({row: (cache, source) for source, same in enumerate(chunk) for row in same})
+            read = partial(self._score, chunk) if firsts[0].is_scored else None
+            cache = self._served.prefill(prompts, [row.job.slot for row in firsts], kept, num_new, read)
+            new = {row: (cache, at) for at, same in enumerate(chunk) for row in same if row.finish_reason is None}
+            joining.update(new)
             num_tokens = sum(len(same) * len(prompt) for same, prompt in zip(chunk, prompts, strict=True))
             self.num_prefix_queries += num_tokens
             self.num_prefix_hits += num_tokens - sum(min(num_new, len(prompt)) for prompt in prompts)
-            for row in firsts:
-                self._keep(row, *joining[row])
+            for row in filter(new.__contains__, firsts):
+                self._keep(row, *new[row])
 
         for chunk in (chunk for turn in self._turns(rows) for chunk in _chunks(turn, self._num_missing)):
             if all(row.job.is_cancelled for same in chunk for row in same):
@@ -479,7 +499,23 @@ class Batch:
 
     def _num_missing(self, row: Row) -> int:
         """Its tokens, the last left out, that must be computed before it joins."""
-        return max(1, len(row.all_ids) - 1) - BLOCK * self.prefixes.num_known(row.keys)
+        num_known = 0 if row.is_scored else BLOCK * self.prefixes.num_known(row.keys)
+        return max(1, len(row.all_ids) - 1) - num_known
+
+    def _score(self, chunk: Sequence[Sequence[Row]], read_RPH: Tensor) -> None:
+        """Give rows what the model says of their prompts, of which `read_RPH` is what its head reads."""
+        targets_RP = torch.zeros(read_RPH.shape[:2], dtype=torch.long)
+        for targets_P, same in zip(targets_RP, chunk, strict=True):
+            given = same[0].prompt_ids[1:]
+            targets_P[-len(given) :] = torch.tensor(given)
+        num_top = max(row.job.params.prompt_logprobs or 0 for same in chunk for row in same)
+        scored = self._served.score(read_RPH, targets_RP, num_top)
+        for at, same in enumerate(chunk):
+            own = Scored(*(each[at, 1 - len(same[0].prompt_ids) :] for each in scored))
+            for row in same:
+                row.scored = own
+                if not own.logprobs.isfinite().all():
+                    row.fail(NOT_FINITE)
 
     def _keep(self, row: Row, cache: Cache, source: int) -> None:
         """Let later rows begin with the tokens of `row`, which are the last columns of row `source` of `cache`."""
@@ -493,8 +529,14 @@ class Batch:
             )
 
     def _turns(self, rows: Sequence[Row]) -> Iterator[list[list[Row]]]:
-        """Groups of rows with the same tokens. Of those that lack the same block, the longest is a turn ahead."""
-        groups, tried = _same(rows), set[bytes]()
+        """Groups of rows with the same tokens. Of those that lack the same block, the longest is a turn ahead.
+
+        Those whose prompts are scored compute all of their tokens, ahead of all others.
+        """
+        every, tried = _same(rows), set[bytes]()
+        groups = [same for same in every if not same[0].is_scored]
+        if scored := [same for same in every if same[0].is_scored]:
+            yield scored
         while groups:
             turn, later, heads = list[list[Row]](), list[list[Row]](), set[bytes]()
             for same in reversed(groups):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -59,7 +59,7 @@ class Waiting:
         self._jobs: dict[str, OrderedDict[Job, deque[Row]]] = {}
         self._computed: Counter[str] = Counter()
         self._fewest = 0
-        self._last: tuple[int, int, tuple[int, ...]] | None = None  # the `prefill_key` of the row before
+        self._last: tuple[Any, ...] | None = None  # the `prefill_key` of the row before
 
     def __len__(self) -> int:
         return self.counts.total()
@@ -92,7 +92,8 @@ class Waiting:
         """Return the tokens to compute for its next: that one, and those before it that nothing shares."""
         if row.prefill_key == self._last:
             return 1
-        return 1 + len(row.all_ids) - BLOCK * self._prefixes.num_known(row.keys)
+        num_known = 0 if row.is_scored else BLOCK * self._prefixes.num_known(row.keys)
+        return 1 + len(row.all_ids) - num_known
 
     def take(self) -> Row:
         """Take the row that is next, and charge its run."""

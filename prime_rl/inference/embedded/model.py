@@ -17,19 +17,20 @@ query a row, the queries of a group can stand where the tokens of a query stand:
 (`grouped_attention`).
 
 Dimensions: R rows, P longest prompt, H KV heads, C columns allocated, T columns in use, Q new columns, D head size, V
-vocabulary; in the attention also G query heads of one KV head; of blocks N tokens, L heads of the keys and values of
-all layers.
+vocabulary, K likeliest tokens; in the attention also G query heads of one KV head; of blocks N tokens, L heads of the
+keys and values of all layers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -44,8 +45,8 @@ from transformers.modeling_utils import AttentionInterface
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.guard import WEIGHTS_FILE, ApiError, check_fit, readable, weights_label
 from prime_rl.lora.adapter_state import check_finite, load_tensors, shapes_of
-from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model, take_share
-from prime_rl.lora.parts import fuse_mlps, fuse_norms, share_inputs, use_rotary
+from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear, apply_lora_to_model, sent, take_share
+from prime_rl.lora.parts import fuse_mlps, fuse_norms, head_chunks, share_inputs, use_rotary
 from prime_rl.transfer import TransferError, WeightReceiver
 from prime_rl.utils.runtime import StartError
 
@@ -302,6 +303,15 @@ class WholeWeights:
             parameter.copy_((tensors or self._base)[name])
 
 
+class Scored(NamedTuple):
+    """Of tokens `[R, P]`, on the host: log-probability and rank (1: the likeliest) of each, the K likeliest there."""
+
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
 @dataclass
 class Served:
     """A loaded model with room for adapters. Not thread-safe: one thread owns it.
@@ -328,7 +338,8 @@ class Served:
         self.device: torch.device = self.model.device
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         # V, which a model may have padded beyond its tokens.
-        self.num_logits: int = self.model.get_output_embeddings().weight.shape[0]
+        self._head: nn.Module = self.model.get_output_embeddings()
+        self.num_logits: int = self._head.weight.shape[0]
         self._accepted = inspect.signature(self.model.forward).parameters
 
     def prefill(
@@ -337,12 +348,14 @@ class Served:
         slots: Sequence[int | None],
         kept: Sequence[Sequence[Tensor]] = (),
         num_new: int | None = None,
+        read: Callable[[Tensor], object] | None = None,
     ) -> Cache:
         """The cache of whole prompts, padded at the left. They may be empty: there is one column at least.
 
         Args:
             kept: blocks of tokens that each prompt begins with.
             num_new: the last tokens of each prompt that are computed, at least those that `kept` lacks; None: all.
+            read: as in `forward`.
         """
         longest = max(1, *map(len, prompts))
         num_old = 0 if num_new is None else longest - num_new
@@ -355,7 +368,7 @@ class Served:
             ids_RP[row, longest - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
             mask_RP[row, longest - len(prompt) :] = True
         positions_RP = (mask_RP.cumsum(dim=-1) - 1).clamp(min=0)
-        self.forward(ids_RP[:, num_old:], mask_RP, positions_RP[:, num_old:], cache, slots)
+        self.forward(ids_RP[:, num_old:], mask_RP, positions_RP[:, num_old:], cache, slots, read)
         return cache
 
     def _filled(self, kept: Sequence[Sequence[Tensor]], lengths: Sequence[int], num_old: int, longest: int) -> Cache:
@@ -371,16 +384,22 @@ class Served:
         return cache
 
     def forward(
-        self, ids_RP: Tensor, mask_RT: Tensor, positions_RP: Tensor, cache: Cache, slots: Sequence[int | None]
+        self,
+        ids_RP: Tensor,
+        mask_RT: Tensor,
+        positions_RP: Tensor,
+        cache: Cache,
+        slots: Sequence[int | None],
+        read: Callable[[Tensor], object] | None = None,
     ) -> Tensor:
         """The logits `[R, V]` after the new tokens of every row.
 
         Given are the tokens, the columns that the row may see, the positions (= tokens before each), and the row's
-        adapter. The cache then has the tokens too.
+        adapter. The cache then has the tokens too. `read` gets what the head reads of all new tokens, for `score`.
         """
         self.routing.set_rows(slots)
-        optional = {"position_ids": positions_RP.to(self.device), "logits_to_keep": 1}
-        with torch.inference_mode():
+        optional = {"position_ids": positions_RP.to(self.device), "logits_to_keep": 0 if read else 1}
+        with torch.inference_mode(), _reading(self._head, read):
             out = self.model(
                 input_ids=ids_RP.to(self.device),
                 attention_mask=mask_RT.to(self.device),
@@ -390,6 +409,31 @@ class Served:
             )
         logits_RV: Tensor = out.logits[:, -1]
         return logits_RV
+
+    def score(self, read_RPH: Tensor, targets_RP: Tensor, num_top: int) -> Scored:
+        """Of each token in `targets_RP` what the model says behind those before it. A few tables exist at one time."""
+        parts, targets_RP = [], sent(targets_RP, self.device)
+        for chunk in head_chunks(targets_RP.shape[1], len(targets_RP) * self.num_logits):
+            logprobs_RPV = torch.log_softmax(self._head.forward(read_RPH[:, chunk]).float(), dim=-1)
+            given_RP1 = logprobs_RPV.gather(2, targets_RP[:, chunk, None])
+            top = logprobs_RPV.topk(min(num_top, self.num_logits), dim=-1)
+            parts.append((given_RP1[..., 0], (logprobs_RPV >= given_RP1).sum(-1), top.indices, top.values))
+        return Scored(*(torch.cat(each, dim=1).cpu() for each in zip(*parts, strict=True)))
+
+
+@contextlib.contextmanager
+def _reading(head: nn.Module, read: Callable[[Tensor], object] | None) -> Iterator[None]:
+    """Inside, `read` gets what `head` reads, which makes the logits of the last token alone."""
+    if read is None:
+        yield
+        return
+
+    def last_alone(head: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        read(inputs[0])
+        return inputs[0][:, -1:]
+
+    with head.register_forward_pre_hook(last_alone):
+        yield
 
 
 def load_model(config: InferenceConfig) -> Served:

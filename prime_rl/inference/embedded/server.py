@@ -15,7 +15,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate, repeat
+from itertools import accumulate, islice, repeat
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -30,7 +30,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from transformers import AutoTokenizer
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.embedded.batch import MAX_TOP_LOGPROBS, Job, Row, SamplingParams, TokenId
+from prime_rl.contract.served import MAX_TOP_LOGPROBS
+from prime_rl.inference.embedded.batch import Job, Row, SamplingParams, TokenId
 from prime_rl.inference.embedded.engine import Engine
 from prime_rl.inference.embedded.model import Served, load_model
 from prime_rl.inference.gateway import serve_engine
@@ -48,6 +49,7 @@ from prime_rl.inference.guard import (
 )
 from prime_rl.inference.serve import ServerContext
 from prime_rl.inference.sharing import Lanes
+from prime_rl.lora.parts import changes_logits
 from prime_rl.utils.chat_template import RESERVED, ChatTemplate, TokenizerError
 from prime_rl.utils.runtime import StartError
 
@@ -69,7 +71,7 @@ _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("stream", "echo", "use_beam_search", "include_stop_str_in_output"), False),
     **{"return_tokens_as_token_ids": False, "best_of": 1, "length_penalty": 1, "tool_choice": "none", "suffix": ""},
     **{"logit_bias": {}, "bad_words": [], "tools": [], "response_format": {"type": "text"}},
-    **dict.fromkeys(("truncate_prompt_tokens", "allowed_token_ids", "prompt_logprobs", "logprob_token_ids")),
+    **dict.fromkeys(("truncate_prompt_tokens", "allowed_token_ids", "logprob_token_ids")),
     **dict.fromkeys(("structured_outputs", "chat_template", "reasoning_effort")),
 }
 
@@ -161,7 +163,9 @@ class CompletionRequest(Generation, kw_only=True):
     def choice(self, row: Row, text: Text) -> dict[str, Any]:
         """The fields of one choice that /v1/completions has of its own: text, logprobs, ids of the prompt."""
         prompt_ids = row.prompt_ids if self.return_token_ids else None
-        found = {"text": self.text_of(row, text), "logprobs": None, "prompt_token_ids": prompt_ids}
+        scores = None if self.prompt_logprobs is None else self._scores(row, text)
+        found: dict[str, Any] = {"text": self.text_of(row, text), "logprobs": None}
+        found |= {"prompt_token_ids": prompt_ids, "prompt_logprobs": scores}
         if self.logprobs is None:
             return found
         tokens = [text.token(token_id) for token_id in row.token_ids]
@@ -171,6 +175,24 @@ class CompletionRequest(Generation, kw_only=True):
         ]
         logprobs = {"tokens": tokens, "token_logprobs": row.logprobs, "top_logprobs": top or None}
         return {**found, "logprobs": {**logprobs, "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))}}
+
+    def _scores(self, row: Row, text: Text) -> list[msgspec.Raw | None]:
+        """Of each token of the prompt but the first what the model says of it, then of the likeliest ones there.
+
+        Encoded one by one: there may be millions, and the event loop encodes the rest.
+        """
+        scores: list[msgspec.Raw | None] = [None]
+        lists = (each.tolist() for each in row.scored or ())
+        for token_id, logprob, rank, top_ids, top_logprobs in zip(row.prompt_ids[1:], *lists, strict=False):
+            best = enumerate(zip(top_ids, top_logprobs, strict=True), 1)
+            entries = {token_id: (logprob, rank)}
+            entries |= {top_id: (value, number) for number, (top_id, value) in islice(best, self.prompt_logprobs)}
+            position = {
+                each: {"logprob": max(value, MIN_LOGPROB), "rank": number, "decoded_token": text.token(each)}
+                for each, (value, number) in entries.items()
+            }
+            scores.append(msgspec.Raw(msgspec.json.encode(position)))
+        return scores
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
@@ -520,6 +542,9 @@ class Api:
             if len(prompt) >= (most := self._engine.max_model_len):
                 message = f"The prompt has {len(prompt)} tokens: with one more it would exceed the {most} tokens of "
                 raise ApiError(400, f"{message}max_model_len.", param="prompt")
+        if asked.prompt_logprobs is not None and (changed := changes_logits(self._engine.served.model.config)):
+            message = f"prompt_logprobs: not for this model in the embedded engine: its config.json sets {changed}"
+            raise ApiError(400, message, param="prompt_logprobs")
         self._check_size(asked.n * len(prompts), asked, run_id)
         adapter = None if asked.model in (None, "", self._model) else asked.model  # "" as in vLLM
         return self._engine.submit(prompts, asked, adapter=adapter, run_id=run_id)

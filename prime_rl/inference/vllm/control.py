@@ -32,6 +32,7 @@ from prime_rl.inference.guard import (
     meta_model,
     model_shapes,
     num_chars,
+    prompts_of,
     replay,
     run_of,
     weights_label,
@@ -273,12 +274,15 @@ PROMPT_TOKENS, PROMPT_CHARS = 64, 256
 
 def num_places(body: Mapping[str, Any]) -> int:
     """Return how many choices a request asks for, and its prompts in as many; vLLM takes 200.0 as 200."""
-    prompt, n = body.get("prompt"), body.get("n")
-    many = prompt if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt) else [prompt]
+    many, n = prompts_of(body), body.get("n")
     num_tokens = sum(len(each) for each in many if isinstance(each, list))
     texts = [each for each in many if isinstance(each, str)]
     chars = num_chars([texts, body.get("messages")])
-    return len(many) * int(n if isinstance(n, int | float) else 1) + num_tokens // PROMPT_TOKENS + chars // PROMPT_CHARS
+    return (
+        max(1, len(many)) * int(n if isinstance(n, int | float) else 1)
+        + num_tokens // PROMPT_TOKENS
+        + chars // PROMPT_CHARS
+    )
 
 
 @dataclass
