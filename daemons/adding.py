@@ -259,7 +259,8 @@ def check_file(
             start_of(output, config, download=False)
             teachers_of(output, config, download=False)
         except ActionError as error:
-            problems.append(ConfigProblem(*str(error).split(": ", 1)))
+            key, _, words = str(error).partition(": ")
+            problems.append(ConfigProblem(key, words))
     return problems
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from prime_rl.contract.files import append_line, read_end
-from prime_rl.contract.metrics import parse_metrics
+from prime_rl.contract.metrics import TEACHER_KL, parse_metrics
 from prime_rl.orchestrator.envs.base import MAX_REWARDS
 from prime_rl.orchestrator.envs.checked import RolloutMeter
 from prime_rl.orchestrator.recorder import Rollout
@@ -156,7 +156,7 @@ def teacher_metrics(groups: Sequence[Group]) -> dict[str, float]:
         if is_learned
     ]
     num_tokens = sum(len(each.token_ids_T) for each in branches)
-    return {"distill/kl": mean(gaps), "distill/teacher_tokens": num_tokens} if gaps else {}
+    return {TEACHER_KL: mean(gaps), "distill/teacher_tokens": num_tokens} if gaps else {}
 
 
 def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -174,7 +174,7 @@ async def set_up(
     )
     told = partial(environment_figures, checked, changed, texts.unusable if texts else None)
     cleanup.callback(lambda: writer.update(**told()))
-    awaited: list[Sessions | Judge | Teachers] = [*judges, *filter(None, (sessions, teachers))]
+    awaited: list[Sessions | Judge | Teachers] = [*judges, *(each for each in (sessions, teachers) if each)]
     status = make_reporter(writer, scheduler, policy, client, told, awaited, num_learned)
     batches = BatchReporter(run, scheduler, client, status, envs, sampler, LearningWatch(run), texts, teachers)
     samples = SampleKeeper(run, config.samples, tokenizer.decode)

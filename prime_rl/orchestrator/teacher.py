@@ -273,8 +273,8 @@ class OutsideTeacher(Awaited):
         try:
             read = (await self._post({**spoken.body(), "prompt": SPOKEN}, spoken)).choices[0].prompt_logprobs
             await self.score([own[0], tokenizer.last_id], top_k)
-        except (TooLong, EnvironmentFault, IndexError) as error:
-            raise RunFailed(f"{self._remote.who} cannot be asked: {error}") from error
+        except (TooLong, EnvironmentFault) as error:
+            raise RunFailed(str(error)) from error
         ids = [next(iter(each or {}), None) for each in read]
         if ids[1:] not in (own, own[1:]):  # its first token may be one that every text begins with
             words = "reads a text as other tokens than the run's model: a teacher must have the same tokenizer"
@@ -293,8 +293,10 @@ class OutsideTeacher(Awaited):
         limit = BESIDES_BYTES + TOLD_BYTES * (request.top_k + 2) * request.num_tokens
         try:
             answer = await self.answer(lambda: self._remote.post(body, limit))
-            return msgspec.json.decode(answer, type=ScoredCompletions)
-        except UNDECODABLE as error:
+            found = msgspec.json.decode(answer, type=ScoredCompletions)
+            _ = found.choices[0]
+            return found
+        except (*UNDECODABLE, IndexError) as error:
             words = "gives no prompt_logprobs, as vLLM does"
             raise RunFailed(f"{self._remote.who} {words}: {one_line(str(error))}") from error
         except EnvironmentFault as error:

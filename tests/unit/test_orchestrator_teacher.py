@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -91,7 +90,7 @@ class FakeTeacher(FakeInference):
             ids = self.begin + Tokenizer.from_file(f"{self.model}/tokenizer.json").encode(ids).ids
         else:
             self.read.append((body["model"], ids))
-        if len(ids) + 1 > self.longest:
+        if len(ids) + 1 > self.longest and ids is body["prompt"]:
             return 400, {"error": f"at most {self.longest} tokens"}
         likeliest = {str(token): {"logprob": -3.0 - token} for token in range(body["prompt_logprobs"])}
         told = [{**likeliest, str(token): {"logprob": self.told(body["model"], token)}} for token in ids[1:]]
@@ -269,7 +268,7 @@ async def test_a_teacher_reads_texts_as_the_student_does(world: World, begin: li
 
 async def test_a_teacher_without_the_students_last_token_is_refused(world: World) -> None:
     last = 258
-    world.fake.fault = lambda path, body: 400 if "prompt_logprobs" in body and last in body["prompt"][1:2] else None
+    world.fake.fault = lambda path, body: 400 if "prompt_logprobs" in body and body["prompt"][-1] == last else None
     assert await world.live(teacher=world.outside()) == 1
     assert "refuses: HTTP 400" in (world.status.reason or "")
 
@@ -302,10 +301,10 @@ async def test_a_rollout_that_is_too_long_for_the_teacher_is_made_again(
     assert all(len(each.token_ids) < 90 for each in world.samples())
 
 
-async def test_numbers_that_are_none_are_no_advantages(world: World) -> None:
-    world.fake.told = lambda model, token: math.nan
+async def test_a_probability_that_is_none_is_refused(world: World) -> None:
+    world.fake.told = lambda model, token: 1.0
     assert await world.live(teacher=world.outside()) == 1
-    assert "the teacher's log-probabilities are not finite" in (world.status.reason or "")
+    assert "returned an invalid logprob: must be a finite number and at most 0" in (world.status.reason or "")
 
 
 async def test_an_adapter_teaches_under_a_name_of_its_own_and_goes_at_the_end(world: World) -> None:

@@ -31,6 +31,7 @@ METRICS = (
     "reward/mean",
     "held_out/loss",
     "supervised/loss",
+    "distill/kl",
     "loss",
     "entropy",
     "mismatch_kl",

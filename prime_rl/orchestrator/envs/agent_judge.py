@@ -14,6 +14,7 @@ import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import anyio
@@ -129,7 +130,7 @@ class Judge(Awaited):
         while True:
             try:
                 messages = [*self._question(texts, mark, limit // len(texts)), *again]
-                reply = await self.answer(lambda messages=messages: self._ask(messages))
+                reply = await self.answer(partial(self._ask, messages))
             except RolloutError as error:
                 if (limit := limit // 2) < MIN_CHARS * len(texts):
                     raise EnvironmentFault(f"the judge has no room for what it is to read: {error}") from error
