@@ -244,7 +244,7 @@ class Following(AdapterTeacher):
         make_folder(self._run.teachers)
         with staged_dir(self._run.teacher_dir(number)) as staged:
             copy_adapter(folder, staged)
-            (staged / self._run.teacher_source(number).name).write_text(self._source)
+            (staged / self._run.teacher_source(number).name).write_text(self._source, encoding="utf-8")
             # A version is removed marker first: what was copied while the marker stood is whole.
             if not any(stable_marker(each).exists() for each in (folder, folder.parent)):
                 raise FileNotFoundError(f"{folder} was removed while it was copied")

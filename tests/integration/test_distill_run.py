@@ -52,6 +52,11 @@ def finish(workspace: Workspace, *run_ids: str) -> None:
         workspace.wait(lambda run_id=run_id: workspace.state(run_id) == "finished", f"{run_id} to finish")
 
 
+def adapters(workspace: Workspace) -> list[str]:
+    status = read_status(workspace.paths.inference_status, InferenceStatus)
+    return status.adapters if status else []
+
+
 def samples(workspace: Workspace, run_id: str) -> list[TrainingSample]:
     run = workspace.run_dir(run_id)
     return [each for step in list_steps(run.rollouts) for each in read_batch(run.rollout_file(step)).samples]
@@ -69,8 +74,7 @@ def test_a_run_is_taught_by_one_beside_it_and_by_the_base_model(workspace: Works
     versions = [line["distill/teacher_version"] for line in lines]
     assert versions == sorted(versions) and 1 <= versions[-1] <= 6
     assert len(list_steps(workspace.run_dir("run_b").teachers)) == 1, "old copies are gone"
-    status = read_status(workspace.paths.inference_status, InferenceStatus)
-    assert status is not None and not any(map(is_teacher, status.adapters))
+    workspace.wait(lambda: not any(map(is_teacher, adapters(workspace))), "the teacher to be unloaded")
 
     for run_id in ("run_whole", "run_killed"):
         add(workspace, run_id, BACK, teacher="base")
@@ -78,12 +82,15 @@ def test_a_run_is_taught_by_one_beside_it_and_by_the_base_model(workspace: Works
     workspace.wait(lambda: len(list_steps(run.rollouts)) >= 3, "three batches of run_killed")
     killed = read_status(run.status, RunStatus)
     assert killed is not None
+    before = samples(workspace, "run_killed")
     os.kill(killed.pid, signal.SIGKILL)
     finish(workspace, "run_whole", "run_killed")
     after = read_status(run.status, RunStatus)
     assert after is not None and after.pid != killed.pid
-    whole = samples(workspace, "run_whole")
-    assert len(whole) == 96 and samples(workspace, "run_killed") == whole, "the same batches, killed or not"
+    whole, again = samples(workspace, "run_whole"), samples(workspace, "run_killed")
+    assert [each.example_id for each in again] == [each.example_id for each in whole] and len(whole) == 96
+    assert again[: len(before)] == before, "no batch is made twice"
+    assert all(each.token_advantages for each in again)
     distances = [line["distill/kl"] for line in read_metrics(workspace.run_dir("run_whole").orchestrator_metrics)]
     assert distances[0] > 0 and sum(distances[-3:]) < sum(distances[:3])
     assert "teacher_tokens" in workspace.prl("usage", "--json").stdout
