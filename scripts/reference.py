@@ -104,6 +104,7 @@ the number of a server, R the rank of a node, I an iteration. How they are writt
 # What stands for the arguments of a path.
 PLACES = {
     "step": "N",
+    "number": "N",
     "version": "N",
     "replica": "N",
     "rank": "R",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from peft import PeftModel
@@ -24,8 +27,9 @@ from transformers import (
 
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.served import LOGPROBS_HEADER
+from prime_rl.contract.served import LOGPROBS_HEADER, teacher_name
 from prime_rl.contract.status import InferenceStatus, is_alive, read_status
+from prime_rl.orchestrator.client import Endpoint, RequestRefused, ScoreRequest, ServerClient, UnknownModel
 from prime_rl.orchestrator.envs.base import Message
 from prime_rl.orchestrator.policy import ChatTokenizer
 from prime_rl.orchestrator.recorder import as_turns
@@ -177,6 +181,54 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
         expected = reference_logprobs(references[name], PROMPTS[0], choice["token_ids"], temperature or 1.0)
         tolerance = logprob_tolerance(references[name], PROMPTS[0]) / (temperature or 1.0)
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.numeric
+async def test_given_tokens_are_scored_as_transformers_and_peft_score_them(
+    server: RunningServer, references: dict[str, PreTrainedModel], model: Path
+) -> None:
+    """Through the client of orchestrators; for a teacher under its own name, and for a text that was sampled."""
+    sampled = server.complete(PROMPTS[2], model=A, max_tokens=NUM_TOKENS, temperature=1.0, seed=3, ignore_eos=True)
+    texts = [*PROMPTS, [*PROMPTS[2], *sampled["choices"][0]["token_ids"]], [7]]
+    run_id, folder = "run_taught", server.output_dir / "run_taught" / "teacher" / "step_7"
+    teacher = teacher_name(run_id, 7)
+    shutil.copytree(adapter_dir(server, B), folder)
+    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+    async with httpx.AsyncClient(headers=headers, timeout=None) as http:
+        client = ServerClient(Endpoint(server.output_dir, server.base_url), http, timeout_s=PATIENCE_S)
+        await client.load_adapter(teacher, folder)
+        for name, plain in ((server.model, server.model), (A, A), (teacher, B)):
+            for ids, top_k in itertools.product(texts, (0, 3)):
+                scores = await client.score(ScoreRequest(name, ids, top_k))
+                with torch.no_grad():
+                    said_PV = references[plain](torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+                given_P = said_PV.gather(1, torch.tensor(ids[1:], dtype=torch.long)[:, None])[:, 0]
+                tolerance = logprob_tolerance(references[plain], ids)
+                assert scores.logprobs_T == pytest.approx([0.0, *given_P.tolist()], abs=tolerance)
+                assert len(scores.top_T) == (len(ids) if top_k else 0) and scores.top_T[:1] == [[]][:top_k]
+                for top, said_V in zip(scores.top_T[1:], said_PV, strict=bool(top_k)):
+                    assert [value for _, value in top] == pytest.approx(said_V.topk(3).values.tolist(), abs=tolerance)
+                    assert [value for _, value in top] == pytest.approx(
+                        [float(said_V[at]) for at, _ in top], abs=tolerance
+                    )
+        scored = await client.score(ScoreRequest(A, texts[-2]))
+        said = sampled["choices"][0]["logprobs"]["token_logprobs"]
+        assert scored.logprobs_T[-NUM_TOKENS:] == pytest.approx(said, abs=logprob_tolerance(references[A], texts[-2]))
+        await client.unload_adapter(teacher)
+        with pytest.raises(UnknownModel):
+            await client.score(ScoreRequest(teacher, [7, 8]))
+        for bad in (-1, 21):
+            with pytest.raises(RequestRefused, match=f"prompt_logprobs: found {bad}: must be 0 to 20"):
+                await client.score(ScoreRequest(server.model, [7, 8], bad))
+        with pytest.raises(RequestRefused):  # no room for one more
+            await client.score(ScoreRequest(server.model, [7] * 256))
+        assert len((await client.score(ScoreRequest(server.model, [7] * 255))).logprobs_T) == 255
+    asked = {"max_tokens": 1, "prompt_logprobs": 0}
+    generated = server.post("/inference/v1/generate", token_ids=[7, 8], sampling_params=asked).json()
+    assert generated["prompt_logprobs"][0] is None and list(generated["prompt_logprobs"][1]) == ["8"]
+    chat = {"model": server.model, "messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 1}
+    refusal = server.post("/v1/chat/completions", **chat)
+    assert refusal.status_code == 400 and "must be asked of /v1/completions" in error_of(refusal)
 
 
 @pytest.mark.slow

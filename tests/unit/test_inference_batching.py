@@ -306,8 +306,10 @@ def half_way(served: Served, fails: Callable[[Sequence[int | None]], bool], monk
     """A forward for which `fails`, by the slots of its rows, raises when its first layer is through."""
     forward = served.forward
 
-    def breaking(ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, slots: Sequence[int | None]) -> Tensor:
-        logits = forward(ids, mask, positions, cache, slots)
+    def breaking(
+        ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, slots: Sequence[int | None], *read: Any
+    ) -> Tensor:
+        logits = forward(ids, mask, positions, cache, slots, *read)
         if fails(slots):
             for layer in cache.layers[1:]:
                 layer.num_columns -= ids.shape[1]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.configs.losses import AipoLossConfig, DapoLossConfig, GspoLossConfig, LossConfig, TisLossConfig
-from prime_rl.trainer import loss
+from prime_rl.lora import parts
 from prime_rl.trainer.loss import (
     LossInputs,
     LossSums,
@@ -65,7 +65,7 @@ def test_logprobs_and_entropy_are_those_after_temperature() -> None:
 def test_the_gradient_of_logprobs_is_that_of_a_plain_log_softmax(
     trained: str, dtype: torch.dtype, tokens_of_a_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * tokens_of_a_chunk)
+    monkeypatch.setattr(parts, "CHUNK_BYTES", 4 * V * tokens_of_a_chunk)
     hidden, head, targets, temperatures = some_tokens(10, dtype)
     hidden.requires_grad_(trained != "head")
     head.requires_grad_(trained != "hidden states")
