@@ -186,7 +186,7 @@ class Following(AdapterTeacher):
 
     async def follow(self, watch: WatchConfig) -> None:
         """Switch to each version that is newer, for as long as the run goes on."""
-        watcher = Watcher([self._followed.broadcast], rescan_s=watch.rescan_s, kind=watch.kind)
+        watcher, told = Watcher([self._followed.broadcast], rescan_s=watch.rescan_s, kind=watch.kind), ""
         try:
             while True:
                 await asyncio.to_thread(watcher.wait)
@@ -194,7 +194,8 @@ class Following(AdapterTeacher):
                 try:
                     await self.look()
                 except (OSError, ValueError, InferenceError) as error:
-                    logger.warning("the teacher stays %s@v%d: %s", self._followed.run_id, self.version, error)
+                    level, told = logging.DEBUG if told == str(error) else logging.WARNING, str(error)
+                    logger.log(level, "the teacher stays %s@v%d: %s", self._followed.run_id, self.version, error)
         finally:
             watcher.close()
             watcher.wake()  # a thread waits in it

@@ -13,6 +13,7 @@ from prime_rl.contract.layout import list_steps
 from prime_rl.contract.served import is_teacher
 from prime_rl.contract.status import InferenceStatus, RunStatus, read_status
 from prime_rl.contract.types import TrainingSample, read_batch
+from tests.integration.test_sft_run import write_texts
 from tests.system_support import Workspace, closed, make_workspace, read_metrics
 
 RL = """\
@@ -32,8 +33,19 @@ keep_rollouts = true
 id = "upper-case"
 """
 TAUGHT = 'kind = "distill"\nteacher = "{teacher}"\n' + RL.replace("rollouts_per_example = 4\n", "")
-# From an adapter that has moved away from the base, back to that.
-BACK = TAUGHT.replace("max_steps = 6", "max_steps = 12\nmax_async_level = 0") + '[init]\nfrom = "run_a"\n'
+# Moves away from the base; and from there back to it.
+TEXTS = """\
+kind = "sft"
+batch_size = 8
+max_steps = 12
+[model]
+name = "{model}"
+[optim]
+lr = 0.02
+[[data]]
+path = "words.jsonl"
+"""
+BACK = TAUGHT.replace("max_steps = 6", "max_steps = 12\nmax_async_level = 0") + '[init]\nfrom = "run_texts"\n'
 
 
 @pytest.fixture
@@ -63,8 +75,11 @@ def samples(workspace: Workspace, run_id: str) -> list[TrainingSample]:
 
 
 @pytest.mark.slow
-def test_a_run_is_taught_by_one_beside_it_and_by_the_base_model(workspace: Workspace) -> None:
+def test_a_run_is_taught_by_one_beside_it_and_by_the_base_model(workspace: Workspace, tmp_path: Path) -> None:
+    write_texts(tmp_path)
     workspace.up()
+    add(workspace, "run_texts", TEXTS)
+    finish(workspace, "run_texts")
     add(workspace, "run_a", RL)
     add(workspace, "run_b", TAUGHT, teacher="run_a@latest")
     finish(workspace, "run_a", "run_b")
@@ -92,5 +107,5 @@ def test_a_run_is_taught_by_one_beside_it_and_by_the_base_model(workspace: Works
     assert again[: len(before)] == before, "no batch is made twice"
     assert all(each.token_advantages for each in again)
     distances = [line["distill/kl"] for line in read_metrics(workspace.run_dir("run_whole").orchestrator_metrics)]
-    assert distances[0] > 0 and sum(distances[-3:]) < sum(distances[:3])
+    assert distances[0] > 0.1 and sum(distances[-3:]) < sum(distances[:3]) / 2
     assert "teacher_tokens" in workspace.prl("usage", "--json").stdout

@@ -28,6 +28,7 @@ from prime_rl.orchestrator.envs import agent_judge
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from prime_rl.orchestrator.recorder import Branch, Rollout
 from prime_rl.orchestrator.rollout import Group
+from tests.metrics_support import undocumented
 from tests.orchestrator_support import (
     IM_END,
     FakeInference,
@@ -375,6 +376,7 @@ async def test_a_run_that_trains_is_followed_version_by_version(world: World) ->
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     assert world.fake.read[-1][0] == "teacher/run_b@v10"
+    assert undocumented("orchestrator", world.lines()) == set()
 
 
 async def test_two_runs_that_are_followed_have_room_for_one_version_each(world: World) -> None:
