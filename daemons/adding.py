@@ -17,7 +17,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from prime_rl.configs.base import (
     merge,
     parse_toml,
 )
+from prime_rl.configs.distill import TeacherConfig
 from prime_rl.configs.explain import check_kind
 from prime_rl.configs.jsonl import Place, place_of
 from prime_rl.configs.orchestrator import KINDS, OrchestratorConfig, of_kind
@@ -56,6 +57,7 @@ from prime_rl.contract.peft import (
     read_adapter_config,
     untrained_modules,
 )
+from prime_rl.contract.served import MAX_TEACHER_ADAPTERS
 from prime_rl.contract.status import TrainerStatus, is_alive, read_status
 from prime_rl.utils.runtime import missing
 
@@ -134,6 +136,10 @@ def check_start(output: OutputDir, start: Start, config: OrchestratorConfig, lim
             f"{start.name} has rank {start.config.rank}, the run has model.lora.rank = {rank}: "
             "must be at most that; raise the run's rank, or choose another adapter"
         )
+    _check_modules(output, start)
+
+
+def _check_modules(output: OutputDir, start: Start) -> None:
     takes = _target_modules(output)
     if takes is not None and (odd := untrained_modules(start.config.target_modules, takes)):
         raise WrongUseError(
@@ -202,13 +208,17 @@ def _copy(source: Path, target: Path) -> None:
 
 @dataclass(frozen=True)
 class NewRun:
-    """A checked run that is to be added. `place` has the files that its config names, `start` what `[init]` does."""
+    """A checked run that is to be added. `place` has the files that its config names, `start` what `[init]` does.
+
+    `teachers`: adapters to copy, each with its number.
+    """
 
     text: str
     config: OrchestratorConfig
     place: Place
     mode: int = _PUBLIC_MODE
     start: Start | None = None
+    teachers: Mapping[int, Start] = field(default_factory=dict)
 
 
 def trainer_limits(output_dir: Path) -> TrainerLimits | None:
@@ -247,8 +257,10 @@ def check_file(
         problems = plugin_problems(config)
         try:
             start_of(output, config, download=False)
+            teachers_of(output, config, download=False)
         except ActionError as error:
-            problems.append(ConfigProblem("init.from", str(error).removeprefix(INIT_FROM)))
+            key, _, words = str(error).partition(": ")
+            problems.append(ConfigProblem(key, words))
     return problems
 
 
@@ -324,6 +336,41 @@ def start_of(output: OutputDir, config: OrchestratorConfig, *, download: bool = 
     return start
 
 
+def teachers_of(
+    output: OutputDir, config: OrchestratorConfig, *, before: RunDir | None = None, download: bool = True
+) -> dict[int, Start]:
+    """The adapters that teach the run, each with its number; those of runs that still train are not copied.
+
+    `before`: a run whose copies are taken where they are of the same adapters. Raises ActionError.
+    """
+    found, kept, limits = dict[int, Start](), dict[str | None, Path](), trainer_limits(output.path)
+    if before:
+        kept = {read_text(before.teacher_source(at)): before.teacher_dir(at) for at in range(MAX_TEACHER_ADAPTERS)}
+    for number, name in enumerate(config.teacher_adapters):
+        try:
+            if followed := TeacherConfig(model=name).follows:
+                existing_run(output, followed)
+                continue
+            with one_line_errors(f"reading {name}"):
+                copied = kept.get(name)
+                start = Start(name, copied, _config(copied)) if copied else find_start(output, name, download=download)
+            if start is not None:
+                _check_teacher(output, start, limits)
+                found[number] = start
+        except ActionError as error:
+            raise type(error)(f"teacher: {error}") from error
+    return found
+
+
+def _check_teacher(output: OutputDir, start: Start, limits: TrainerLimits | None) -> None:
+    """Raises ActionError when inference cannot serve it."""
+    most = limits.max_rank if limits else None
+    if most is not None and start.config.rank > most:
+        rule = f"must be at most this workspace's {most}; choose another, or raise lora.rank in the system file"
+        raise WrongUseError(f"{start.name} has rank {start.config.rank}: {rule}")
+    _check_modules(output, start)
+
+
 def add_run(
     output_dir: Path,
     source: Path | str,
@@ -348,11 +395,11 @@ def add_run(
         text, mode, config = _read_checked(output.path, source, overrides, where)
         if run_id is not None and is_same(output.run(run_id), NewRun(text, config, where)):
             return run_id
-        start = start_of(output, config)
+        start, teachers = start_of(output, config), teachers_of(output, config)
         names = candidates(run_id, source.stem)
         if dry_run:
             return free_id(output, names)
-        run = place(output, names, NewRun(text, config, where, mode, start))
+        run = place(output, names, NewRun(text, config, where, mode, start, teachers))
         detail = f"from {source}" + (f", starts from {start.name}" if start else "")
         record_act(output, "add", run.run_id, detail=detail)
         return run.run_id
@@ -419,6 +466,10 @@ def staged(output: OutputDir, new: NewRun) -> Iterator[Path]:
         copy_data(new.config, new.place, RunDir(folder), new.mode)
         if new.start is not None:
             copy_start(new.start, RunDir(folder).init)
+        for number, teacher in new.teachers.items():
+            RunDir(folder).teachers.mkdir(exist_ok=True)
+            copy_start(teacher, RunDir(folder).teacher_dir(number))
+            write_atomic(RunDir(folder).teacher_source(number), new.config.teacher_adapters[number])
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -509,7 +560,8 @@ def fork_run(
         if with_optimizer:
             _check_moments(output, run, config, start.config.rank, start.config.alpha)
         same = output.run(new_id) if new_id is not None else None
-        new = NewRun(tomli_w.dumps(data), config, place_in, mode_like(run.orch_toml), start)
+        teachers = teachers_of(output, config, before=run)
+        new = NewRun(tomli_w.dumps(data), config, place_in, mode_like(run.orch_toml), start, teachers)
         made = Fork("", version.name, with_optimizer, False, config.kind, left_out)
         if same is not None and is_same(same, new):
             has_optimizer = all((same.init / name).exists() for name in _OPTIMIZER_FILES)

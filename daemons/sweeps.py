@@ -19,7 +19,18 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from daemons.adding import NewRun, checked, in_id, is_same, mode_like, put, staged, start_of, trainer_limits
+from daemons.adding import (
+    NewRun,
+    checked,
+    in_id,
+    is_same,
+    mode_like,
+    put,
+    staged,
+    start_of,
+    teachers_of,
+    trainer_limits,
+)
 from daemons.errors import ActionError, WrongUseError, one_line_errors, record_act
 from daemons.halving import rungs_of
 from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge, nested, parse_override
@@ -179,7 +190,8 @@ def _checked(output: OutputDir, source: Path, name: str, points: Mapping[str, Ma
         except ConfigError as error:
             what = ", ".join(f"{key}={value}" for key, value in values.items())
             raise WrongUseError(f"nothing was added: with {what}: {error}") from error
-        new[run_id] = NewRun(tomli_w.dumps(changed), config, place, mode, start_of(output, config))
+        start, teachers = start_of(output, config), teachers_of(output, config)
+        new[run_id] = NewRun(tomli_w.dumps(changed), config, place, mode, start, teachers)
     return new
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -28,6 +27,7 @@ from prime_rl.contract.status import (
     stalled_since,
     utc,
 )
+from prime_rl.contract.types import Kind
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.text import CleanText, clean_text, counted, one_line
 
@@ -87,7 +87,7 @@ class RunView:
     edited: CleanText | None = None
     sound_step: int | None = None
     started_at: float | None = None
-    kind: Literal["rl", "sft"] | None = None
+    kind: Kind | None = None
 
     @property
     def sign_texts(self) -> tuple[CleanText, ...]:

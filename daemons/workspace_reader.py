@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from daemons.pidfile import read_info
 from daemons.workspace import (
@@ -58,6 +58,7 @@ from prime_rl.contract.status import (
     stall_text,
     stalled_since,
 )
+from prime_rl.contract.types import Kind
 from prime_rl.utils.text import CleanText, clean_strings, error_text, one_line
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class ConfigFacts(NamedTuple):
     priority: int
     max_tokens: int | None
     max_hours: float | None
-    kind: Literal["rl", "sft"]
+    kind: Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from prime_rl.contract.usage import UsageLine, read_usage
 from prime_rl.results import Workspace, columns_of
 from prime_rl.utils.text import one_line, size_text
 
-_COLUMNS = ("trainer", "sampled", "trained", "computed", "inference", "hours", "judge")
+_COLUMNS = ("trainer", "sampled", "trained", "computed", "inference", "hours", "judge", "teacher")
 TRAINER = "trainer"
 NO_TAG = "(no tag)"
 
@@ -74,6 +74,7 @@ class Use:
     hours: float = 0.0
     judge_prompt_tokens: int = 0
     judge_completion_tokens: int = 0
+    teacher_tokens: int = 0
 
     def plus(self, line: UsageLine) -> Use:
         """This row with the numbers of `line` added; its seconds at work are added as hours."""
@@ -87,6 +88,7 @@ class Use:
             hours=self.hours + line.work_s / 3600,
             judge_prompt_tokens=self.judge_prompt_tokens + line.judge_prompt_tokens,
             judge_completion_tokens=self.judge_completion_tokens + line.judge_completion_tokens,
+            teacher_tokens=self.teacher_tokens + line.teacher_tokens,
         )
 
 
@@ -173,10 +175,12 @@ def usage(
     elif not found.rows:
         say(f"{place}: no usage yet")
     else:
-        num_columns = len(_COLUMNS) - (not found.total.judge_prompt_tokens)  # most runs have no judge
-        rows = [_cells(row)[: num_columns + 1] for row in [*found.rows, found.total]]
-        first_left_out = ("hours", "inference", "computed", "trained", "judge", "sampled")
-        console().print(FittingTable([str(by), *_COLUMNS[:num_columns]], rows, first_left_out))
+        without = {"judge": not found.total.judge_prompt_tokens, "teacher": not found.total.teacher_tokens}  # most runs
+        columns = [str(by), *_COLUMNS]
+        shown = [at for at, name in enumerate(columns) if at == 0 or not without.get(name)]
+        rows = [[_cells(row)[at] for at in shown] for row in [*found.rows, found.total]]
+        first_left_out = ("hours", "inference", "computed", "trained", "judge", "teacher", "sampled")
+        console().print(FittingTable([columns[at] for at in shown], rows, first_left_out))
 
 
 def _cells(use: Use) -> list[object]:
@@ -189,6 +193,7 @@ def _cells(use: Use) -> list[object]:
         f"{use.inference_s:,.1f} s",
         f"{use.hours:,.2f}",
         f"{use.judge_prompt_tokens:,} + {use.judge_completion_tokens:,}",
+        f"{use.teacher_tokens:,}",
     ]
 
 

@@ -18,6 +18,7 @@ from pydantic import Field, field_validator, model_validator
 
 from prime_rl.configs.agents import AGENT, AgentArgs
 from prime_rl.configs.base import BaseConfig, build
+from prime_rl.configs.distill import Teacher
 from prime_rl.configs.jsonl import JSONL, JsonlArgs, RowsArgs
 from prime_rl.contract.types import MAX_BRANCHES
 
@@ -134,6 +135,9 @@ class EnvConfig(BaseConfig):
 
     reward_range: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest reward of the environment. A rollout with a reward outside of it is dropped."""
+
+    teacher: Teacher | None = None
+    """The teacher of this environment, with `kind = "distill"`; null: that of the run."""
 
     @property
     def curriculum(self) -> CurriculumConfig | None:

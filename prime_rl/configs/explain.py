@@ -117,11 +117,13 @@ def json_schema(kind: str) -> dict[str, Any]:
     """JSON schema (2020-12) of a kind of file, with help texts. Rules between fields are not in it."""
     model, use = KINDS[kind]
     schema = model.model_json_schema(schema_generator=_WithHelp)
-    if model is OrchestratorConfig:  # a run that learns texts needs neither
+    if model is OrchestratorConfig:  # a run that learns texts needs neither, one with a teacher no groups
         schema["required"] = [key for key in schema["required"] if key not in ("rollouts_per_example", "env")]
-        of_rollouts = {"required": ["rollouts_per_example", "env"], "properties": {"env": {"minItems": 1}}}
-        schema |= {"if": {"properties": {"kind": {"const": "sft"}}, "required": ["kind"]}}
-        schema |= {"then": {"required": ["data"]}, "else": of_rollouts}
+        taught: dict[str, Any] = {"required": ["env"], "properties": {"env": {"minItems": 1}}}
+        of_rewards = {**taught, "required": ["rollouts_per_example", "env"]}
+        sft, distill = ({"properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in ("sft", "distill"))
+        schema |= {"if": sft, "then": {"required": ["data"]}}
+        schema |= {"else": {"if": distill, "then": taught, "else": of_rewards}}
     return {"$schema": GenerateJsonSchema.schema_dialect, **schema, "title": f"prl {kind} config: {use}"}
 
 

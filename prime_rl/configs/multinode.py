@@ -145,6 +145,8 @@ class MultinodeConfig(BaseConfig):
             raise ValueError(str(error)) from error
         if run.init.from_ is not None:
             raise ValueError("run.init.from: not available on several nodes: remove it")
+        if run.teaching is not None:
+            raise ValueError('run.kind: "distill" is not available on several nodes: remove it')
         return self
 
 

@@ -15,12 +15,13 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from prime_rl.configs.base import BaseConfig, EvalSamplingConfig, LogConfig, SamplingConfig, WatchConfig, check_address
 from prime_rl.configs.data import DataConfig, SftConfig
+from prime_rl.configs.distill import DistillConfig, Teacher, TeacherConfig, adapters_of
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.losses import AipoLossConfig, DrGrpoLossConfig, LossConfig
 from prime_rl.configs.reports import MonitorConfig, SamplesConfig
 from prime_rl.contract.metrics import OF_TEXTS
-from prime_rl.contract.served import RANGES
-from prime_rl.contract.types import MAX_BRANCHES
+from prime_rl.contract.served import MAX_TEACHER_ADAPTERS, RANGES
+from prime_rl.contract.types import MAX_BRANCHES, Kind
 
 # Keys of `orch.toml` that are read while the run is in its slot; it keeps all others as it was admitted.
 LIVE_KEYS = ("weight", "priority", "preempt", "budget", "tags")
@@ -291,11 +292,10 @@ _OF_ROLLOUTS = (
     *("max_off_policy_steps", "oversampling_factor", "filter_zero_advantage", "settled_share"),
     *("advantage", "env"),
 )
-# Those of a run that learns texts alone.
-_OF_TEXTS = ("data", "sft")
+# Those of a run that learns texts alone, and of one that has a teacher.
+_OF_TEXTS, _OF_TEACHERS = ("data", "sft"), ("teacher", "distill")
 
-RunKind = Literal["rl", "sft"]
-KINDS: tuple[RunKind, ...] = get_args(RunKind)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def of_kind(data: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -305,11 +305,15 @@ def of_kind(data: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if kind == before:
         return dict(data)
     left_out: set[str] = {*_OF_TEXTS} if "sft" in (before, kind) else set()
-    left_out |= {"stop"} if metric.startswith("reward" if kind == "sft" else OF_TEXTS) else set()
+    left_out |= {*_OF_TEACHERS} if before == "distill" else set()
+    gone = ("reward", "distill/") if kind == "sft" else ("distill/",) if before == "distill" else OF_TEXTS
+    left_out |= {"stop"} if metric.startswith(gone) else set()
     if kind == "sft":
         has_envs = bool(tables.get("eval", {}).get("env"))
         left_out |= {*_OF_ROLLOUTS, "rollouts_per_example", "loss", *(() if has_envs else ("eval",))}
     found = {key: value for key, value in data.items() if key not in left_out} | {"kind": kind}
+    if before == "distill" and isinstance(envs := found.get("env"), list):
+        found["env"] = [{key: each for key, each in env.items() if key != "teacher"} for env in envs]
     if "loss" in left_out and (kl_coef := tables.get("loss", {}).get("kl_coef")):
         found["loss"] = {"kl_coef": kl_coef}
     return found
@@ -318,14 +322,15 @@ def of_kind(data: Mapping[str, Any], kind: str) -> dict[str, Any]:
 class OrchestratorConfig(RunLifetime):
     """`control/orch.toml`: the config of one run."""
 
-    kind: RunKind = "rl"
-    """What the run learns from: "rl", rollouts and their rewards; "sft", the texts of `[[data]]` (docs/sft.md)."""
+    kind: Kind = "rl"
+    """What the run learns from: "rl", rollouts and their rewards; "sft", the texts of `[[data]]` (docs/sft.md);
+    "distill", rollouts and what a teacher says about each of their tokens (docs/distill.md)."""
 
     batch_size: int = Field(ge=1)
     """Rollouts per update, a multiple of `rollouts_per_example`; of a run that learns texts, texts."""
 
     rollouts_per_example: int = Field(ge=1, le=int(RANGES["n"].highest))
-    """Rollouts per example: the group over which advantages are computed."""
+    """Rollouts per example: the group over which advantages are computed. With a teacher 1 unless it is set."""
 
     seq_len: int | None = Field(None, ge=8)
     """Longest sample in tokens; null takes the trainer's."""
@@ -383,6 +388,12 @@ class OrchestratorConfig(RunLifetime):
     sft: SftConfig = SftConfig()
     """How texts are learned."""
 
+    teacher: Teacher | None = None
+    """With `kind = "distill"`: the teacher of all environments that name none. Read once, when the run is added."""
+
+    distill: DistillConfig = DistillConfig()
+    """How a teacher is learned from."""
+
     max_env_failure_share: float = Field(0.5, ge=0, le=1)
     """Largest share of an environment's newest rollouts that may be dropped for its faults, and of its examples that
     may be unusable; above it the run fails."""
@@ -426,12 +437,33 @@ class OrchestratorConfig(RunLifetime):
     @property
     def texts_per_batch(self) -> int:
         """Texts beside the rollouts of a batch."""
-        return math.ceil(self.sft.share * self.batch_size) if self.kind == "rl" and self.data else 0
+        return math.ceil(self.sft.share * self.batch_size) if self.samples_rollouts and self.data else 0
+
+    @property
+    def samples_rollouts(self) -> bool:
+        """True when the run learns from what its policy samples."""
+        return self.kind != "sft"
+
+    @property
+    def teaching(self) -> DistillConfig | None:
+        """How a teacher is learned from; None for a run that has none."""
+        return self.distill if self.kind == "distill" else None
+
+    @property
+    def teachers(self) -> dict[str, TeacherConfig]:
+        """The teacher of each environment, by its name in metrics; {} for a run that has none."""
+        chosen = {env.label: env.teacher or self.teacher for env in self.env}
+        return {name: each for name, each in chosen.items() if each} if self.teaching else {}
+
+    @property
+    def teacher_adapters(self) -> list[str]:
+        """The adapters that teach; the place of each is the number of the run's copy of it."""
+        return adapters_of(self.teachers.values())
 
     @property
     def needs_inference(self) -> bool:
         """True when anything is sampled."""
-        return self.kind == "rl" or self.eval is not None
+        return self.samples_rollouts or self.eval is not None
 
     @property
     def needs_gateway(self) -> bool:
@@ -445,9 +477,10 @@ class OrchestratorConfig(RunLifetime):
 
     @property
     def key_variables(self) -> list[str]:
-        """The environment variables of the keys that it needs: of inference, and of judges."""
+        """The environment variables of the keys that it needs: of inference, of judges, and of teachers."""
         judges = (env.agent.judge for env in [*self.env, *self.eval_envs] if env.agent)
-        return [self.client.api_key_var, *(each.api_key_var for each in judges if each and each.api_key_var)]
+        others = (each.api_key_var for each in [*judges, *self.teachers.values()] if each)
+        return [self.client.api_key_var, *(name for name in others if name)]
 
     @property
     def pass_rewards(self) -> dict[str, float]:
@@ -475,13 +508,15 @@ class OrchestratorConfig(RunLifetime):
     @model_validator(mode="before")
     @classmethod
     def _has_no_groups(cls, data: Any) -> Any:
-        """A run that makes no rollouts needs neither groups of them nor environments."""
-        is_sft = isinstance(data, Mapping) and data.get("kind") == "sft"
-        return {"rollouts_per_example": 1, "env": [], **data} if is_sft else data
+        """A run that makes no rollouts needs neither groups of them nor environments; one with a teacher no groups."""
+        kind = data.get("kind") if isinstance(data, Mapping) else None
+        if kind == "sft":
+            return {"rollouts_per_example": 1, "env": [], **data}
+        return {"rollouts_per_example": 1, **data} if kind == "distill" else data
 
     @model_validator(mode="after")
     def _learns_from_what_it_has(self) -> Self:
-        if self.kind == "rl" and not self.env:
+        if self.samples_rollouts and not self.env:
             raise ValueError("env: must have at least one [[env]]")
         if self.kind == "sft":
             if not self.data:
@@ -499,6 +534,31 @@ class OrchestratorConfig(RunLifetime):
         names = [source.label for source in self.data]
         if len(set(names)) != len(names):
             raise ValueError(f"data: duplicate names {names}: set a distinct `name` in each [[data]]")
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_teachers(self) -> Self:
+        tables: dict[str, Any] = {"": self, **{f"env.{number}.": env for number, env in enumerate(self.env)}}
+        if self.teaching is None:
+            if self.distill != DistillConfig():
+                raise ValueError('distill: only used with kind = "distill": remove it')
+            if named := [table for table, each in tables.items() if each.teacher]:
+                raise ValueError(f'{named[0]}teacher: only used with kind = "distill": remove it')
+        if self.eval is not None and any(env.teacher for env in self.eval.env or []):
+            raise ValueError("eval.env: nothing is learned in evaluations: remove teacher")
+        if self.teaching is None:
+            return self
+        if missing := [env.label for env in self.env if env.label not in self.teachers]:
+            raise ValueError(f'teacher: must be set with kind = "distill", here or in the [[env]] {missing[0]!r}')
+        if len(adapters := self.teacher_adapters) > MAX_TEACHER_ADAPTERS:
+            rule = f"must be at most {MAX_TEACHER_ADAPTERS}, the others at a base_url"
+            raise ValueError(f"teacher: found the adapters {', '.join(adapters)}: {rule}")
+        if self.sampling.temperature != 1:
+            found = f"found {self.sampling.temperature:g}: must be 1"
+            raise ValueError(f"sampling.temperature: {found}, as a teacher's probabilities are")
+        if narrow := self.sampling.narrows:
+            rule = "a teacher's probabilities are those of all tokens"
+            raise ValueError(f'sampling.{narrow[0]}: remove it: with kind = "distill" {rule}')
         return self
 
     @model_validator(mode="after")

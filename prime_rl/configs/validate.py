@@ -127,7 +127,7 @@ def doubts(config: OrchestratorConfig, limits: TrainerLimits | None) -> list[Con
     if config.optim.type == "adamw" and config.optim.lr > MAX_USUAL_LR and not trains_whole:
         words = f"found {config.optim.lr:g}: above {MAX_USUAL_LR:g} most adapters break within a few updates"
         found.append(ConfigProblem("optim.lr", f"{words}; 1e-5 to 1e-3 is usual"))
-    if config.kind == "sft":
+    if not config.samples_rollouts:
         return found
     seq_len = config.seq_len or (limits.max_seq_len if limits else None)
     if seq_len is not None and 0 <= (room := seq_len - config.sampling.max_tokens) < MIN_PROMPT_SHARE * seq_len:
@@ -137,7 +137,8 @@ def doubts(config: OrchestratorConfig, limits: TrainerLimits | None) -> list[Con
     if config.groups_per_batch == 1:
         words = f"found {config.batch_size}, as rollouts_per_example: each update sees a single example"
         found.append(ConfigProblem("batch_size", f"{words}; 4 or more examples are usual"))
-    if config.rollouts_per_example == 1 and config.advantage.type != "batch":
+    has_advantages = config.teaching is None or config.teaching.reward_weight > 0
+    if config.rollouts_per_example == 1 and config.advantage.type != "batch" and has_advantages:
         words = f"found {config.advantage.type!r} with rollouts_per_example = 1: a group of one has no advantage"
         found.append(ConfigProblem("advantage.type", f'{words}; "batch" compares with the other rollouts of the batch'))
     return found
@@ -182,6 +183,11 @@ def _adapter_problems(config: OrchestratorConfig, limits: TrainerLimits) -> list
     problems = [ConfigProblem(key, _WRONG_WORKSPACE_FOR_LORA) for key in tables if has_table]
     if config.init.from_ is not None:
         problems.append(ConfigProblem("init.from", f"found {config.init.from_!r}: {_WRONG_WORKSPACE_FOR_LORA}"))
+    named = {"teacher": config.teacher, **{f"env.{at}.teacher": env.teacher for at, env in enumerate(config.env)}}
+    for key, each in named.items():
+        if each is not None and not each.base_url:
+            rule = "must be a model at a base_url: inference has the weights that the run trains in place of the base"
+            problems.append(ConfigProblem(key, f"found {each.model!r}: {rule}"))
     if config.model.full_finetune is False:
         problems.append(ConfigProblem("model.full_finetune", f"found false: {_WRONG_WORKSPACE_FOR_LORA}"))
     if config.optim.type == "muon":

@@ -182,7 +182,8 @@ class DaemonPaths:
 RUN_PREFIX = "run_"
 # What a run folder holds; `configs` is an older place of the config.
 RUN_FOLDERS = (
-    *("control", "configs", "data", "init", "checkpoints", "rollouts", "broadcast", "metrics", "monitors", "logs"),
+    *("control", "configs", "data", "init", "teacher", "checkpoints", "rollouts", "broadcast", "metrics", "monitors"),
+    "logs",
 )
 STABLE = "STABLE"
 # Of a folder of steps; a run that keeps every one of so many is better thinned out.
@@ -318,9 +319,18 @@ class RunDir:
         """The adapter that the run starts from, with the moments of its optimizer or without."""
         return self.path / "init"
 
+    @property
+    def teachers(self) -> Path:
+        """The adapters that the run learns from."""
+        return self.path / "teacher"
+
     def teacher_dir(self, number: int) -> Path:
         """One of the adapters that the run learns from, in PEFT format."""
-        return self.path / "teacher" / step_name(number)
+        return self.teachers / step_name(number)
+
+    def teacher_source(self, number: int) -> Path:
+        """The name in the config of the adapter that was copied."""
+        return self.teacher_dir(number) / "source.txt"
 
     @property
     def status(self) -> Path:

@@ -143,10 +143,12 @@ def series(lines: Iterable[bytes], metric: str, *, at_most: int | None = None) -
 
 REWARD = "reward/mean"
 SUPERVISED_LOSS, HELD_OUT_LOSS = "supervised/loss", "held_out/loss"
+# How far a student is from its teacher.
+TEACHER_KL = "distill/kl"
 # How the trainer's figures of texts begin.
 HELD_OUT = "held_out/"
 OF_TEXTS = ("supervised/", HELD_OUT)
-LESS_IS_BETTER = (SUPERVISED_LOSS, HELD_OUT_LOSS, "loss", "mismatch_kl", "grad_norm", "truncated/mean")
+LESS_IS_BETTER = (SUPERVISED_LOSS, HELD_OUT_LOSS, TEACHER_KL, "loss", "mismatch_kl", "grad_norm", "truncated/mean")
 # What is advised at most in place of a learning rate that broke a run.
 USUAL_LR = 1e-3
 # So many of the newest values of a figure are kept; the rules look at as many or fewer.

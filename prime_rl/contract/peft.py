@@ -18,6 +18,8 @@ from prime_rl.contract.files import open_file, read_file
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
+# A rank of 256 in every linear layer of a model with 70 billion parameters takes about as much.
+MAX_ADAPTER_BYTES = 8 << 30
 # Each changes what an adapter does; ignored, it would be served as something that was never trained.
 NOT_PLAIN = (
     "use_rslora",
@@ -76,6 +78,18 @@ def check_adapter_file(path: Path, *, follow_links: bool = False) -> None:
         begins_well = file.read(1) == b"{"
         if not begins_well or num_head_bytes + 8 > os.fstat(file.fileno()).st_size:
             raise ValueError(f"{path}: not a safetensors file, or only the beginning of one")
+
+
+def copy_adapter(folder: Path, target: Path) -> None:
+    """Copy an adapter into the folder `target`; no links are followed. Raises ValueError for no adapter, or OSError."""
+    for name, limit in ((CONFIG_FILE, MAX_CONFIG_BYTES), (ADAPTER_FILE, MAX_ADAPTER_BYTES)):
+        with os.fdopen(open_file(folder / name), "rb") as old, (target / name).open("xb") as new:
+            while part := old.read(_LOOK_BYTES):
+                if old.tell() > limit:
+                    raise ValueError(f"{folder / name}: has more than {limit:,} bytes")
+                new.write(part)
+    read_adapter_config(target)
+    check_adapter_file(target / ADAPTER_FILE)
 
 
 def check_weights(path: Path) -> None:

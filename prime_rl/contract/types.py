@@ -49,6 +49,9 @@ COLUMN_BYTES_A_TOKEN = 13
 BYTES_A_SAMPLE = 4 << 10
 BYTES_BESIDES = 1 << 20
 
+# What a run learns from: rewards, texts, a teacher.
+Kind = Literal["rl", "sft", "distill"]
+
 # A sample is what the policy sampled (""), or a text of somebody else: learned by its cross-entropy, or only measured.
 Use = Literal["", "supervised", "held_out"]
 HELD_OUT: Use = "held_out"

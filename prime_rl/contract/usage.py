@@ -38,7 +38,7 @@ class UsageLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     `tokens`: sampled, evaluations included. `inference_s`: the durations of all requests together, `work_s`: the
     orchestrator at work. `trained_tokens` (of the samples of its updates), `computed_tokens` (positions of its passes)
     and `trainer_s` are the trainer's. `judge_*`: tokens that judges read and wrote; what the base model wrote as one is
-    in `tokens` too.
+    in `tokens` too. `teacher_tokens`: tokens that teachers read.
     """
 
     version: int = USAGE_VERSION
@@ -52,6 +52,7 @@ class UsageLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     work_s: float = 0.0
     judge_prompt_tokens: int = 0
     judge_completion_tokens: int = 0
+    teacher_tokens: int = 0
     trained_tokens: int = 0
     computed_tokens: int = 0
     trainer_s: float = 0.0

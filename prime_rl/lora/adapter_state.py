@@ -25,12 +25,10 @@ from torch import Tensor
 
 from prime_rl.contract.files import FileRefused, open_file, read_file
 from prime_rl.contract.peft import ADAPTER_FILE as ADAPTER_FILE
-from prime_rl.contract.peft import CONFIG_FILE, MAX_CONFIG_BYTES, read_adapter_config
+from prime_rl.contract.peft import CONFIG_FILE, MAX_ADAPTER_BYTES, MAX_CONFIG_BYTES, read_adapter_config
 from prime_rl.contract.peft import AdapterConfig as AdapterConfig
 from prime_rl.lora.linear import MultiLoRALinear
 
-# A rank of 256 in every linear layer of a model with 70 billion parameters takes about as much.
-MAX_ADAPTER_BYTES = 8 << 30
 # What is known of no file; the bytes that the head of a file has for each tensor, and besides.
 MAX_TENSORS, HEAD_BYTES_A_TENSOR, LEAST_HEAD_BYTES = 65_536, 256, 65_536
 # Of `served_parts`, in numbers: 64 MiB of float32.

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from prime_rl.configs.distill import DistillConfig
 from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType, CkptConfig, OrchestratorConfig
 from prime_rl.contract.files import UNDECODABLE, held_async, make_folder, read_file, read_text, write_atomic
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
@@ -36,11 +37,12 @@ from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import Ending, RunEnded, check_run
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.publication import check_temperature
-from prime_rl.orchestrator.recorder import Rollout
+from prime_rl.orchestrator.recorder import Branch, Rollout
 from prime_rl.orchestrator.report import BatchReporter, RunReporter, SampleKeeper
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import Scheduler
+from prime_rl.orchestrator.teacher import Teachers
 from prime_rl.orchestrator.texts import Texts
 
 
@@ -63,6 +65,7 @@ class BatchLoop:
     reporter: RunReporter
     ending: Ending
     texts: Texts | None = None
+    teachers: Teachers | None = None
 
     async def make_all(self) -> None:
         """Make the batches of all steps that are left, then wait for what the last one leads to.
@@ -96,7 +99,7 @@ class BatchLoop:
 
     async def _make_one(self, step: int) -> None:
         groups = await self.scheduler.next_groups()
-        if self.config.kind == "rl":  # a restarted server may differ
+        if self.config.samples_rollouts:  # a restarted server may differ
             check_temperature(self.config.sampling, raw=self.client.reports_raw_logprobs)
         self.sampler.end_batch(groups[-1].index)
         batch = assemble_batch(
@@ -104,6 +107,7 @@ class BatchLoop:
             step,
             groups,
             advantage=self.config.advantage,
+            teaching=self.config.teaching,
             temperature=self.config.sampling.temperature,
             sampler=self.sampler,
             texts=self._texts(step),
@@ -128,6 +132,7 @@ def assemble_batch(
     *,
     advantage: AdvantageConfig,
     temperature: float,
+    teaching: DistillConfig | None = None,
     sampler: ExampleSampler | None = None,
     texts: Sequence[TrainingSample] = (),
 ) -> TrainingBatch:
@@ -143,17 +148,18 @@ def assemble_batch(
     samples = [
         sample
         for group, values_G in zip(made, advantages, strict=True)
-        for sample in _samples(group, values_G, advantage, temperature)
+        for sample in _samples(group, values_G, advantage, temperature, teaching)
     ]
     next_index = groups[-1].index + 1
     state = sampler.state(next_index) if sampler else {"next_index": next_index}
     return TrainingBatch(run_id, step, [*samples, *texts], state)
 
 
-def has_signal(group: Group, advantage: AdvantageConfig) -> bool:
+def has_signal(group: Group, advantage: AdvantageConfig, teaching: DistillConfig | None = None) -> bool:
     """True when any of the group's advantages is not zero, or may be not beside the other groups of its batch."""
     return advantage.type == "batch" or any(
-        not _is_masked(rollout, advantage) and any(branch.token_advantages_T or [value])
+        not _is_masked(rollout, advantage)
+        and any(branch.top_T or _token_advantages(branch, value, teaching) or [value])
         for rollout, value in zip(group.rollouts_G, _advantages(group, advantage), strict=True)
         for branch in rollout.branches
     )
@@ -175,7 +181,11 @@ def publish_batch(run: RunDir, batch: TrainingBatch) -> None:
 
 
 def _samples(
-    group: Group, advantages_G: Sequence[float], advantage: AdvantageConfig, temperature: float
+    group: Group,
+    advantages_G: Sequence[float],
+    advantage: AdvantageConfig,
+    temperature: float,
+    teaching: DistillConfig | None,
 ) -> list[TrainingSample]:
     """The samples of each rollout: its branches."""
     samples = []
@@ -200,11 +210,35 @@ def _samples(
                 # Without a loss token no term of the loss reaches it, whatever the loss is.
                 no_mask, no_logprobs = [False] * len(sample.token_ids), [0.0] * len(sample.token_ids)
                 sample = msgspec.structs.replace(sample, loss_mask=no_mask, logprobs=no_logprobs, advantage=0.0)
-            elif own_T := branch.token_advantages_T:
+            elif teaching is not None and branch.top_T:
+                sample = _soft_sample(sample, branch, teaching)
+            elif own_T := _token_advantages(branch, value, teaching):
                 mean = math.fsum(own_T) / max(1, branch.num_completion_tokens)
                 sample = msgspec.structs.replace(sample, advantage=mean, token_advantages=own_T)
             samples.append(sample)
     return samples
+
+
+def _token_advantages(branch: Branch, value: float, teaching: DistillConfig | None) -> list[float]:
+    """T advantages in place of `value`; [] without: those of the environment, and of a teacher (docs/losses.md)."""
+    if teaching is None or not branch.teacher_T:
+        return branch.token_advantages_T
+    rewarded_T = branch.token_advantages_T or [value] * len(branch.token_ids_T)
+    told_T = zip(branch.loss_mask_T, branch.teacher_T, branch.logprobs_T, rewarded_T, strict=True)
+    coef, weight = teaching.coef, teaching.reward_weight
+    return [coef * (of_it - own) + weight * value if is_learned else 0.0 for is_learned, of_it, own, value in told_T]
+
+
+def _soft_sample(sample: TrainingSample, branch: Branch, teaching: DistillConfig) -> TrainingSample:
+    """The sample as a text of which each token that has a loss is what a teacher would have in its place."""
+    return msgspec.structs.replace(
+        sample,
+        logprobs=[0.0] * len(sample.token_ids),
+        advantage=teaching.coef,
+        use="supervised",
+        soft_ids=[[token for token, _ in top] for top in branch.top_T],
+        soft_probs=[[math.exp(min(0.0, value)) for _, value in top] for top in branch.top_T],
+    )
 
 
 def _is_masked(rollout: Rollout, advantage: AdvantageConfig) -> bool:

@@ -173,12 +173,16 @@ class _Logprob(msgspec.Struct):
     logprob: float | None
 
 
-class _ScoredChoice(msgspec.Struct):
+class ScoredChoice(msgspec.Struct):
+    """Of each token those that are told of its place, itself among them; None of the first."""
+
     prompt_logprobs: list[dict[int, _Logprob] | None]
 
 
-class _ScoredCompletions(msgspec.Struct):
-    choices: list[_ScoredChoice]
+class ScoredCompletions(msgspec.Struct):
+    """An answer with `prompt_logprobs`."""
+
+    choices: list[ScoredChoice]
 
 
 class _Weights(msgspec.Struct):
@@ -292,9 +296,9 @@ class ServerClient:
     async def score(self, request: ScoreRequest) -> Scores:
         """What the model says of the tokens. Raises InferenceError for an answer that does not fit them."""
         response, url = await self._request("POST", "completions", request.body())
-        answer = _decoded(response, url, _ScoredCompletions)
+        answer = _decoded(response, url, ScoredCompletions)
         self.weights = response.headers.get(WEIGHTS_HEADER)
-        return _scores(answer, request, url, self.weights)
+        return scores_of(answer, request, url, self.weights)
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the PEFT folder `path` under `name`. Loading it twice is not an error: names are never reused."""
@@ -388,7 +392,8 @@ def _check_logprobs(logprobs: Sequence[float], url: str, weights: str | None, mo
         raise InferenceError(f"inference at {url} returned an invalid logprob: must be a finite number and at most 0")
 
 
-def _scores(answer: _ScoredCompletions, request: ScoreRequest, url: str, weights: str | None) -> Scores:
+def scores_of(answer: ScoredCompletions, request: ScoreRequest, url: str, weights: str | None = None) -> Scores:
+    """What an answer says of the tokens of `request`. Raises InferenceError where it does not fit them."""
     found = answer.choices[0].prompt_logprobs if answer.choices else []
     if len(found) != len(request.token_ids):
         raise InferenceError(f"inference at {url} returned logprobs of {len(found)} tokens, not {request.num_tokens}")

@@ -199,7 +199,7 @@ MAX_HISTORY_BYTES = 64_000_000
 class RunMeter:
     """Tokens, also those of `judges`, seconds of inference and hours at work of one run, over all its starts.
 
-    `num_learned`: tokens of texts, which count like those that are sampled.
+    `num_learned`: tokens of texts, which count like those that are sampled. `num_taught`: those that teachers read.
     """
 
     def __init__(
@@ -209,8 +209,10 @@ class RunMeter:
         client: InferenceClient,
         judges: Sequence[Judge] = (),
         num_learned: Callable[[], int] = lambda: 0,
+        num_taught: Callable[[], int] = lambda: 0,
     ) -> None:
         self._num_learned = num_learned
+        self._num_taught = num_taught
         self._run_id = run.run_id
         self._tags = config.tags
         self._client = client
@@ -239,6 +241,7 @@ class RunMeter:
             "work_s": time.monotonic(),
             "judge_prompt_tokens": sum(judge.num_prompt_tokens for judge in self._judges),
             "judge_completion_tokens": sum(judge.num_completion_tokens for judge in self._judges),
+            "teacher_tokens": self._num_taught(),
         }
 
 

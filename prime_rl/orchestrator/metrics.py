@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from prime_rl.contract.files import append_line, read_end
-from prime_rl.contract.metrics import parse_metrics
+from prime_rl.contract.metrics import TEACHER_KL, parse_metrics
 from prime_rl.orchestrator.envs.base import MAX_REWARDS
 from prime_rl.orchestrator.envs.checked import RolloutMeter
 from prime_rl.orchestrator.recorder import Rollout
@@ -144,6 +144,19 @@ def text_metrics(step: int, groups: Sequence[Group], time_s: Mapping[Phase, floa
         **{f"time/{phase}": seconds for phase, seconds in time_s.items()},
         "time/step": math.fsum(time_s.values()),
     }
+
+
+def teacher_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """How far the student is from its teachers, and what these have read of the batch; {} without teachers."""
+    branches = [each for group in groups for rollout in group.rollouts_G for each in rollout.branches if each.teacher_T]
+    gaps = [
+        own - of_it
+        for each in branches
+        for is_learned, own, of_it in zip(each.loss_mask_T, each.logprobs_T, each.teacher_T, strict=True)
+        if is_learned
+    ]
+    num_tokens = sum(len(each.token_ids_T) for each in branches)
+    return {TEACHER_KL: mean(gaps), "distill/teacher_tokens": num_tokens} if gaps else {}
 
 
 def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -75,6 +75,7 @@ from prime_rl.orchestrator.rollout import BaseModel, Group, RolloutWorker, give_
 from prime_rl.orchestrator.sampler import Curricula, ExampleSampler, Pools
 from prime_rl.orchestrator.scheduler import GroupLedger, Scheduler
 from prime_rl.orchestrator.sessions import Sessions, link_up
+from prime_rl.orchestrator.teacher import Teachers, find_teachers
 from prime_rl.orchestrator.texts import Texts
 from prime_rl.utils.process import StopFlag, end_orphans, inherit_orphans
 from prime_rl.utils.runtime import complain, setup_logger
@@ -101,12 +102,13 @@ async def orchestrate(
     cleanup.enter_context(woken_by_signals(wake))
     reporter = RunReporter(writer)
     loop = await run_beside(set_up(config, run, writer, reporter, wake, cleanup), guard(run, stop, reporter.tick, wake))
-    evaluation = [loop.evaluator.loop()] if loop.evaluator else []
+    beside = [loop.evaluator.loop()] if loop.evaluator else []
+    beside += [loop.teachers.follow(config.watch)] if loop.teachers else []
     await run_beside(
         loop.make_all(),
         loop.scheduler.watch_loop(),
         loop.scheduler.update_policy_loop(),
-        *evaluation,
+        *beside,
         guard(run, stop, loop.reporter.tick, wake),
     )
 
@@ -141,21 +143,27 @@ async def set_up(
     client, policy, base = await serve(config, run, reporter, partial(note_trouble, phases, sessions), cleanup)
     checked = [*envs.values(), *eval_envs.values()]
     judges = give_judges(checked, BaseModel(client, base, tokenizer, seq_len), cleanup)
+    teachers = await find_teachers(config, run, client, base, tokenizer, reporter.wait_for, cleanup)
     close_handed()
-    ending = Ending(run, config, RunMeter(run, config, client, judges, num_learned), step=progress.step)
-    if config.kind == "sft":
+    num_taught = partial(getattr, teachers, "num_tokens", 0)
+    meter = RunMeter(run, config, client, judges, num_learned, num_taught)
+    ending = Ending(run, config, meter, step=progress.step)
+    if not config.samples_rollouts:
         assert texts is not None, "its config has [[data]]"
         sampler, make_group = texts.sampler, texts.worker(policy)
     else:
         sampler = make_sampler(config, envs, progress)
         make_group = RolloutWorker(
-            TurnSampler(client, policy, config.sampling, seq_len=seq_len),
+            TurnSampler(
+                client, policy, config.sampling, seq_len=seq_len - bool(teachers)
+            ),  # to read needs a place more
             tokenizer,
             envs,
             sampler,
             rollouts_per_example=config.rollouts_per_example,
             seed=config.sampling_seed,
             max_rollout_bytes=max_rollout_bytes(config.max_rollouts, config.max_branches, seq_len),
+            teach=teachers.taught if teachers else None,
         ).group
     scheduler = make_scheduler(config, run, progress, make_group, client, policy, trainer, phases, cleanup)
     eval_turns = TurnSampler(client, policy, config.eval_sampling, seq_len=seq_len)
@@ -166,12 +174,14 @@ async def set_up(
     )
     told = partial(environment_figures, checked, changed, texts.unusable if texts else None)
     cleanup.callback(lambda: writer.update(**told()))
-    awaited: list[Sessions | Judge] = [*judges, *([sessions] if sessions else [])]
+    awaited: list[Sessions | Judge | Teachers] = [*judges, *(each for each in (sessions, teachers) if each)]
     status = make_reporter(writer, scheduler, policy, client, told, awaited, num_learned)
-    batches = BatchReporter(run, scheduler, client, status, envs, sampler, LearningWatch(run), texts)
+    batches = BatchReporter(run, scheduler, client, status, envs, sampler, LearningWatch(run), texts, teachers)
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     cleanup.callback(lambda: ending.note(scheduler.ledger.step - 1))
-    return BatchLoop(config, run, client, scheduler, sampler, evaluator, batches, samples, status, ending, texts)
+    return BatchLoop(
+        *(config, run, client, scheduler, sampler, evaluator, batches, samples, status, ending, texts, teachers)
+    )
 
 
 async def serve(
@@ -192,7 +202,7 @@ async def serve(
     if config.needs_inference:
         reporter.wait_for(lambda now: client.trouble)
         base = await base_model(client, config.model.name)
-    if config.kind == "rl":
+    if config.samples_rollouts:
         check_temperature(config.sampling, raw=client.reports_raw_logprobs)
         warn_of_narrow_sampling(config.sampling, raw=client.reports_raw_logprobs)
     policy = PolicyVersions(publication, client, base)
@@ -254,7 +264,9 @@ def make_scheduler(
         trainer,
         phases=phases,
         max_groups=max(1, config.client.max_concurrent_requests // config.rollouts_per_example),
-        has_signal=lambda group: not config.filter_zero_advantage or has_signal(group, config.advantage),
+        has_signal=lambda group: (
+            not config.filter_zero_advantage or has_signal(group, config.advantage, config.teaching)
+        ),
     )
     cleanup.push_async_callback(scheduler.close)
     return scheduler
@@ -266,7 +278,7 @@ def make_reporter(
     policy: PolicyVersions,
     client: InferenceClient,
     told: Callable[[], dict[str, object]],
-    awaited: Sequence[Sessions | Judge],
+    awaited: Sequence[Sessions | Judge | Teachers],
     num_learned: Callable[[], int],
 ) -> RunReporter:
     """The status file while batches are made: what is waited for, by whom, how far it is, and what is `told`."""

@@ -349,6 +349,11 @@ class ChatTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    @property
+    def last_id(self) -> int:
+        """The highest id of a token."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
     def without_special(self, text: str) -> str:
         """The text with a space in each special token that is written out in it, so that it is read as text."""
         for token in self._tokenizer.get_added_tokens_decoder().values():

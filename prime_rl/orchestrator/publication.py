@@ -24,7 +24,14 @@ from prime_rl.configs.base import SamplingConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import make_folder, open_lock
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.served import adapter_name, parse_adapter_name, parse_weights_name, weights_name
+from prime_rl.contract.served import (
+    adapter_name,
+    is_teacher,
+    parse_adapter_name,
+    parse_weights_name,
+    served_run,
+    weights_name,
+)
 from prime_rl.orchestrator.client import (
     AdapterRefused,
     Endpoint,
@@ -340,10 +347,18 @@ async def clear_inference(config: OrchestratorConfig, run: RunDir) -> None:
     try:
         async with asyncio.timeout(CLEAR_TIMEOUT_S):
             await publication.begin(client)
+            await unload_teachers(client, run)
     except TimeoutError:
         logger.warning("inference does not answer: it has no adapters of %s, or keeps them", run.run_id)
     finally:
         await client.close()
+
+
+async def unload_teachers(client: InferenceClient, run: RunDir) -> None:
+    """Unload what an earlier orchestrator of this run had as teachers (it was killed)."""
+    names = [model.id for model in await client.list_models()]
+    for name in (each for each in names if is_teacher(each) and served_run(each) == run.run_id):
+        await client.once_everywhere(lambda server, name=name: server.unload_adapter(name))  # type: ignore[misc]
 
 
 async def base_model(client: InferenceClient, wanted: str) -> str:

@@ -38,7 +38,8 @@ class Branch:
     is no turn of an earlier branch. `token_advantages_T` is what the environment gave in place of the advantage that
     follows from the rewards, or []. `num_shared`: tokens before its own first answer with which an earlier branch, that
     of number `shared_with`, begins as well. `turn_rewards`: posted for each turn of `turn_versions` alone, None without
-    one; [] where none was.
+    one; [] where none was. `teacher_T`: a teacher's log-probability of each token that has a loss; `top_T`: its
+    likeliest tokens there, with theirs; [] without.
     """
 
     token_ids_T: list[int]
@@ -54,6 +55,8 @@ class Branch:
     turns: tuple[Turn, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     ended: bool = False
+    teacher_T: list[float] = field(default_factory=list)
+    top_T: list[list[tuple[int, float]]] = field(default_factory=list)
 
     @property
     def num_completion_tokens(self) -> int:

@@ -26,12 +26,13 @@ from prime_rl.contract.status import StatusWriter
 from prime_rl.contract.types import TrainingBatch, rollouts_of
 from prime_rl.gateway.texts import messages_of
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
-from prime_rl.orchestrator.metrics import batch_metrics, bottleneck, text_metrics, write_metrics
+from prime_rl.orchestrator.metrics import batch_metrics, bottleneck, teacher_metrics, text_metrics, write_metrics
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.recorder import Branch, pieces
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import Scheduler
+from prime_rl.orchestrator.teacher import Teachers
 from prime_rl.orchestrator.texts import Texts
 from prime_rl.utils.runtime import TokenRate
 from prime_rl.utils.tail import FileTail
@@ -232,6 +233,7 @@ class BatchReporter:
     sampler: ExampleSampler
     learning: LearningWatch
     texts: Texts | None = None
+    teachers: Teachers | None = None
     rate: TokenRate = field(default_factory=lambda: TokenRate(RATE_WINDOW_S))
 
     async def report(self, batch: TrainingBatch, groups: Sequence[Group]) -> dict[str, float]:
@@ -244,13 +246,14 @@ class BatchReporter:
             values = text_metrics(step, groups, time_s) | {"epoch": (groups[-1].index + 1) / self.texts.num_texts}
         else:
             values = batch_metrics(step, groups, time_s, ledger.num_dropped)
-            sampled = [sample for sample in batch.samples if not sample.use]
+            sampled = batch.samples[: sum(len(each.branches) for group in groups for each in group.rollouts_G)]
             has_signal = [bool(each.advantage or any(each.token_advantages)) for each in sampled]
             with_signal = [any(has_signal[place] for place in places) for places in rollouts_of(sampled)]
             values["signal"] = sum(with_signal) / max(1, len(with_signal))
             values |= {"groups_filtered": ledger.num_filtered, "groups_too_old": ledger.num_too_old}
             values |= {f"env/{name}/dropped": env.num_dropped for name, env in self.envs.items()}
-            values |= self.sampler.figures()
+            values |= self.sampler.figures() | teacher_metrics(groups)
+            values |= self.teachers.figures() if self.teachers else {}
         num_learned, unusable = (self.texts.num_tokens, self.texts.unusable) if self.texts else (0, {})
         values["examples_unusable"] = sum(len(env.unusable) for env in self.envs.values()) + len(unusable)
         values["tokens_per_s"] = self.rate.per_s(self.client.num_sampled_tokens + num_learned)

@@ -12,7 +12,7 @@ import asyncio
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from prime_rl.orchestrator.envs.checked import (
     Interrupted,
     TimedOut,
 )
+from prime_rl.orchestrator.guard import RunFailed
 from prime_rl.orchestrator.policy import ChatTokenizer, FirstTurn, TokenizerError, TooLong, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.recorder import PolicySession, Rollout, as_turns, derive_seed
@@ -72,6 +73,7 @@ class RolloutWorker:
         is_noted: whether what comes next depends on each group as soon as it is made. On several nodes it depends on
             the groups of all nodes, once these are joined.
         max_rollout_bytes: the share of one rollout in a batch.
+        teach: has a rollout of an environment read by its teacher.
     """
 
     turns: TurnSampler
@@ -82,6 +84,7 @@ class RolloutWorker:
     seed: int
     is_noted: bool = True
     max_rollout_bytes: int = MAX_BATCH_BYTES
+    teach: Callable[[str, Rollout], Awaitable[Rollout]] | None = None
 
     async def group(self, index: int, note_version: Callable[[int], None] = lambda version: None) -> Group:
         """All rollouts of the example at `index`; `note_version` gets the version of each request beforehand.
@@ -98,7 +101,7 @@ class RolloutWorker:
                 for number in range(self.rollouts_per_example)
             )
             rollouts = await judged(self.envs[pick.env_name], pick.example, rollouts, self.tokenizer, ranks=True)
-        except (AccessDenied, AdapterRefused, EnvironmentBroken, ExampleUnusable):
+        except (AccessDenied, AdapterRefused, EnvironmentBroken, RunFailed, ExampleUnusable):
             raise
         except Exception as error:  # whatever an environment raises is its own affair
             raise GroupFailed(f"env {pick.env_name}: {type(error).__name__}: {error}") from error
@@ -135,7 +138,8 @@ class RolloutWorker:
             try:
                 env = self.envs[pick.env_name]
                 rollout = await session.rollout(env, pick.example)
-                return (await judged(env, pick.example, [rollout], self.tokenizer, ranks=False))[0]
+                rollout = (await judged(env, pick.example, [rollout], self.tokenizer, ranks=False))[0]
+                return await self.teach(pick.env_name, rollout) if self.teach else rollout
             except ExampleUnusable:
                 raise
             except (EnvironmentFault, RolloutError) as fault:
@@ -154,7 +158,7 @@ async def together(parts: Iterable[Coroutine[Any, Any, ResultT]]) -> list[Result
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(part) for part in parts]
     except ExceptionGroup as errors:
-        kinds = (AccessDenied, AdapterRefused, EnvironmentBroken, ExampleUnusable, Exception)
+        kinds = (AccessDenied, AdapterRefused, EnvironmentBroken, RunFailed, ExampleUnusable, Exception)
         raise next(error for kind in kinds for error in errors.exceptions if isinstance(error, kind)) from None
     return [task.result() for task in running]
 

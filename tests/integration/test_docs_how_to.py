@@ -44,6 +44,7 @@ CLUSTER = "needs a cluster: tests/unit/test_kubernetes.py"
 SLURM = "needs Slurm or Ray: tests/integration/test_slurm_workspace.py, test_ray_workspace.py"
 TERMINAL = "needs a terminal: tests/integration/test_tui_terminal.py"
 FINISHED = "needs a finished run, or files of one's own: tests/integration/test_forks_live.py, test_eval.py"
+TEACHER = "tests/integration/test_distill_run.py runs such files"
 TEXTS = "tests/integration/test_sft_run.py runs such a file; its texts are too few to show more"
 AGENTS = "tests/integration/test_agent_run.py tries the example and runs programs; its model calls tools"
 NOT_RUN = {
@@ -58,6 +59,7 @@ NOT_RUN = {
         "pip install openai": EXTRAS,
         **dict.fromkeys(("prl config examples", "prl runs validate", "prl env try", "prl runs add"), AGENTS),
     },
+    "distill.md": dict.fromkeys(("prl runs ", "prl up"), TEACHER),
     "sft.md": dict.fromkeys(("prl runs ", "prl up"), TEXTS),
     "data.md": {'pip install "prl-multirun[math]"': EXTRAS},
     "environments.md": {'pip install "prl-multirun[environments]"': EXTRAS},

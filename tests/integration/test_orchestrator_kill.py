@@ -134,6 +134,26 @@ async def test_a_killed_run_of_texts_goes_on_at_the_next_text(tmp_path: Path, pa
     assert [use for _, use in found["whole"][0]] == ["supervised"] * 4 + ["held_out"] * 3
 
 
+OF_TEACHERS = ["while groups are generated", "between a state and its batch", "between a batch and its line of metrics"]
+
+
+@pytest.mark.parametrize("point", [*OF_TEACHERS[:1], *in_full(*OF_TEACHERS[1:])])
+async def test_a_killed_run_with_a_teacher_has_the_same_batches(tmp_path: Path, parent: Lives, point: str) -> None:
+    model, found = make_model(tmp_path / "model"), {}
+    for life, points in {"killed": (point, None), "whole": (None,)}.items():
+        run, fake = make_run(tmp_path / life), FakeInference(model)
+        over = {**OVER, "max_async_level": 0, "kind": "distill", "teacher": "base"}
+        async with serving(fake) as url:
+            toml = write_toml(run, config_data(model, client={"base_url": url}, **over))
+            trainer = asyncio.create_task(stand_in_trainer(run))
+            codes = [await asyncio.to_thread(parent.live, toml, each) for each in points]
+            trainer.cancel()
+        assert codes == [*[-signal.SIGKILL] * (len(points) - 1), 0]
+        found[life] = [read_batch(run.rollout_file(step)).samples for step in range(1, MAX_STEPS + 1)]
+    assert found["killed"] == found["whole"]
+    assert all(any(each.token_advantages) for samples in found["whole"] for each in samples)
+
+
 def waits_for_version_1(run: RunDir) -> bool:
     status = read_status(run.status, RunStatus)
     return status is not None and (status.waiting_on or "").startswith("policy version 1 (have 0), trainer")

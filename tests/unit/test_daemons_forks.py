@@ -364,3 +364,49 @@ def test_what_another_kind_lacks_is_named(run: RunDir, monkeypatch: pytest.Monke
     answer = prl(run, "fork", "run_a", "--kind", "sft", "--set", 'data=[{path="notes.jsonl"}]')
     assert answer["fork"]["kind"] == "sft" and answer["fork"]["left_out"] == ["rollouts_per_example", "env"]
     assert RunDir(home(run) / "run_a-fork").data_file("notes.jsonl").read_text() == TEXTS
+
+
+TAUGHT = 'kind = "distill"\nteacher = "{}"\n'
+
+
+def write_taught(run: RunDir, path: Path, teacher: str) -> Path:
+    text = RUN_TOML.format(max_steps=9, model="m")
+    path.write_text(TAUGHT.format(teacher) + text, encoding="utf-8")
+    return path
+
+
+def test_what_teaches_a_run_is_copied_into_it_and_into_its_forks(run: RunDir, tmp_path: Path) -> None:
+    run_id = adding.add_run(home(run), write_taught(run, tmp_path / "b.toml", "run_a"))
+    taught = OutputDir(home(run)).run(run_id)
+    copy = files(taught.teacher_dir(0))
+    assert {**copy, "STABLE": b""} == {**files(run.broadcast_dir(6)), "source.txt": b"run_a"}
+    put_version(run, 7)
+    put_version(taught, 1)
+    fork = OutputDir(home(run)).run(fork_run(home(run), taught.run_id).run_id)
+    assert files(fork.teacher_dir(0)) == copy, "the copy, not what is the newest now"
+    other = fork_run(home(run), taught.run_id, new_id="run_other", overrides={"teacher": "run_a@v2"})
+    other_run = OutputDir(home(run)).run(other.run_id)
+    assert (files(other_run.teacher_dir(0))["source.txt"], list_steps(other_run.teachers)) == (b"run_a@v2", [0])
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        ("run_none", "run_none"),
+        ("run_none@latest", "run_none"),
+        ("run_a@v3", "run_a does not have a version of step 3; its versions: 2, 4, 6"),
+        ("nowhere", "'nowhere' not found: must be a run such as run_a@v20"),
+    ],
+)
+def test_a_teacher_that_is_not_there_is_refused(run: RunDir, tmp_path: Path, teacher: str, message: str) -> None:
+    path = write_taught(run, tmp_path / "b.toml", teacher)
+    (problem,) = adding.check_file(home(run), path)
+    assert problem.key == "teacher" and message in problem.message
+    with pytest.raises(ActionError, match=r"teacher: "):
+        adding.add_run(home(run), path)
+    assert [each.name for each in home(run).iterdir() if each.name.startswith("run_")] == ["run_a"]
+
+
+def test_a_run_that_trains_is_no_copy(run: RunDir, tmp_path: Path) -> None:
+    run_id = adding.add_run(home(run), write_taught(run, tmp_path / "b.toml", "run_a@latest"))
+    assert not OutputDir(home(run)).run(run_id).teachers.exists()

@@ -95,16 +95,21 @@ def test_the_command(output: OutputDir, capsys: pytest.CaptureFixture[str]) -> N
         "hours": 1.0,
         "judge_prompt_tokens": 0,
         "judge_completion_tokens": 0,
+        "teacher_tokens": 0,
     }
     assert shown["total"]["tokens_trained"] == sum(row["tokens_trained"] for row in shown["rows"])
     assert cli.run(["usage", "--by", "day", "--output-dir", str(output.path)]) == 0
     table = capsys.readouterr().out
     assert "1970-01-02" in table and "total" in table and "22.0 s" in table
-    assert "judge" not in table.casefold(), "no run has one"
+    assert "judge" not in table.casefold() and "teacher" not in table.casefold(), "no run has one"
     append_line(output.run_usage("run_j"), '{"run_id": "run_j", "day": "1970-01-03", "judge_prompt_tokens": 1200}')
     assert cli.run(["usage", "--output-dir", str(output.path)]) == 0
     table = capsys.readouterr().out
-    assert "judge" in table.casefold() and "1,200 + 0" in table
+    assert "judge" in table.casefold() and "1,200 + 0" in table and "teacher" not in table.casefold()
+    append_line(output.run_usage("run_t"), '{"run_id": "run_t", "day": "1970-01-03", "teacher_tokens": 3400}')
+    assert cli.run(["usage", "--output-dir", str(output.path)]) == 0
+    table = capsys.readouterr().out
+    assert "teacher" in table.casefold() and "3,400" in table
     (output.path / "nothing").mkdir()
     assert cli.run(["usage", "--output-dir", str(output.path / "nothing")]) == 0
     assert "no usage yet" in capsys.readouterr().out

@@ -154,7 +154,7 @@ def test_charts_of_one_run_and_of_several(tmp_path: Path) -> None:
     assert by_title["reward"].change is not None and not by_title["evaluation"].has_values
     data, _ = reader.read(ChartView(compare=("run_b", "run_gone"), smoothing=0.9))
     assert data is not None and data.run_ids == ("run_a", "run_b", "run_gone")
-    of_both = [chart for spec, chart in zip(CHARTS, data.charts, strict=True) if spec.of != "texts"]
+    of_both = [chart for spec, chart in zip(CHARTS, data.charts, strict=True) if spec.of not in ("texts", "teacher")]
     assert all([curve.name for curve in chart.curves] == ["run_a", "run_b"] for chart in of_both[:8])
     assert not any(chart.is_stacked for chart in data.charts)
 

@@ -298,13 +298,14 @@ class ChartSpec:
     total: str = ""
     """The curve that is shown when several runs are compared; default: the first."""
     is_reward: bool = False
-    of: Literal["", "rollouts", "texts"] = ""
+    of: Literal["", "rollouts", "texts", "teacher"] = ""
     """Left out, while it has no values, in runs of the other kind."""
 
 
 CHARTS = (
     ChartSpec("reward", ("reward/mean",), is_reward=True, of="rollouts"),
     ChartSpec("loss", ("loss",)),
+    ChartSpec("KL to the teacher", ("distill/kl",), of="teacher"),
     ChartSpec("loss of texts", ("supervised/loss", "held_out/loss"), ("learned", "held out"), of="texts"),
     ChartSpec("tokens right", ("supervised/accuracy", "held_out/accuracy"), ("learned", "held out"), of="texts"),
     ChartSpec("epoch", ("epoch",), of="texts"),

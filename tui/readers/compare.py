@@ -16,7 +16,7 @@ from pathlib import Path
 
 from daemons.ranking import RUN, TAG, Standing, compared_config, differing, learns_texts, notes, rank, winners
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.metrics import HELD_OUT_LOSS, REWARD, SUPERVISED_LOSS, bounded_mean
+from prime_rl.contract.metrics import HELD_OUT_LOSS, REWARD, SUPERVISED_LOSS, TEACHER_KL, bounded_mean
 from prime_rl.contract.notes import SweepPlan, list_sweeps, read_plan
 from prime_rl.utils.text import CleanText, one_line
 from tui.readers.charts import EVAL_PREFIX, ChartData, ChartView, Curve, History, RunMetrics, read_slice, thin, window
@@ -31,6 +31,7 @@ METRICS = (
     REWARD,
     HELD_OUT_LOSS,
     SUPERVISED_LOSS,
+    TEACHER_KL,
     "loss",
     "entropy",
     "mismatch_kl",

@@ -110,7 +110,7 @@ class ChartsView(Vertical, can_focus=True):
         left_out = frozenset(
             index
             for index, (spec, chart) in enumerate(zip(self.specs, data.charts, strict=True))
-            if not chart.has_any and spec.of and (spec.of == "texts" or has_texts)
+            if not chart.has_any and spec.of and (spec.of != "rollouts" or has_texts)
         )
         if left_out != self.left_out:
             self.left_out = left_out

@@ -2,7 +2,7 @@
 
 `Judge` writes the question and reads the answer; who is asked is an `Ask`: an `Endpoint` of OpenAI's form, or the run's
 base model (`rollout.BaseModel`). What a judge reads is untrusted: it stands between marks that it cannot know, and a
-score is only ever a number within the scale.
+score is only ever a number within the scale. `Remote` and `Awaited` are for teachers too (`orchestrator.teacher`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import httpx
@@ -36,6 +37,8 @@ MAX_CACHED = 10_000
 MAX_CHARS, MIN_CHARS = 200_000, 200
 MAX_ANSWER_CHARS, MAX_SCORE = 100_000, 1e300
 
+AnswerT = TypeVar("AnswerT")
+
 
 class Reply(NamedTuple):
     """A judge's answer, and the tokens of question and answer."""
@@ -46,30 +49,63 @@ class Reply(NamedTuple):
 
 
 class Away(Transient):
-    """A judge that is busy or out of reach: who it is, and why. `retry_after_s` is the pause that it asks for."""
+    """A model that is busy or out of reach: who it is, and why. `retry_after_s` is the pause that it asks for."""
 
     def __init__(self, message: str, retry_after: str = "") -> None:
         super().__init__(message)
         self.retry_after_s = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
 
 
+class Refused(EnvironmentFault):
+    """A request that a model does not take, with the status of HTTP."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Awaited:
+    """A model that is waited for while it is busy or away.
+
+    Attributes:
+        waits_for: the model, while it is waited for.
+    """
+
+    waits_for: str | None = None
+
+    async def answer(self, ask: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
+        """What `ask` returns, which raises Away to be called again. Raises Transient in the end."""
+        give_up_at_s = time.monotonic() + GIVE_UP_S
+        try:
+            for attempt in itertools.count():
+                try:
+                    return await ask()
+                except Away as error:
+                    wait_s = min(error.retry_after_s or WAIT_S * 2 ** min(attempt, 10), MAX_WAIT_S)
+                    if time.monotonic() + wait_s > give_up_at_s:
+                        raise Transient(f"{error} does not answer") from error
+                    self.waits_for = str(error)
+                    await asyncio.sleep(wait_s)
+        finally:
+            self.waits_for = None
+        raise AssertionError("unreachable")
+
+
 # Raises EnvironmentFault, Away to be asked again, and RolloutError for a question that is too long.
 Ask = Callable[[Sequence[Message]], Awaitable[Reply]]
 
 
-class Judge:
+class Judge(Awaited):
     """Scores texts; the same texts are scored once.
 
     Attributes:
         ranks: the rollouts of a group are scored together.
         num_prompt_tokens, num_completion_tokens: what was read and written so far.
-        waits_for: the judge, while it is waited for.
     """
 
     def __init__(self, config: JudgeConfig, ask: Ask) -> None:
         self.ranks = config.mode == "rank"
         self.num_prompt_tokens = self.num_completion_tokens = 0
-        self.waits_for: str | None = None
         self._config = config
         self._ask = ask
         self._scores: dict[bytes, list[float]] = {}
@@ -93,7 +129,8 @@ class Judge:
         limit, again, num_tokens = MAX_CHARS, list[Message](), 0
         while True:
             try:
-                reply = await self._answer([*self._question(texts, mark, limit // len(texts)), *again])
+                messages = [*self._question(texts, mark, limit // len(texts)), *again]
+                reply = await self.answer(partial(self._ask, messages))
             except RolloutError as error:
                 if (limit := limit // 2) < MIN_CHARS * len(texts):
                     raise EnvironmentFault(f"the judge has no room for what it is to read: {error}") from error
@@ -110,23 +147,6 @@ class Judge:
                     {"role": "assistant", "content": shorten(reply.text, 2000)},
                     {"role": "user", "content": f"This answer {error}. Give it again: {self._form(len(texts))}"},
                 ]
-
-    async def _answer(self, messages: Sequence[Message]) -> Reply:
-        """The answer of the judge, which is waited for while it is busy or away."""
-        give_up_at_s = time.monotonic() + GIVE_UP_S
-        try:
-            for attempt in itertools.count():
-                try:
-                    return await self._ask(messages)
-                except Away as error:
-                    wait_s = min(error.retry_after_s or WAIT_S * 2 ** min(attempt, 10), MAX_WAIT_S)
-                    if time.monotonic() + wait_s > give_up_at_s:
-                        raise Transient(f"{error} does not answer") from error
-                    self.waits_for = str(error)
-                    await asyncio.sleep(wait_s)
-        finally:
-            self.waits_for = None
-        raise AssertionError("unreachable")
 
     def _form(self, num: int) -> str:
         low, high = self._config.scale
@@ -150,53 +170,73 @@ class Judge:
         return [{"role": "system", "content": rubric}, {"role": "user", "content": f"{what}\n[{mark}: end]"}]
 
 
-class Endpoint:
-    """A judge at an address of OpenAI's form. Raises ConfigError for an address or a key that cannot be used."""
+class Remote:
+    """A model at an address of OpenAI's form. Raises ConfigError for an address or a key that cannot be used.
 
-    def __init__(self, config: JudgeConfig) -> None:
-        self._config = config
-        self._url = f"{(config.base_url or '').rstrip('/')}/chat/completions"
-        name, headers = config.api_key_var, dict[str, str]()
+    Args:
+        who: in messages, such as "the judge"; `table`: of the config.
+        url: without `path`, which is that of the requests.
+    """
+
+    def __init__(self, who: str, table: str, url: str, path: str, api_key_var: str | None) -> None:
+        self.url = f"{url.rstrip('/')}/{path}"
+        self.who = f"{who} at {self.url}"
+        headers = dict[str, str]()
         try:
-            httpx.URL(self._url)
-            if name:
+            httpx.URL(self.url)
+            if name := api_key_var:
                 if (key := read_secret(name, os.environ)) is None:
                     raise SecretError(f"the environment variable {name} is not set: set it, or {name}_FILE, for prl up")
                 headers["Authorization"] = f"Bearer {key}"
         except (SecretError, httpx.InvalidURL) as error:
             wrong = "api_key_var" if isinstance(error, SecretError) else "base_url"
-            raise ConfigError("env.args.judge", [ConfigProblem(wrong, str(error))]) from error
+            raise ConfigError(table, [ConfigProblem(wrong, str(error))]) from error
         self._http = httpx.AsyncClient(headers=headers, timeout=None)
         self.close = self._http.aclose
 
-    async def ask(self, messages: Sequence[Message]) -> Reply:
-        """Its answer. Raises EnvironmentFault, and Away where another try may have one."""
-        given = self._config.model_dump(include={"model", "temperature", "max_tokens"}, exclude_none=True)
-        who, body = f"the judge at {self._url}", bytearray()
+    async def post(self, request: Any, max_bytes: int | None = None) -> bytes:
+        """The answer. Raises EnvironmentFault (Refused for a request), and Away where another try may have one."""
+        body, limit = bytearray(), max_bytes or MAX_ANSWER_BYTES
         try:
             # anyio's, for it goes not through its shields: see `client.ServerClient`.
             with anyio.fail_after(TIMEOUT_S):
-                async with self._http.stream("POST", self._url, json={**given, "messages": messages}) as response:
+                async with self._http.stream("POST", self.url, json=request) as response:
                     async for part in response.aiter_bytes():
                         body += part
-                        if len(body) > MAX_ANSWER_BYTES:
-                            raise EnvironmentFault(f"{who} gives an answer of more than {MAX_ANSWER_BYTES:,} bytes")
+                        if len(body) > limit:
+                            raise EnvironmentFault(f"{self.who} gives an answer of more than {limit:,} bytes")
         except TimeoutError as error:
-            raise Away(f"{who} (no answer in {TIMEOUT_S:g} s)") from error
+            raise Away(f"{self.who} (no answer in {TIMEOUT_S:g} s)") from error
         except httpx.HTTPError as error:
-            raise Away(f"{who} ({type(error).__name__} {one_line(str(error))})") from error
+            raise Away(f"{self.who} ({type(error).__name__} {one_line(str(error))})") from error
         reason = f"HTTP {response.status_code} {one_line(body.decode(errors='replace'))}"
         if response.status_code in (408, 409, 429) or response.status_code >= 500:
-            raise Away(f"{who} ({reason})", response.headers.get("retry-after", ""))
+            raise Away(f"{self.who} ({reason})", response.headers.get("retry-after", ""))
         if response.status_code != 200:
-            raise EnvironmentFault(f"{who} refuses: {reason}")
+            raise Refused(f"{self.who} refuses: {reason}", response.status_code)
+        return bytes(body)
+
+
+class Endpoint:
+    """A judge at an address of OpenAI's form. Raises ConfigError for an address or a key that cannot be used."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._given = config.model_dump(include={"model", "temperature", "max_tokens"}, exclude_none=True)
+        url, path = config.base_url or "", "chat/completions"
+        self._remote = Remote("the judge", "env.args.judge", url, path, config.api_key_var)
+        self.close = self._remote.close
+
+    async def ask(self, messages: Sequence[Message]) -> Reply:
+        """Its answer. Raises EnvironmentFault, and Away where another try may have one."""
+        body = await self._remote.post({**self._given, "messages": messages})
         try:
             found: Any = json.loads(body)
             text = str(found["choices"][0]["message"]["content"]).encode(errors="replace").decode()
             used = found.get("usage") or {}
             num_read, num_written = (int(used.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
-            raise Transient(f"the judge's answer is not a chat completion: {reason}") from None
+            reason = one_line(body.decode(errors="replace"))
+            raise Transient(f"the judge's answer is not a chat completion: HTTP 200 {reason}") from None
         return Reply(text, num_read, num_written)
 
 
