@@ -450,6 +450,11 @@ class OrchestratorConfig(RunLifetime):
         return self.distill if self.kind == "distill" else None
 
     @property
+    def num_soft(self) -> int:
+        """Tokens of a teacher that stand in a batch for each that is learned, at most."""
+        return self.distill.top_k if self.teaching and self.distill.objective == "forward_kl" else 0
+
+    @property
     def teachers(self) -> dict[str, TeacherConfig]:
         """The teacher of each environment, by its name in metrics; {} for a run that has none."""
         chosen = {env.label: env.teacher or self.teacher for env in self.env}

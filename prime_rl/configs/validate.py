@@ -88,7 +88,7 @@ def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> 
         longer = "" if seq_len < limits.max_seq_len else f", with room for the prompt{_LONGER}"
         found = f"found {config.sampling.max_tokens}: must be below seq_len = {seq_len}{longer}"
         problems.append(ConfigProblem("sampling.max_tokens", found))
-    if (full := full_batch_bytes(config.max_rollouts, seq_len)) > MAX_BATCH_BYTES:
+    if (full := full_batch_bytes(config.max_rollouts, seq_len, config.num_soft)) > MAX_BATCH_BYTES:
         texts = f" and {config.max_rollouts - config.batch_size} texts beside it" if config.data else ""
         found = f"found {config.batch_size}: with seq_len = {seq_len}{texts} a batch has up to {full >> 20} MiB"
         most = f"must be at most {MAX_BATCH_BYTES >> 20}; make one of them smaller"

@@ -132,7 +132,7 @@ async def set_up(
     changed = await asyncio.to_thread(changed_data_text, run)  # what is loaded now stays
     sessions = Sessions.of(run, tokenizer, seq_len) if config.needs_gateway else None
     envs, eval_envs = await load_environments(config, phases, cleanup, reporter.wait_for, run.data_file, sessions)
-    max_bytes = max_batch_bytes(config.max_rollouts * config.max_branches, seq_len)
+    max_bytes = max_batch_bytes(config.max_rollouts * config.max_branches, seq_len, config.num_soft)
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_bytes)
     reporter.update(step=progress.step)
 
@@ -162,7 +162,8 @@ async def set_up(
             sampler,
             rollouts_per_example=config.rollouts_per_example,
             seed=config.sampling_seed,
-            max_rollout_bytes=max_rollout_bytes(config.max_rollouts, config.max_branches, seq_len),
+            max_rollout_bytes=max_rollout_bytes(config.max_rollouts, config.max_branches, seq_len, config.num_soft),
+            num_soft=config.num_soft,
             teach=teachers.taught if teachers else None,
         ).group
     scheduler = make_scheduler(config, run, progress, make_group, client, policy, trainer, phases, cleanup)

@@ -18,6 +18,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from prime_rl.contract.calls import Answer, Call, Turn
@@ -146,7 +147,7 @@ class PolicySession:
         version: the policy version for all turns; None takes the current one at each turn.
         first_turn: shared with the other rollouts of the group, of which this is number `number`. Needs `version` None.
         note_version: called with the version of each request before it goes out.
-        max_bytes: all its branches together may take so much of a batch.
+        max_bytes: all its branches together may take so much of a batch, each token with `num_soft` of a teacher.
 
     Attributes:
         answer_lens: tokens of each answer, in the order in which they came.
@@ -163,6 +164,7 @@ class PolicySession:
         number: int = 0,
         note_version: Callable[[int], None] = lambda version: None,
         max_bytes: int = MAX_BATCH_BYTES,
+        num_soft: int = 0,
     ) -> None:
         self.answer_lens: list[int] = []
         self._turns = turns
@@ -173,6 +175,7 @@ class PolicySession:
         self._number = number
         self._note_version = note_version
         self._max_bytes = max_bytes
+        self._sample_bytes = partial(sample_bytes, num_soft=num_soft)
         self._num_calls = 0
         self._answered: list[_Answered] = []
         # By what was said up to the end of its answer.
@@ -222,7 +225,7 @@ class PolicySession:
         leaves = [each for each in self._answered if not each.has_next]
         if len(leaves) > MAX_BRANCHES:
             raise RolloutError(f"it has {len(leaves)} branches, at most {MAX_BRANCHES} can be trained on: {_FEWER}")
-        if (num_bytes := sum(sample_bytes(leaf.num_tokens) for leaf in leaves)) > self._max_bytes:
+        if (num_bytes := sum(self._sample_bytes(leaf.num_tokens) for leaf in leaves)) > self._max_bytes:
             raise RolloutError(
                 f"its {len(leaves)} branches take {num_bytes:,} bytes of a batch, in which each rollout has "
                 f"{self._max_bytes:,}: {_FEWER}"
@@ -315,7 +318,7 @@ class PolicySession:
     def _check_room(self, parent: _Answered | None, num_tokens: int) -> None:
         """Raise TooLong for a call with which the rollout would be more than a batch has room for."""
         leaves = [each.num_tokens for each in self._answered if not each.has_next and each is not parent]
-        num_bytes = sum(map(sample_bytes, leaves)) + sample_bytes(num_tokens)
+        num_bytes = sum(map(self._sample_bytes, [*leaves, num_tokens]))
         if len(leaves) == MAX_BRANCHES or num_bytes > self._max_bytes:
             raise TooLong(f"the rollout has {len(leaves)} branches, as many as a batch has room for: {_FEWER}")
 

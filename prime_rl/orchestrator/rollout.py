@@ -73,6 +73,7 @@ class RolloutWorker:
         is_noted: whether what comes next depends on each group as soon as it is made. On several nodes it depends on
             the groups of all nodes, once these are joined.
         max_rollout_bytes: the share of one rollout in a batch.
+        num_soft: tokens of a teacher for each of a rollout's in a batch, at most.
         teach: has a rollout of an environment read by its teacher.
     """
 
@@ -84,6 +85,7 @@ class RolloutWorker:
     seed: int
     is_noted: bool = True
     max_rollout_bytes: int = MAX_BATCH_BYTES
+    num_soft: int = 0
     teach: Callable[[str, Rollout], Awaitable[Rollout]] | None = None
 
     async def group(self, index: int, note_version: Callable[[int], None] = lambda version: None) -> Group:
@@ -134,6 +136,7 @@ class RolloutWorker:
                 number=number,
                 note_version=note_version,
                 max_bytes=self.max_rollout_bytes,
+                num_soft=self.num_soft,
             )
             try:
                 env = self.envs[pick.env_name]

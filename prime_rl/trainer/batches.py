@@ -215,7 +215,7 @@ class BatchLimits:
     def of(cls, config: OrchestratorConfig, run_id: str, step: int, vocab_size: int) -> BatchLimits:
         """The limits of batch `step` of a run with this (resolved) config."""
         assert config.seq_len is not None, "the config in a slot is resolved"
-        max_bytes = max_batch_bytes(config.max_rollouts * config.max_branches, config.seq_len)
+        max_bytes = max_batch_bytes(config.max_rollouts * config.max_branches, config.seq_len, config.num_soft)
         masks = config.advantage.mask_truncated
         return cls(run_id, step, config.seq_len, vocab_size, config.max_async_level, max_bytes, masks)
 

@@ -490,7 +490,8 @@ def test_a_stop_that_is_a_special_token_takes_no_text_away(native: World) -> Non
     assert answer.turn.content == "hello"
 
 
-def test_a_rollout_has_room_for_so_many_branches_and_bytes(native: World) -> None:
+@pytest.mark.parametrize("num_soft", [0, 20])
+def test_a_rollout_has_room_for_so_many_branches_and_bytes(native: World, num_soft: int) -> None:
     native.texts = ("hello",)
 
     async def ask(bench: Bench, num: int) -> None:
@@ -499,13 +500,14 @@ def test_a_rollout_has_room_for_so_many_branches_and_bytes(native: World) -> Non
 
     bench = native.bench()
     native.run(ask(bench, 2))
-    size = sum(sample_bytes(len(bench.prompt_of(each)) + len(each.token_ids)) for _, each in bench.answers)
-    bench = native.bench(max_bytes=size)
+    sizes = (len(bench.prompt_of(each)) + len(each.token_ids) for _, each in bench.answers)
+    size = sum(sample_bytes(each, num_soft) for each in sizes)
+    bench = native.bench(max_bytes=size, num_soft=num_soft)
     native.run(ask(bench, 2))
     with pytest.raises(TooLong, match="2 branches, as many as a batch has room for: lower max_turns"):
         native.run(ask(bench, 1))
     assert len(bench.finish().branches) == 2, "what was sampled before is trained on"
-    bench = native.bench(max_bytes=size - 1)
+    bench = native.bench(max_bytes=size - 1, num_soft=num_soft)
     native.run(ask(bench, 2))  # its last answer is what there was no room for
     with pytest.raises(RolloutError, match=r"bytes of a batch, in which each rollout has [\d,]+: lower max_turns"):
         bench.finish()

@@ -512,6 +512,11 @@ def test_nothing_yet_is_no_fault(tmp_path: Path) -> None:
     assert take_batch(tmp_path / "step_1" / "b", LIMITS) is None
 
 
+def forward_kl(config: OrchestratorConfig) -> OrchestratorConfig:
+    more = {"kind": "distill", "teacher": "base", "distill": {"objective": "forward_kl"}}
+    return OrchestratorConfig.model_validate({**config.model_dump(exclude_unset=True), **more})
+
+
 def test_the_allowed_size_follows_from_what_the_run_asked_for(tmp_path: Path) -> None:
     """The largest batch that the config allows fits; what is far larger is not read into memory."""
     config = OrchestratorConfig.model_validate(
@@ -535,6 +540,15 @@ def test_the_allowed_size_follows_from_what_the_run_asked_for(tmp_path: Path) ->
         (tmp_path / "b").write_bytes(version(TrainingBatch("run_a", 1, [full] * 64, {"position": 1})))
         assert take_batch(tmp_path / "b", limits) is not None
         assert (tmp_path / "b").stat().st_size < limits.max_bytes <= 2 * BYTES_BESIDES
+    taught = BatchLimits.of(forward_kl(config), "run_a", 1, 2**31)
+    probs = [[]] + 511 * [[0.05] * 20]
+    soft = msgspec.structs.replace(
+        full, token_advantages=[], use="supervised", soft_ids=[[]] + 511 * [[2**31 - 1] * 20], soft_probs=probs
+    )
+    (tmp_path / "b").write_bytes(as_columns(TrainingBatch("run_a", 1, [soft] * 64, {"position": 1})))
+    assert take_batch(tmp_path / "b", taught) is not None
+    with pytest.raises(BadBatchError, match=r"has \d+ bytes"):
+        take_batch(tmp_path / "b", limits)
     os.truncate(tmp_path / "b", 1 << 40)  # a hole: it takes no space on disk
     with pytest.raises(BadBatchError, match="has 1099511627776 bytes"):
         take_batch(tmp_path / "b", limits)
