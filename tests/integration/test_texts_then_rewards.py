@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.contract.files import wait_for
 from tests.learning import MIN_STANDARD_ERRORS
 from tests.patience import PATIENCE_S
 from tests.system_support import PARTS_TOML, SUPERVISOR_TOML, Workspace, closed, read_metrics
@@ -25,8 +26,8 @@ TIMEOUT_S = 8 * PATIENCE_S
 pytestmark = [pytest.mark.release, pytest.mark.timeout(TIMEOUT_S)]
 SEEDS = (1, 2, 3)
 NEIGHBOURS = ("run_near_1", "run_near_2")
-# The texts count as updates: 15 of 32 of them are fewer tokens than 8 updates with 64 rollouts of the same form.
-TEXT_UPDATES, UPDATES_AFTER, UPDATES_ALONE, NEIGHBOUR_UPDATES = 15, 8, 16, 12
+# The texts count: 8 updates with 32 of them have the tokens of 4 with 64 rollouts.
+TEXT_UPDATES, UPDATES_AFTER, UPDATES_ALONE, NEIGHBOUR_UPDATES = 8, 8, 13, 12
 # The reward of a run is that of its last batches.
 NUM_LAST = 3
 MAX_OPERAND = 20
@@ -112,8 +113,12 @@ def add_texts(workspace: Workspace, run_id: str, seed: int) -> None:
 
 
 def finish(workspace: Workspace, run_ids: Sequence[str]) -> None:
-    for run_id in run_ids:
-        workspace.wait(lambda run_id=run_id: workspace.state(run_id) == "finished", f"{run_id} to finish")
+    def done() -> bool:
+        states = {run_id: run["state"] for run_id, run in workspace.runs().items()}
+        assert not {"failed", "evicted", "invalid"} & set(states.values()), f"{states}\n{workspace.logs()}"
+        return all(states[run_id] == "finished" for run_id in run_ids)
+
+    wait_for(done, f"{', '.join(run_ids)} to finish", timeout_s=TIMEOUT_S, poll_s=1.0)
 
 
 def rewards(workspace: Workspace, run_id: str) -> list[float]:
