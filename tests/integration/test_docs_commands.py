@@ -1,4 +1,4 @@
-"""The commands of the tutorials, then of the pages about recovery and full fine-tuning, from top to bottom; own-task.md.
+"""The commands of the tutorials, and of the pages about recovery and full fine-tuning, from top to bottom; own-task.md.
 
 A page marks what is run: blocks of code that begin with ```sh. They run in one shell, in an empty folder.
 """
