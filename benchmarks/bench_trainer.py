@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.frame import paired_ratio
 from benchmarks.trainer_peft import PeftTrainer
-from benchmarks.trainer_real import groups, real_models
+from benchmarks.trainer_real import groups, real_models, texts
 from benchmarks.trainer_step import Tenants, bench_sample
 from benchmarks.trainer_workspace import memory_8_vs_1, publish_shares
 from prime_rl.contract.types import SampleColumns
@@ -41,7 +41,7 @@ def run() -> dict[str, float]:
             "unequal_vs_one_peft_128": _ratio(tenants, peft.step_one, UNEVEN, 128, num_pairs=5),
             "slots_64_vs_2": _slots_64_vs_2(Path(folder)),
         }
-    return {**figures, "memory_8_vs_1": memory_8_vs_1(), **publish_shares(), **real_models(), **groups()}
+    return {**figures, "memory_8_vs_1": memory_8_vs_1(), **publish_shares(), **real_models(), **groups(), **texts()}
 
 
 def _ratio(

@@ -2,6 +2,7 @@
 
 It gets every advantage that costs its author nothing: rows of one length (no padding), logits of the loss tokens alone,
 the same size of passes. Loss (AIPO), reports, clipping and AdamW are those of our runs, in torch's own operations.
+`PeftTexts` learns texts as the loops of transformers do: each batch padded to its longest, and the model's own loss.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from collections.abc import Sequence
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from benchmarks.trainer_step import ALPHA, LR, MAX_NORM, MAX_TOKENS, RANK, bench_model
 from prime_rl.configs.base import DEFAULT_TARGET_MODULES
-from prime_rl.contract.types import SampleColumns
+from prime_rl.contract.types import TOKEN_BYTES, SampleColumns
 from prime_rl.trainer.fair_queue import Row, rows_of, to_micro_batch
 from prime_rl.trainer.step import Rows
 
 DELTA = 8.0
+# A label that has no loss.
+IGNORED = -100
 
 
 class PeftTrainer:
@@ -102,3 +106,22 @@ class PeftTrainer:
                 *((x * mask_RK).sum() for x in (ratio_RK, entropy_RK, mismatch_RK, ratio_RK > DELTA)),
             ]
             self.last_reports = [float(report) for report in reports]
+
+
+class PeftTexts(PeftTrainer):
+    """The same with texts of any lengths."""
+
+    def _pass(self, rows: Sequence[Row]) -> None:
+        ids_RT, mask_RT = (
+            pad_sequence([torch.frombuffer(bytearray(data), dtype=dtype) for data in cut], batch_first=True).long()
+            for dtype, cut in (
+                (torch.int32, [row.sample.token_ids[: row.num_tokens * TOKEN_BYTES] for row in rows]),
+                (torch.uint8, [row.sample.loss_mask[: row.num_tokens] for row in rows]),
+            )
+        )
+        lens_R = torch.tensor([row.num_tokens for row in rows])
+        attended_RT = torch.arange(ids_RT.shape[1]) < lens_R[:, None]
+        labels_RT = ids_RT.where(mask_RT > 0, IGNORED)
+        loss = self._model(input_ids=ids_RT, attention_mask=attended_RT, labels=labels_RT, use_cache=False).loss
+        loss.backward()
+        self.last_reports = [float(loss.detach())]

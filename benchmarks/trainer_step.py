@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import tomli_w
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -66,6 +67,20 @@ def bench_sample(
         temperature=1.0,
         policy_version=0,
         example_id="reverse-text/0",
+    )
+
+
+def bench_text(rng: random.Random, vocab_size: int, least: int = 64, most: int = 512) -> TrainingSample:
+    """A conversation to learn, of `least` to `most` tokens: questions and answers in turn, an answer last."""
+    num_tokens, mask = rng.randint(least, most), list[bool]()
+    while len(mask) < num_tokens:
+        mask = [False] * rng.randint(16, 64) + [True] * rng.randint(16, 64) + mask
+    return msgspec.structs.replace(
+        bench_sample(rng, num_tokens, vocab_size=vocab_size),
+        loss_mask=[False, *mask[1 - num_tokens :]],
+        logprobs=[0.0] * num_tokens,
+        advantage=1.0,
+        use="supervised",
     )
 
 

@@ -1,4 +1,4 @@
-"""The commands of the tutorial, then of the pages about recovery and full fine-tuning, from top to bottom; own-task.md.
+"""The commands of the tutorials, and of the pages about recovery and full fine-tuning, from top to bottom; own-task.md.
 
 A page marks what is run: blocks of code that begin with ```sh. They run in one shell, in an empty folder.
 """
@@ -19,11 +19,11 @@ from prime_rl.contract.layout import OutputDir
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("tutorial.md", "recover.md", "full_finetune.md")
+PAGES = ("tutorial.md", "recover.md", "full_finetune.md", "tutorial-texts.md")
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BIN = Path(sys.executable).parent
 # Of one page on a slow and busy machine; a page takes minutes.
-LIMIT_S = 5 * PATIENCE_S
+LIMIT_S = 6 * PATIENCE_S
 pytestmark = pytest.mark.timeout(LIMIT_S + PATIENCE_S)
 
 
@@ -56,11 +56,12 @@ def test_the_pages_with_commands_work_as_they_stand(tmp_path: Path) -> None:
         done = bash(tmp_path, [block for page in PAGES for block in blocks(page)], environment)
         assert done.returncode == 0, done.stderr + done.stdout
     finally:
-        for place in ("outputs/ten", "restored/outputs/ten", "outputs/whole"):
+        for place in ("outputs/ten", "restored/outputs/ten", "outputs/whole", "outputs/three"):
             prl(tmp_path, "down", "--output-dir", place)
     check_runs(tmp_path)
     assert (tmp_path / "sorter" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "reversing" / "model.safetensors").is_file()
+    assert (tmp_path / "a-to-z" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.release
