@@ -128,7 +128,7 @@ def final_rewards(workspace: Workspace, run_ids: Sequence[str]) -> list[float]:
     """Of the newest versions, on the same examples, which none of them has trained on."""
     results = workspace.json("eval", *run_ids, "-n", "48", "-k", "4")["results"]
     assert [each["problem"] for each in results] == [None] * len(run_ids), results
-    return [each["figures"]["reward/mean"] for each in results]
+    return [each["figures"]["reward"] for each in results]
 
 
 def trained_tokens(workspace: Workspace) -> dict[str, int]:
