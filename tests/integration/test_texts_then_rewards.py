@@ -19,7 +19,7 @@ import pytest
 from prime_rl.contract.files import wait_for
 from tests.learning import MIN_STANDARD_ERRORS
 from tests.patience import PATIENCE_S
-from tests.system_support import PARTS_TOML, SUPERVISOR_TOML, Workspace, closed, read_metrics
+from tests.system_support import PARTS_TOML, SUPERVISOR_TOML, Workspace, closed
 
 # Twelve minutes on two cores that do nothing else.
 TIMEOUT_S = 8 * PATIENCE_S
@@ -28,8 +28,6 @@ SEEDS = (1, 2, 3)
 NEIGHBOURS = ("run_near_1", "run_near_2")
 # The texts count: 8 updates with 32 of them have the tokens of 4 with 64 rollouts.
 TEXT_UPDATES, UPDATES_AFTER, UPDATES_ALONE, NEIGHBOUR_UPDATES = 8, 8, 13, 12
-# The reward of a run is that of its last batches.
-NUM_LAST = 3
 MAX_OPERAND = 20
 SYSTEM = "Sums."
 SYSTEM_TOML = """\
@@ -56,7 +54,12 @@ REWARDS = """\
 max_tokens = 4
 [[env]]
 id = "arithmetic"
-args = {{ wording = "short", max_operand = {max_operand}, operations = ["{operation}"], num_examples = 300 }}
+[env.args]
+wording = "short"
+max_operand = {max_operand}
+operations = ["{operation}"]
+num_examples = 300
+num_eval_examples = 48
 [env.prompt]
 system = "{system}"
 """
@@ -121,12 +124,11 @@ def finish(workspace: Workspace, run_ids: Sequence[str]) -> None:
     wait_for(done, f"{', '.join(run_ids)} to finish", timeout_s=TIMEOUT_S, poll_s=1.0)
 
 
-def rewards(workspace: Workspace, run_id: str) -> list[float]:
-    return [line["reward/mean"] for line in read_metrics(workspace.run_dir(run_id).orchestrator_metrics)]
-
-
-def last_reward(workspace: Workspace, run_id: str) -> float:
-    return statistics.mean(rewards(workspace, run_id)[-NUM_LAST:])
+def final_rewards(workspace: Workspace, run_ids: Sequence[str]) -> list[float]:
+    """Of the newest versions, on the same examples, which none of them has trained on."""
+    results = workspace.json("eval", *run_ids, "-n", "48", "-k", "4")["results"]
+    assert [each["problem"] for each in results] == [None] * len(run_ids), results
+    return [each["figures"]["reward"] for each in results]
 
 
 def trained_tokens(workspace: Workspace) -> dict[str, int]:
@@ -155,7 +157,7 @@ def test_texts_and_then_rewards_beat_rewards_alone(workspace: Workspace) -> None
     tokens = trained_tokens(workspace)
     for seed in SEEDS:
         assert tokens[f"run_texts_{seed}"] + tokens[f"run_after_{seed}"] <= tokens[f"run_alone_{seed}"], tokens
-    after, alone = ([last_reward(workspace, f"run_{kind}_{seed}") for seed in SEEDS] for kind in ("after", "alone"))
+    after, alone = (final_rewards(workspace, [f"run_{kind}_{seed}" for seed in SEEDS]) for kind in ("after", "alone"))
     check_rise([one - other for one, other in zip(after, alone, strict=True)], f"{after} against {alone}")
 
 
@@ -170,15 +172,14 @@ def test_a_student_gets_most_of_what_its_teacher_gained_beside_it(workspace: Wor
     workspace.up()
     add_neighbours(workspace)
     add_texts(workspace, "run_texts", 0)
-    add_learner(workspace, "run_base", 1, 0)
-    finish(workspace, ["run_texts", "run_base"])
+    finish(workspace, ["run_texts"])
     add_learner(workspace, "run_teacher", UPDATES_ALONE, 0, start="run_texts")
     students = [f"run_student_{seed}" for seed in SEEDS]
     for seed, run_id in zip(SEEDS, students, strict=True):
         add(workspace, run_id, DISTILL, REWARDS, max_steps=UPDATES_ALONE, seed=seed)
     finish(workspace, ["run_teacher", *students, *NEIGHBOURS])
 
-    base, teacher = rewards(workspace, "run_base")[0], last_reward(workspace, "run_teacher")
-    shares = [(last_reward(workspace, run_id) - base) / (teacher - base) for run_id in students]
+    teacher, base, *found = final_rewards(workspace, ["run_teacher", "base", *students])
+    shares = [(reward - base) / (teacher - base) for reward in found]
     print(f"of {teacher - base:.3f}, students got {[round(share, 2) for share in shares]}")
     assert teacher - base > 0.2 and statistics.mean(shares) >= MIN_SHARE_OF_GAIN, (base, teacher, shares)
