@@ -108,16 +108,3 @@ def test_a_run_is_taught_by_one_beside_it_and_by_the_base_model(workspace: Works
     assert all(each.token_advantages for each in again)
     used = {row["name"]: row["teacher_tokens"] for row in workspace.json("usage")["rows"]}
     assert used["run_whole"] >= sum(len(each.token_ids) for each in whole) and not used["run_a"]
-
-
-@pytest.mark.slow
-def test_a_student_comes_nearer_to_its_teacher(workspace: Workspace, tmp_path: Path) -> None:
-    write_texts(tmp_path)
-    workspace.up()
-    add(workspace, "run_texts", TEXTS)
-    finish(workspace, "run_texts")
-    text = TAUGHT.replace("max_steps = 6", "max_steps = 25").replace("batch_size = 8", "batch_size = 32")
-    add(workspace, "run_student", text, teacher="run_texts")
-    finish(workspace, "run_student")
-    distances = [line["distill/kl"] for line in read_metrics(workspace.run_dir("run_student").orchestrator_metrics)]
-    assert sum(distances[-5:]) < sum(distances[:5]) / 2, distances
