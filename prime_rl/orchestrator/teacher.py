@@ -357,14 +357,13 @@ async def find_teachers(
     if config.teaching is None:
         return None
     await unload_teachers(client, run)
-    top_k = config.teaching.top_k if config.teaching.objective == "forward_kl" else 0
     adapters, made = config.teacher_adapters, dict[TeacherConfig, Teacher]()
     for each in dict.fromkeys(config.teachers.values()):
         if each.base_url:
             outside = made[each] = OutsideTeacher(each)
             cleanup.push_async_callback(outside.close)
             say(lambda now, outside=outside: outside.waits_for)  # type: ignore[misc]
-            await outside.begin(tokenizer, top_k)
+            await outside.begin(tokenizer, config.num_soft)
         elif each.is_adapter:
             place = adapters.index(each.model)
             adapter = made[each] = AdapterTeacher(client, run, place, each.model)
@@ -377,7 +376,7 @@ async def find_teachers(
         else:
             made[each] = LocalTeacher(client, base)
     say(lambda now: client.trouble)
-    return Teachers({name: made[each] for name, each in config.teachers.items()}, top_k)
+    return Teachers({name: made[each] for name, each in config.teachers.items()}, config.num_soft)
 
 
 def _followed(run: RunDir, run_id: str) -> RunDir:

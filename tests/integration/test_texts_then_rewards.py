@@ -1,4 +1,4 @@
-"""What is learned from elsewhere saves rewards: texts first, and (to come) a teacher. SmolLM2-135M, real processes.
+"""What is learned from elsewhere saves rewards: texts first, and a teacher. SmolLM2-135M, real processes.
 
 One workspace and one trainer have all runs of a comparison, three seeds of each kind, and two neighbours that learn
 other sums from rewards meanwhile. The task are sums that are asked for without an example: the model begins with a
@@ -161,12 +161,14 @@ def test_texts_and_then_rewards_beat_rewards_alone(workspace: Workspace) -> None
     check_rise([one - other for one, other in zip(after, alone, strict=True)], f"{after} against {alone}")
 
 
-# To be completed with `kind = "distill"`: how its run is written, and which figure has the student's reward.
-DISTILL = 'kind = "distill"\nteacher = "run_teacher@latest"\nrollouts_per_example = 8\n'
-MIN_SHARE_OF_GAIN = 0.8
+DISTILL = """\
+kind = "distill"
+teacher = "run_teacher@latest"
+distill.objective = "forward_kl"
+"""
+STUDENT_UPDATES, MIN_SHARE_OF_GAIN = 16, 0.8
 
 
-@pytest.mark.skip(reason='kind = "distill" is not there yet')
 def test_a_student_gets_most_of_what_its_teacher_gained_beside_it(workspace: Workspace) -> None:
     """From a fresh adapter, by the newest version of a teacher that still learns, and without a reward of its own."""
     workspace.up()
@@ -176,7 +178,7 @@ def test_a_student_gets_most_of_what_its_teacher_gained_beside_it(workspace: Wor
     add_learner(workspace, "run_teacher", UPDATES_ALONE, 0, start="run_texts")
     students = [f"run_student_{seed}" for seed in SEEDS]
     for seed, run_id in zip(SEEDS, students, strict=True):
-        add(workspace, run_id, DISTILL, REWARDS, max_steps=UPDATES_ALONE, seed=seed)
+        add(workspace, run_id, DISTILL, REWARDS, max_steps=STUDENT_UPDATES, seed=seed, lr=5e-4)
     finish(workspace, ["run_teacher", *students, *NEIGHBOURS])
 
     teacher, base, *found = final_rewards(workspace, ["run_teacher", "base", *students])

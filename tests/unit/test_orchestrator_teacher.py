@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -434,3 +435,19 @@ async def test_a_version_that_is_no_adapter_leaves_the_teacher_as_it_is(
 async def test_a_teacher_that_never_comes_ends_the_run(world: World, teacher: str, reason: str) -> None:
     assert await world.live(teacher=teacher) == 1
     assert world.status.reason == reason
+
+
+async def test_the_likeliest_tokens_of_the_teacher_stand_in_the_batch(world: World) -> None:
+    world.fake.told = lambda model, token: -9.0
+    assert await world.live(distill={"objective": "forward_kl", "coef": 0.5, "top_k": 3}) == 0
+    samples = world.samples()
+    assert {(each.use, each.advantage, each.rollout_id) for each in samples} == {("supervised", 0.5, "")}
+    for each in samples:
+        assert each.soft_ids == [[0, 1, 2] if is_learned else [] for is_learned in each.loss_mask]
+        told = [math.exp(-3.0), math.exp(-4.0)]
+        assert all(probs[:2] == pytest.approx(told) and len(probs) == 3 for probs in each.soft_probs if probs)
+        assert not any(each.logprobs) and not each.token_advantages
+    line = world.lines()[0]
+    assert (line["signal"], line["distill/kl"]) == (1, pytest.approx(8.5))
+    kept = [json.loads(text) for text in world.run.samples.read_text().splitlines()]
+    assert any("completion" in each for each in kept), "rollouts are shown"
