@@ -66,7 +66,6 @@ NOT_RUN = {
     "export.md": {"prl runs export run_a --out my-adapter --push ORG/NAME": "writes to the Hugging Face hub"},
     "evaluate.md": dict.fromkeys(("prl runs set", "prl serve", "prl eval"), FINISHED),
     "multinode.md": {"prl multinode": DRY, "NODE_RANK=0 prl multinode": DRY},
-    "tutorial-texts.md": {"prl runs add student.toml": 'needs kind = "distill"'},
     "tutorial.md": {
         "make install": "installs; `make docs-check` begins with it",
         "source .venv/bin/activate": "of the shell of a person",
