@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from daemons.errors import ActionError, expand_home
+from daemons.errors import ActionError, WrongUseError, expand_home
 from daemons.trash import acting_on
 from prime_rl.configs.admitted import config_in_effect
 from prime_rl.configs.data import MAX_LINE_BYTES, DataConfig
@@ -55,7 +55,9 @@ class TextExport:
 
 def export_texts(output_dir: Path, run_id: str, out: Path, wanted: Wanted, *, force: bool = False) -> TextExport:
     """Write the kept rollouts of a run that are `wanted` into the new file `out`. Raises ActionError."""
-    with acting_on(output_dir, run_id, "exporting the rollouts of") as (_, run):
+    if wanted.min_reward is not None and math.isnan(wanted.min_reward):
+        raise WrongUseError("invalid --min-reward nan: expected a number")
+    with acting_on(output_dir, run_id, "exporting the rollouts of") as (output, run):
         config, kept = config_in_effect(run), read_kept(run.samples)
         if config.kind == "sft":
             raise ActionError(f"{run_id} learns texts: it has no rollouts to export")
@@ -69,6 +71,8 @@ def export_texts(output_dir: Path, run_id: str, out: Path, wanted: Wanted, *, fo
             why = in_words(left_out) or "none is of these steps"
             raise ActionError(f"{run_id}: none of its {len(kept)} kept rollouts qualifies ({why}): nothing was written")
         path = expand_home(out).absolute()
+        if path.parent.resolve().is_relative_to(output.path.resolve()):
+            raise ActionError(f"{out} is inside the workspace: choose a file outside of it")
         try:
             write_atomic(path, "".join(f"{line}\n" for line in lines), exclusive=not force)
         except FileExistsError:
@@ -98,10 +102,11 @@ def _why_not(branches: Branches, wanted: Wanted) -> str:
         return "not kept as messages (docs/sft.md)"
     if not (wanted.truncated or all(each.ended for each in branches)):
         return "cut, or ended by a stop (--truncated takes them)"
-    said = (message["content"] for each in branches for message in each.messages if message["role"] == "assistant")
-    if any("\N{REPLACEMENT CHARACTER}" in content for content in said):
+    lines = lines_of(branches)
+    said = [message for line in lines for message in line["messages"] if message["role"] == "assistant"]
+    if "\N{REPLACEMENT CHARACTER}" in json.dumps(said, ensure_ascii=False):
         return "with bytes that are no text"
-    return "" if lines_of(branches) else "without what can be learned"
+    return "" if lines else "without what can be learned"
 
 
 def lines_of(branches: Branches) -> list[Line]:

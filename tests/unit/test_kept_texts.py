@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,21 +68,25 @@ def sampled(ids: list[int], mask: list[bool]) -> list[int]:
     return [token for token, loss in zip(ids, mask, strict=True) if loss]
 
 
+def beside(workspace: Path) -> Path:
+    return workspace.with_name(f"{workspace.name}.jsonl")
+
+
 async def test_what_is_exported_is_learned_as_it_was_sampled(tmp_path: Path) -> None:
     fake, run = FakeInference(make_model(tmp_path / "model")), make_run(tmp_path)
     plain = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
     fake.answer = lambda body: [*plain.encode(ANSWERS[len(fake.answered) % 4]).ids, IM_END]
     await run_it(run, fake, samples={"per_step": 8}, ckpt={"keep_rollouts": True}, sampling={"max_tokens": 32})
-    made = export_texts(tmp_path, "run_a", tmp_path / "t.jsonl", Wanted())
+    made = export_texts(tmp_path, "run_a", beside(tmp_path), Wanted())
     batches = [read_batch(run.rollout_file(step)).samples for step in (1, 2, 3)]
     whole = [(each.token_ids, each.loss_mask) for batch in batches for each in batch if each.token_ids[-1] == IM_END]
-    found = tokens_in(tmp_path / "t.jsonl", fake.model)
+    found = tokens_in(beside(tmp_path), fake.model)
     unlike = {(tuple(ids), tuple(mask)) for ids, mask in whole}
     # Behind the end of its turn the template has a line break, which has no loss.
     assert {(tuple(ids[:-1]), tuple(mask[:-1])) for ids, mask in found} == unlike and not any(m[-1] for _, m in found)
     assert made.num_texts == len(found) == len(unlike) and made.num_rollouts == len(whole) == 18
     assert made.left_out == {"cut, or ended by a stop (--truncated takes them)": 6} and made.num_kept == 24
-    more = export_texts(tmp_path, "run_a", tmp_path / "u.jsonl", Wanted(truncated=True, first=2, last=2))
+    more = export_texts(tmp_path, "run_a", beside(tmp_path), Wanted(truncated=True, first=2, last=2), force=True)
     assert (more.num_rollouts, more.num_kept, more.left_out) == (8, 8, {})
     (run.samples).write_text(run.samples.read_text() + "{not json\n")
     assert len(read_kept(run.samples)) == 24
@@ -111,8 +116,16 @@ def test_rollouts_are_chosen_by_reward_step_and_example() -> None:
     chosen, left_out = choose(rollouts, Wanted(min_reward=0.9, truncated=True))
     assert chosen == [rollouts[1], rollouts[2], rollouts[4]] and left_out["with a reward below 0.9"] == 2
     assert lines_of([kept(1.0, "a", 1, "q", "")]) == [], "an empty answer would be refused"
-    _, left_out = choose([[kept(1.0, "a", 1, "q", "\ufffd")], [kept(1.0, "a", 1, "\ufffd", "r")]], Wanted())
-    assert left_out == {"with bytes that are no text": 1}, "as they would be other tokens"
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "\ufffd"}}]}
+    unclear = [[kept(1.0, "a", 1, "q", "\ufffd")], [kept(1.0, messages=[*ASKED, called])]]
+    _, left_out = choose([*unclear, [kept(1.0, "a", 1, "\ufffd", "r")]], Wanted())
+    assert left_out == {"with bytes that are no text": 2}, "as they would be other tokens"
+
+
+@pytest.mark.parametrize("message", [{}, {"role": "assistant"}, {"role": "assistant", "content": 3}, {"role": []}])
+def test_messages_of_another_form_are_left_out(message: dict[str, Any]) -> None:
+    chosen, left_out = choose([[kept(1.0, messages=[*ASKED, message])], [kept(1.0)]], Wanted())
+    assert len(chosen) == 1 and left_out == {"without what can be learned": 1}
 
 
 def test_a_branch_with_which_another_begins_is_written_once() -> None:
@@ -142,7 +155,7 @@ def put(run: RunDir, *samples: KeptSample) -> None:
 
 
 def test_nothing_is_written_where_nothing_qualifies_or_a_file_is_there(run: RunDir, tmp_path: Path) -> None:
-    out = tmp_path / "t.jsonl"
+    out = beside(tmp_path)
     with pytest.raises(ActionError, match="run_a has no rollouts: each batch adds some"):
         export_texts(tmp_path, "run_a", out, Wanted())
     write_toml(run, config_data(tmp_path / "model", samples={"per_step": 0}))
@@ -155,6 +168,9 @@ def test_nothing_is_written_where_nothing_qualifies_or_a_file_is_there(run: RunD
         export_texts(tmp_path, "run_a", out, Wanted(0.5))
     with pytest.raises(ActionError, match="none is of these steps"):
         export_texts(tmp_path, "run_a", out, Wanted(first=2))
+    for inside in (tmp_path / "t.jsonl", run.orch_toml):
+        with pytest.raises(ActionError, match="is inside the workspace: choose a file outside of it"):
+            export_texts(tmp_path, "run_a", inside, Wanted(), force=True)
     assert not out.exists()
     made = export_texts(tmp_path, "run_a", out, Wanted(0.1))
     assert made == TextExport(str(out), 1, 3, 3, 1, 1, {}), "texts that are alike are written once"
@@ -174,13 +190,15 @@ def prl(run: RunDir, *args: str) -> Any:
 
 def test_the_command(run: RunDir, tmp_path: Path) -> None:
     put(run, kept(0.2, place=0), kept(0.9, "b", 1, "q", "r", place=1), kept(0.8, "b", 1, "q", "s", place=2))
-    out = str(tmp_path / "t.jsonl")
+    out = str(beside(tmp_path))
     answer = json.loads(prl(run, "--export", out, "--best-of", "--min-reward", "0.5", "--step", ":4", "--json").stdout)
     assert answer["export"]["num_texts"] == 1 and answer["export"]["num_examples_kept"] == 2
     done = prl(run, "--export", out, "--force")
     assert done.stdout.startswith(f"{out}: 3 texts of 3 of 3 rollouts and 2 of 2 examples"), done.output
     for words in (["--best-of"], ["--step", "2:3"], ["--export", out, "--step", "x"], ["--export", out, "--step", ""]):
         assert isinstance(prl(run, *words).exception, WrongUseError | SystemExit)
+    with pytest.raises(WrongUseError, match="--min-reward nan"):
+        export_texts(tmp_path, "run_a", beside(tmp_path), Wanted(math.nan), force=True)
 
 
 @pytest.fixture(scope="module")
