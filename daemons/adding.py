@@ -539,7 +539,7 @@ def fork_run(
     """Add a run that starts from version `step` of `run_id`, by default its newest.
 
     Its config is that of the run, of another `kind` without what only the old kind has, under the tables of the file
-    `over`, under `overrides`. Files that these name are beside `over`, else in the working directory.
+    `over`, under `overrides`. Files that `over` names are beside it, those of `overrides` in the working directory.
     `with_optimizer` takes the moments of the optimizer too, which only checkpoints have; the learning rate's schedule
     starts over. `new_id` defaults to the run's own id with "-fork". If the run `new_id` is this fork already, nothing
     changes. Raises ActionError.
@@ -547,13 +547,16 @@ def fork_run(
     with acting_on(output_dir, run_id, "forking") as (output, run):
         version = find_version(run, step, saved=with_optimizer)
         start = start_from(version, with_optimizer=with_optimizer)
-        given = merge(load_toml(over) if over else {}, overrides or {}) | ({"kind": kind} if kind else {})
-        named = {str(value) for _, value in flatten(given)}
-        beside = place_of(over or Path("fork.toml"))
+        in_file, by_hand = load_toml(over) if over else {}, overrides or {}
+        given = merge(in_file, by_hand) | ({"kind": kind} if kind else {})
+        sources = [(Path("fork.toml"), by_hand), *([(over, in_file)] if over else [])]
+        named = [(place_of(source), {str(value) for _, value in flatten(table)}) for source, table in sources]
 
         def place_in(name: str) -> Path:
-            is_given = any(each == name or each.startswith(f"{name}:") for each in named)
-            return beside(name) if is_given else run.data_file(name)
+            for beside, values in named:
+                if any(each == name or each.startswith(f"{name}:") for each in values):
+                    return beside(name)
+            return run.data_file(name)
 
         data, config, left_out = _fork_config(output, run, version.name, given, place_in)
         check_start(output, start, config, trainer_limits(output.path))

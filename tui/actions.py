@@ -30,7 +30,7 @@ from daemons.sweeps import Sweep, parse_axis, sweep_runs
 from daemons.workspace import Workspace
 from prime_rl.configs import EXAMPLES
 from prime_rl.configs.admitted import read_effect
-from prime_rl.configs.base import ConfigError, ConfigProblem, build, parse_set, without_nulls
+from prime_rl.configs.base import ConfigError, ConfigProblem, build, load_toml, parse_set, without_nulls
 from prime_rl.configs.explain import key_lines, line_of
 from prime_rl.configs.orchestrator import RunLifetime
 from prime_rl.contract.files import open_file, read_text
@@ -240,8 +240,12 @@ _FORK_FIELDS = {
 
 def _fork(output_dir: Path, form: ForkForm, run_id: str, *, dry_run: bool = False) -> str:
     step = _number(form.version, "version")
+    over = expand_home(Path(form.config)) if form.config else None
     with at_field("settings"):
         overrides = parse_set(form.settings.split())
+    with at_field("config"):
+        if over:
+            load_toml(over)
     with at_field("settings", _FORK_FIELDS):
         made = fork_run(
             output_dir,
@@ -249,7 +253,7 @@ def _fork(output_dir: Path, form: ForkForm, run_id: str, *, dry_run: bool = Fals
             step=step,
             new_id=form.new_id or None,
             kind=form.kind or None,
-            over=expand_home(Path(form.config)) if form.config else None,
+            over=over,
             overrides=overrides,
             with_optimizer=form.with_optimizer,
             dry_run=dry_run,

@@ -24,6 +24,7 @@ from prime_rl.configs.validate import TrainerLimits, check_against_trainer, key_
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker
 from prime_rl.contract.status import StatusWriter, TrainerStatus
 from tests.daemons_support import ROOT, RUN_TOML
+from tui.actions import FieldError, ForkForm
 
 
 def put_adapter(folder: Path, *, rank: int = 4, targets: tuple[str, ...] = ("q_proj",), text: str = "") -> Path:
@@ -327,6 +328,28 @@ def test_a_fork_of_another_kind_leaves_out_what_only_the_old_kind_has(run: RunDi
     assert made.left_out == ("rollouts_per_example", "env", "loss", "advantage", "eval", "stop")
     assert (config.loss.kl_coef, config.optim.lr, config.init.from_) == (0.1, 0.002, "run_a@v6")
     assert fork.data_file("notes.jsonl").read_text() == TEXTS, "beside the file that names it"
+
+
+@pytest.mark.parametrize("text", ["batch_size = =", None])
+def test_the_console_shows_a_broken_file_at_its_field(run: RunDir, tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "more.toml"
+    if text:
+        file.write_text(text)
+    with pytest.raises(FieldError) as refused:
+        ForkForm(("run_a",), config=str(file)).check(home(run))
+    assert refused.value.field == "config"
+
+
+def test_files_of_the_command_line_are_in_the_working_directory(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = put_texts(tmp_path)
+    (here := tmp_path / "here").mkdir()
+    (here / "mine.jsonl").write_text(TEXTS * 2)
+    monkeypatch.chdir(here)
+    more = {"data": [{"path": "mine.jsonl"}]}
+    fork = RunDir(home(run) / fork_run(home(run), "run_a", kind="sft", over=over, overrides=more).run_id)
+    assert fork.data_file("mine.jsonl").read_text() == (here / "mine.jsonl").read_text()
 
 
 REWARDS = {"rollouts_per_example": 2, "env": [{"id": "reverse-text"}]}
