@@ -594,7 +594,8 @@ def _fork_config(
             ckpt.pop("resume_step", None)
         kept = of_kind(before, kind) if kind else before
         data = {**merge(kept, given), "init": {"from": source}}
-        left_out = tuple(key for key in before if kept.get(key) != before[key] and key != "kind")
+        gone = (key for key, _ in flatten(before) if key not in dict(flatten(kept)))
+        left_out = tuple(dict.fromkeys(key if (top := key.partition(".")[0]) in kept else top for key in gone))
         return data, checked(output.path, data, run.orch_toml.name, None, place), left_out
     except ConfigError as error:
         hint = f"; what {kind!r} needs is given by --set KEY=VALUE or --config FILE" if kind else ""

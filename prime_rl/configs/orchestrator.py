@@ -313,7 +313,10 @@ def of_kind(data: Mapping[str, Any], kind: str) -> dict[str, Any]:
         left_out |= {*_OF_ROLLOUTS, "rollouts_per_example", "loss", *(() if has_envs else ("eval",))}
     found = {key: value for key, value in data.items() if key not in left_out} | {"kind": kind}
     if before == "distill" and isinstance(envs := found.get("env"), list):
-        found["env"] = [{key: each for key, each in env.items() if key != "teacher"} for env in envs]
+        found["env"] = [
+            {key: each for key, each in env.items() if key != "teacher"} if isinstance(env, Mapping) else env
+            for env in envs
+        ]
     if "loss" in left_out and (kl_coef := tables.get("loss", {}).get("kl_coef")):
         found["loss"] = {"kl_coef": kl_coef}
     return found

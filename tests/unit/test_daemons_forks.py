@@ -8,10 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from typer.testing import CliRunner
 
 from daemons import actions, adding
@@ -325,7 +327,7 @@ def test_a_fork_of_another_kind_leaves_out_what_only_the_old_kind_has(run: RunDi
     fork = RunDir(home(run) / made.run_id)
     config = load_run_config(fork.orch_toml)
     assert (made.kind, config.kind, config.batch_size, config.sft.held_out_interval) == ("sft", "sft", 2, 3)
-    assert made.left_out == ("rollouts_per_example", "env", "loss", "advantage", "eval", "stop")
+    assert made.left_out == ("rollouts_per_example", "env", "loss.type", "advantage", "eval", "stop")
     assert (config.loss.kl_coef, config.optim.lr, config.init.from_) == (0.1, 0.002, "run_a@v6")
     assert fork.data_file("notes.jsonl").read_text() == TEXTS, "beside the file that names it"
 
@@ -353,6 +355,16 @@ def test_files_of_the_command_line_are_in_the_working_directory(
 
 
 REWARDS = {"rollouts_per_example": 2, "env": [{"id": "reverse-text"}]}
+
+
+def test_a_teacher_of_an_environment_is_left_out_and_the_environment_is_not(run: RunDir) -> None:
+    taught = {"rollouts_per_example": 2, "env": [{"id": "reverse-text", "teacher": "base"}]}
+    run.orch_toml.write_text(tomli_w.dumps({**tomllib.loads(run.orch_toml.read_text()), **taught, "kind": "distill"}))
+    made = fork_run(home(run), "run_a", kind="rl", dry_run=True)
+    assert (made.kind, made.left_out) == ("rl", ("env.0.teacher",))
+    run.orch_toml.write_text(tomli_w.dumps(tomllib.loads(run.orch_toml.read_text()) | {"env": [1]}))
+    with pytest.raises(ActionError, match=r"env\.0: found 1"):
+        fork_run(home(run), "run_a", kind="rl", dry_run=True)
 
 
 def test_texts_first_rewards_after(run: RunDir, tmp_path: Path) -> None:
