@@ -241,10 +241,10 @@ def read_usual(output_dir: Path, runs: Sequence[RunView]) -> dict[str, list[RunV
     others = [run for run in runs if run.kind != "sft"]
     found = {REWARD: read_contestants(output_dir, others, REWARD)} if others or not texts else {}
     if texts:
-        held_out = read_contestants(output_dir, texts, HELD_OUT_LOSS)
-        is_held = all(run.steps or run.has_failed for run in held_out) and any(run.steps for run in held_out)
-        name = HELD_OUT_LOSS if is_held else SUPERVISED_LOSS
-        found[name] = held_out if is_held else read_contestants(output_dir, texts, name)
+        held_out, learned = (read_contestants(output_dir, texts, name) for name in (HELD_OUT_LOSS, SUPERVISED_LOSS))
+        begun = [run for run, its in zip(held_out, learned, strict=True) if its.steps or run.steps]
+        is_held = all(run.steps or run.has_failed for run in begun) and any(run.steps for run in begun)
+        found[HELD_OUT_LOSS if is_held else SUPERVISED_LOSS] = held_out if is_held else learned
     return found
 
 

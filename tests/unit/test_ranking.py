@@ -256,6 +256,11 @@ def test_runs_that_learn_texts_are_ranked_by_loss_and_never_with_rewards(workspa
         with workspace.run(run_id).trainer_metrics.open("a") as file:
             file.write(json.dumps({"step": 3, "supervised/loss": 1.0, "held_out/loss": loss}) + "\n")
     assert places()["held_out/loss texts words.jsonl"] == ["run_t", "run_u"]
+    (control := workspace.run("run_new").control).mkdir(parents=True)
+    (control / "orch.toml").write_text(text)
+    assert places()["held_out/loss texts words.jsonl"][:2] == ["run_t", "run_u"], (
+        "one that has not begun changes nothing"
+    )
     assert "by their loss" in best(workspace, capsys)[1]
     assert prl(["runs", "best", "--output-dir", str(workspace.path), "--csv"]) == 2
     assert "runs of two kinds" in capsys.readouterr().err
