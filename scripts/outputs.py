@@ -121,7 +121,8 @@ OUTPUTS: dict[str, Keys] = {
                 **{"run_id": str, "id": str, "example": str, "since": float},
                 **{"num_calls": int, "used_at": float, "waiting_on": str},
             }
-        ]
+        ],
+        "num_more": int,
     },
     "prl runs endpoint ID": {"url": str | None, "key": str},
     "prl runs validate FILE": {

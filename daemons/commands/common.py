@@ -58,6 +58,7 @@ WatchOption = Annotated[bool, typer.Option("--watch", help="Refresh every second
 
 _NO_DIGITS = str.maketrans("", "", "0123456789")
 _UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_CENTURY_S = 36525 * 86400.0
 
 
 class Passing(TyperCommand):
@@ -244,9 +245,11 @@ def parse_duration(text: str) -> float:
 
 
 def short_time(seconds: float | None) -> str:
-    """45 s -> "45s", 4000 -> "1h", 10**6 -> "11d"; empty for None."""
+    """45 s -> "45s", 4000 -> "1h", 10**6 -> "11d"; empty for None, and "long" beyond a century."""
     if seconds is None:
         return ""
+    if not seconds < _CENTURY_S:
+        return "long"
     unit = max((each for each in "smhd" if seconds >= _UNIT_S[each]), key=_UNIT_S.__getitem__, default="s")
     return f"{max(seconds, 0.0) / _UNIT_S[unit]:.0f}{unit}"
 

@@ -460,8 +460,10 @@ def sessions(
     read = {run.run_id: read_status(run.status, RunStatus) for run in runs}
     living = {name: each for name, each in read.items() if each and each.state == "running" and is_alive(each, now)}
     found = [(name, each) for name, status in living.items() for each in map(clean_strings, status.sessions)]
+    more = sum(status.num_sessions for status in living.values()) - len(found)
     if as_json:
-        return print_json({"sessions": [{"run_id": name, **msgspec.to_builtins(each)} for name, each in found]})
+        listed = [{"run_id": name, **msgspec.to_builtins(each)} for name, each in found]
+        return print_json({"sessions": listed, "num_more": max(0, more)})
     rows = [
         [
             *(cell(each.id, 100), cell(each.example, 80), short_time(now - each.since), each.num_calls),
@@ -471,7 +473,6 @@ def sessions(
     ]
     if rows:
         console().print(make_table(["session", "example", "open", "calls", "last call", "waits for"], rows))
-    more = sum(status.num_sessions for status in living.values()) - len(found)
     if more > 0 or not rows:
         say(f"and {more} more" if more > 0 else "no session is open")
     return None

@@ -466,6 +466,10 @@ class _Ranged(BaseConfig):
         return value if limits is None or value is None else limits.check(value)
 
 
+# Settings of sampling that leave out tokens, or make some likelier than the policy does.
+NARROWING = ("min_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
 class SamplingConfig(_Ranged):
     """The sampling of completions."""
 
@@ -519,8 +523,7 @@ class SamplingConfig(_Ranged):
     @property
     def narrows(self) -> list[str]:
         """The settings because of which the sampled distribution is not the policy's own at this temperature."""
-        names = ("min_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        return [name for name in NARROWING if getattr(self, name) != type(self).model_fields[name].default]
 
     @model_validator(mode="after")
     def _shortest_below_longest(self) -> Self:

@@ -13,7 +13,15 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from prime_rl.configs.base import BaseConfig, EvalSamplingConfig, LogConfig, SamplingConfig, WatchConfig, check_address
+from prime_rl.configs.base import (
+    NARROWING,
+    BaseConfig,
+    EvalSamplingConfig,
+    LogConfig,
+    SamplingConfig,
+    WatchConfig,
+    check_address,
+)
 from prime_rl.configs.data import DataConfig, SftConfig
 from prime_rl.configs.distill import DistillConfig, Teacher, TeacherConfig, adapters_of
 from prime_rl.configs.envs import EnvConfig
@@ -317,6 +325,9 @@ def of_kind(data: Mapping[str, Any], kind: str) -> dict[str, Any]:
             {key: each for key, each in env.items() if key != "teacher"} if isinstance(env, Mapping) else env
             for env in envs
         ]
+    if kind == "distill" and "sampling" in tables:
+        kept = {key: each for key, each in tables["sampling"].items() if key not in ("temperature", *NARROWING)}
+        found["sampling"] = kept
     if "loss" in left_out and (kl_coef := tables.get("loss", {}).get("kl_coef")):
         found["loss"] = {"kl_coef": kl_coef}
     return found

@@ -424,6 +424,14 @@ def test_what_teaches_a_run_is_copied_into_it_and_into_its_forks(run: RunDir, tm
     assert (files(other_run.teacher_dir(0))["source.txt"], list_steps(other_run.teachers)) == (b"run_a@v2", [0])
 
 
+def test_a_teacher_is_asked_about_what_the_policy_itself_would_say(run: RunDir) -> None:
+    run.orch_toml.write_text(run.orch_toml.read_text() + "[sampling]\ntemperature = 0.7\ntop_p = 0.9\nmax_tokens = 5\n")
+    made = fork_run(home(run), "run_a", kind="distill", overrides={"teacher": "base"})
+    config = load_run_config(OutputDir(home(run)).run(made.run_id).orch_toml)
+    assert (config.sampling.temperature, config.sampling.narrows, config.sampling.max_tokens) == (1, [], 5)
+    assert set(made.left_out) == {"sampling.temperature", "sampling.top_p"}
+
+
 @pytest.mark.parametrize(
     ("teacher", "message"),
     [

@@ -156,8 +156,16 @@ async def test_open_sessions_are_listed_with_what_they_wait_for(
             told = capsys.readouterr().out
             assert "run_a." in told and "and 1 more" in told
             assert prl(["runs", "sessions", "--json", *place]) == 0
-            rows = json.loads(capsys.readouterr().out)["sessions"]
-            assert (rows[0]["run_id"], rows[0]["id"], len(rows)) == ("run_a", first.id, MAX_SHOWN)
+            told = json.loads(capsys.readouterr().out)
+            rows = told["sessions"]
+            assert told["num_more"] == 1 and (rows[0]["run_id"], rows[0]["id"], len(rows)) == (
+                "run_a",
+                first.id,
+                MAX_SHOWN,
+            )
+            writer.update(sessions=[msgspec.structs.replace(asked, since=-1e300, used_at=1e300)])
+            assert prl(["runs", "sessions", "run_a", *place]) == 0
+            assert max(map(len, capsys.readouterr().out.splitlines())) < 200, "a wrong clock takes no room"
             let_go.set()
             await call
         assert sessions.figures() == {"num_sessions": 0, "sessions": []}
