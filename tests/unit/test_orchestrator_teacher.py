@@ -357,8 +357,9 @@ async def test_a_teacher_whose_room_another_run_has_for_now_is_waited_for(world:
         await until(lambda: len(world.fake.read) > 5, "some rollouts to be read")
         full["now"] = True
         world.fake.adapters.pop("teacher/run_b@v0")
-        await world.waits_for("inference to take the teacher run_a (")
-        assert not running.done()
+        words = "inference to take the teacher run_a ("
+        await until(lambda: running.done() or words in (world.status.waiting_on or ""), words)
+        assert not running.done(), world.status.reason
         full["now"] = False
         num = len(world.fake.read)
         await until(lambda: len(world.fake.read) > num + 4, "the teacher to go on")
