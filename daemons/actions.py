@@ -42,7 +42,8 @@ from prime_rl.configs.admitted import (
     request,
     restore,
 )
-from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError, load_toml, merge, parse_set, parse_toml
+from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError, build, load_toml, merge, parse_set, parse_toml
+from prime_rl.configs.distill import TeacherConfig
 from prime_rl.configs.orchestrator import LIVE_KEYS, OrchestratorConfig
 from prime_rl.configs.validate import find_problems
 from prime_rl.contract.files import read_end, read_text, remove, write_atomic
@@ -331,6 +332,8 @@ def set_run_keys(output_dir: Path, run_id: str, changes: Mapping[str, Any], *, r
             return False
         if problems := find_problems(wanted, str(run.orch_toml), trainer_limits(output.path)):
             raise ConfigError(str(run.orch_toml), problems)
+        if not is_live:
+            _check_teachers(run, wanted)
         if not (is_live and run.admitted.exists()) and _is_rolled_back(run, wanted):
             # The trainer carries out each text once, and this is another one.
             changes = merge(changes, {"ckpt": {"resume_step": None}})
@@ -366,12 +369,21 @@ def apply_edit(output_dir: Path, run_id: str, *, reason: str = "") -> str:
         if taken:
             if problems := find_problems(data, str(run.orch_toml), trainer_limits(output.path)):
                 raise ConfigError(str(run.orch_toml), problems)
+            _check_teachers(run, data)
             _apply(output, run, text)
             record_act(output, "apply", run_id, reason=reason, detail=in_words(hidden(taken)))
         if refused:
             words = "; ".join(f"{key}: {why}" for key, why in refused.items())
             raise ActionError(f"{run_id}: {f'{done}; ' if done else ''}not applied: {words}")
         return f"{run_id}: {done}"
+
+
+def _check_teachers(run: RunDir, data: Mapping[str, Any]) -> None:
+    """Raise ActionError for an adapter as teacher that the run has no copy of: it would fail as soon as it starts."""
+    for number, name in enumerate(build(OrchestratorConfig, data, str(run.orch_toml)).teacher_adapters):
+        if not TeacherConfig(model=name).follows and read_text(run.teacher_source(number)) != name:
+            rule = f"it is copied when a run is added: prl runs fork {run.run_id} --set teacher=..."
+            raise ActionError(f"teacher: {run.run_id} has no copy of {name}, {rule}")
 
 
 def _refused(output: OutputDir, run: RunDir, edit: Edit) -> dict[str, str]:

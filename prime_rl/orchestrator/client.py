@@ -406,6 +406,8 @@ def scores_of(answer: ScoredCompletions, request: ScoreRequest, url: str, weight
             raise InferenceError(f"inference at {url} returned {problem}")
         logprobs_T.append(position[token_id])
         _check_logprobs([logprobs_T[-1], *(logprob for _, logprob in top)], url, weights, request.model)
+        if sum(math.exp(logprob) for _, logprob in top) > 1 + LOGPROB_SLACK:
+            raise InferenceError(f"inference at {url} returned probabilities of one position that are more than 1")
         top_T.append(top)
     return Scores(logprobs_T, top_T if request.top_k else [], weights)
 

@@ -25,11 +25,11 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import make_folder, open_lock
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.served import (
+    TEACHER_PREFIX,
     adapter_name,
     is_teacher,
     parse_adapter_name,
     parse_weights_name,
-    served_run,
     weights_name,
 )
 from prime_rl.orchestrator.client import (
@@ -354,11 +354,14 @@ async def clear_inference(config: OrchestratorConfig, run: RunDir) -> None:
         await client.close()
 
 
-async def unload_teachers(client: InferenceClient, run: RunDir) -> None:
-    """Unload what an earlier orchestrator of this run had as teachers (it was killed)."""
-    names = [model.id for model in await client.list_models()]
-    for name in (each for each in names if is_teacher(each) and served_run(each) == run.run_id):
-        await client.once_everywhere(lambda server, name=name: server.unload_adapter(name))  # type: ignore[misc]
+async def unload_teachers(
+    client: InferenceClient, run: RunDir, is_left: Callable[[int], bool] = lambda number: True
+) -> None:
+    """Unload what an earlier orchestrator of this run had as teachers (it was killed), if their number `is_left`."""
+    for name in (model.id for model in await client.list_models() if is_teacher(model.id)):
+        found = parse_adapter_name(name.removeprefix(TEACHER_PREFIX))
+        if found is not None and found[0] == run.run_id and is_left(found[1]):
+            await client.once_everywhere(lambda server, name=name: server.unload_adapter(name))  # type: ignore[misc]
 
 
 async def base_model(client: InferenceClient, wanted: str) -> str:

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -111,6 +112,10 @@ class AdapterTeacher(LocalTeacher):
             has = f"a copy of {found!r}" if found else "no copy of it"
             rule = "teachers are copied when a run is added: fork it with --set teacher=..., or add it again"
             raise RunFailed(f"teacher: found {self._source!r}, and the run has {has}: {rule}")
+        await self._load_in_time(say)
+
+    async def _load_in_time(self, say: Callable[[str | None], None]) -> None:
+        """Load what is in use now, once there is room. Raises RunFailed, or AdapterRefused."""
         give_up_s = time.monotonic() + LOAD_REFUSED_LIMIT_S
         while True:
             try:
@@ -135,8 +140,11 @@ class AdapterTeacher(LocalTeacher):
                     raise
             finally:
                 self._users[number] -= 1
-            async with self._loading:
-                await self._load(self._number)
+            try:  # another run may have its room for now
+                async with self._loading:
+                    await self._load_in_time(partial(setattr, self, "waits_for"))
+            finally:
+                self.waits_for = None
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
@@ -207,6 +215,8 @@ class Following(AdapterTeacher):
             return
         number = await asyncio.to_thread(self._copy, *newest)
         async with self._loading:
+            # A server that was busy or away may have earlier ones still.
+            await unload_teachers(self._client, self._run, lambda each: each != before and self._is_own(each))
             if not self._is_alone:
                 await self._unload(before)
             try:
@@ -230,7 +240,7 @@ class Following(AdapterTeacher):
         except (OSError, ValueError) as error:
             logger.warning("the newest version of %s cannot be copied: %s", self._followed.run_id, error)
             number = None
-        copies = [each for each in list_steps(self._run.teachers) if each % MAX_TEACHER_ADAPTERS == self._place]
+        copies = list(filter(self._is_own, list_steps(self._run.teachers)))
         if number is None and not copies:
             return False
         self._number = copies[-1] if number is None else number
@@ -238,6 +248,9 @@ class Following(AdapterTeacher):
             if each != self._number:
                 await asyncio.to_thread(remove, self._run.teacher_dir(each))
         return True
+
+    def _is_own(self, number: int) -> bool:
+        return number % MAX_TEACHER_ADAPTERS == self._place
 
     def _copy(self, version: int, folder: Path) -> int:
         """The number of the copy. Raises OSError or ValueError, also when the version was removed meanwhile."""
@@ -265,12 +278,14 @@ class OutsideTeacher(Awaited):
 
     def __init__(self, config: TeacherConfig) -> None:
         self._model = config.model
+        self._last_id = 0
         self._remote = Remote("the teacher", "teacher", config.base_url or "", "completions", config.api_key_var)
         self.close = self._remote.close
 
     async def begin(self, tokenizer: ChatTokenizer, top_k: int) -> None:
         """Raises RunFailed where its tokens are not those of the run."""
         own, spoken = tokenizer.encode(SPOKEN), ScoreRequest(self._model, SPOKEN.encode())
+        self._last_id = tokenizer.last_id
         try:
             read = (await self._post({**spoken.body(), "prompt": SPOKEN}, spoken)).choices[0].prompt_logprobs
             await self.score([own[0], tokenizer.last_id], top_k)
@@ -285,9 +300,14 @@ class OutsideTeacher(Awaited):
         """What the model says, which is waited for while it is busy or away."""
         request = ScoreRequest(self._model, token_ids, top_k)
         try:
-            return scores_of(await self._post(request.body(), request), request, self._remote.url)
+            found = scores_of(await self._post(request.body(), request), request, self._remote.url)
         except InferenceError as error:
             raise EnvironmentFault(f"the teacher is at fault: {error}") from error
+        # Its vocabulary may be filled up further than that of the run's model.
+        top_T = [[each for each in top if 0 <= each[0] <= self._last_id] for top in found.top_T]
+        if not all(top_T[1:]):
+            raise EnvironmentFault("the teacher is at fault: all that it holds likely is beyond the run's vocabulary")
+        return replace(found, top_T=top_T)
 
     async def _post(self, body: Mapping[str, Any], request: ScoreRequest) -> ScoredCompletions:
         """Raises TooLong, EnvironmentFault for a part of an answer that is wrong, and RunFailed for all else."""

@@ -453,3 +453,13 @@ def test_a_teacher_that_is_not_there_is_refused(run: RunDir, tmp_path: Path, tea
 def test_a_run_that_trains_is_no_copy(run: RunDir, tmp_path: Path) -> None:
     run_id = adding.add_run(home(run), write_taught(run, tmp_path / "b.toml", "run_a@latest"))
     assert not OutputDir(home(run)).run(run_id).teachers.exists()
+
+
+def test_another_teacher_is_not_set_but_forked(run: RunDir, tmp_path: Path) -> None:
+    taught = OutputDir(home(run)).run(adding.add_run(home(run), write_taught(run, tmp_path / "b.toml", "run_a")))
+    before = taught.orch_toml.read_text()
+    with pytest.raises(ActionError, match=r"no copy of run_a@v2, it is copied .* prl runs fork run_b --set teacher="):
+        actions.set_run_keys(home(run), taught.run_id, {"teacher": "run_a@v2"})
+    assert taught.orch_toml.read_text() == before
+    assert actions.set_run_keys(home(run), taught.run_id, {"teacher": "base"})
+    assert actions.set_run_keys(home(run), taught.run_id, {"teacher": "run_a", "max_steps": 8})

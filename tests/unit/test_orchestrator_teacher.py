@@ -346,6 +346,27 @@ async def test_what_a_restarted_server_has_lost_is_loaded_again(world: World) ->
     assert world.fake.num_unknown and len(world.samples()) == 24
 
 
+async def test_a_teacher_whose_room_another_run_has_for_now_is_waited_for(world: World) -> None:
+    give(world.run, 0, "run_a")
+    full = {"now": False}
+    world.fake.fault = lambda path, body: (
+        400 if full["now"] and path.endswith("/load_lora_adapter") and is_teacher(body["lora_name"]) else None
+    )
+    async with trainer(world.run):
+        running = world.start(teacher="run_a", max_steps=300)
+        await until(lambda: len(world.fake.read) > 5, "some rollouts to be read")
+        full["now"] = True
+        world.fake.adapters.pop("teacher/run_b@v0")
+        words = "inference to take the teacher run_a ("
+        await until(lambda: running.done() or words in (world.status.waiting_on or ""), words)
+        assert not running.done(), world.status.reason
+        full["now"] = False
+        num = len(world.fake.read)
+        await until(lambda: len(world.fake.read) > num + 4, "the teacher to go on")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_an_edited_teacher_is_refused_by_name(world: World) -> None:
     give(world.run, 0, "run_a")
     assert await world.live(teacher="run_c") == 1
@@ -378,6 +399,26 @@ async def test_a_run_that_trains_is_followed_version_by_version(world: World) ->
         await asyncio.gather(running, return_exceptions=True)
     assert world.fake.read[-1][0] == "teacher/run_b@v10"
     assert undocumented("orchestrator", world.lines()) == set()
+
+
+async def test_a_version_that_could_not_be_unloaded_goes_before_the_next(world: World) -> None:
+    followed = make_run(world.run.path.parent, "run_a")
+    publish(followed, 1)
+    busy = {"now": True}
+    world.fake.fault = lambda path, body: (
+        429 if busy["now"] and path.endswith("/unload_lora_adapter") and is_teacher(body["lora_name"]) else None
+    )
+    async with trainer(world.run):
+        running = world.start(teacher="run_a@latest", max_steps=500)
+        await until(lambda: world.has_read(2), "the first version to teach")
+        publish(followed, 2)
+        await until(lambda: list_steps(world.run.teachers) == [4], "the copy of the first version to go")
+        busy["now"] = False
+        publish(followed, 3)
+        await until(lambda: list_steps(world.run.teachers) == [6], "the copy of the second version to go")
+        assert [name for name in world.fake.adapters if is_teacher(name)] == ["teacher/run_b@v6"]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_two_runs_that_are_followed_have_room_for_one_version_each(world: World) -> None:
@@ -451,3 +492,36 @@ async def test_the_likeliest_tokens_of_the_teacher_stand_in_the_batch(world: Wor
     assert (line["signal"], line["distill/kl"]) == (1, pytest.approx(8.5))
     kept = [json.loads(text) for text in world.run.samples.read_text().splitlines()]
     assert any("completion" in each for each in kept), "rollouts are shown"
+
+
+async def test_tokens_beyond_the_vocabulary_are_left_out(world: World) -> None:
+    complete = world.fake._complete
+    last = 258
+
+    async def padded(body: dict[str, Any]) -> tuple[int, Any]:
+        code, answer = await complete(body)
+        if "prompt_logprobs" in body:
+            for each in answer["choices"][0]["prompt_logprobs"][1:]:
+                each[str(last + 40)] = {"logprob": -0.5}
+        return code, answer
+
+    world.fake._complete = padded  # type: ignore[method-assign]
+    world.fake.told = lambda model, token: -9.0
+    assert await world.live(teacher=world.outside(), distill={"objective": "forward_kl", "top_k": 3}) == 0
+    assert {tuple(ids) for each in world.samples() for ids in each.soft_ids if ids} == {(0, 1)}
+
+
+async def test_probabilities_that_add_up_to_more_than_one_are_refused(world: World) -> None:
+    complete = world.fake._complete
+
+    async def sure(body: dict[str, Any]) -> tuple[int, Any]:
+        code, answer = await complete(body)
+        if body.get("prompt_logprobs"):
+            likeliest = {str(token): {"logprob": -0.1} for token in range(body["prompt_logprobs"])}
+            told = [{str(token): {"logprob": -0.1}, **likeliest} for token in body["prompt"][1:]]
+            answer["choices"][0]["prompt_logprobs"] = [None, *told]
+        return code, answer
+
+    world.fake._complete = sure  # type: ignore[method-assign]
+    assert await world.live(teacher=world.outside(), distill={"objective": "forward_kl", "top_k": 3}) == 1
+    assert "probabilities of one position that are more than 1" in (world.status.reason or "")
