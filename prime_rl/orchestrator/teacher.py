@@ -33,6 +33,7 @@ from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, list_steps,
 from prime_rl.contract.peft import copy_adapter
 from prime_rl.contract.served import MAX_TEACHER_ADAPTERS, teacher_name
 from prime_rl.orchestrator.client import (
+    AdapterRefused,
     InferenceError,
     RequestRefused,
     ScoredCompletions,
@@ -191,6 +192,20 @@ class Following(AdapterTeacher):
             say(f"{self._followed.run_id} to publish its first version, for the teacher")
             await asyncio.sleep(MAX_LOOK_S)
         await super().begin(say)
+
+    async def score(self, token_ids: Sequence[int], top_k: int) -> Scores:
+        """What the version says that is in use; one whose weights are at fault is not asked again."""
+        while True:
+            number = self._number
+            try:
+                return await super().score(token_ids, top_k)
+            except AdapterRefused as error:
+                self.waits_for = f"{self._followed.run_id} to publish another version, for the teacher ({error})"
+            try:
+                while self._number == number:
+                    await asyncio.sleep(MAX_LOOK_S)
+            finally:
+                self.waits_for = None
 
     async def follow(self, watch: WatchConfig) -> None:
         """Switch to each version that is newer, for as long as the run goes on."""

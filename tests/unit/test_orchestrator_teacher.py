@@ -59,7 +59,7 @@ class FakeTeacher(FakeInference):
 
     def __init__(self, model: Path) -> None:
         super().__init__(model)
-        self.told: Callable[[str, int], float] = lambda model, token: -1.0 if model == self.model else -2.0
+        self.told: Callable[[str, int], float | None] = lambda model, token: -1.0 if model == self.model else -2.0
         self.read: list[tuple[str, list[int]]] = []
         self.begin: list[int] = []
         self.longest = 10_000
@@ -417,6 +417,21 @@ async def test_a_version_that_could_not_be_unloaded_goes_before_the_next(world: 
         publish(followed, 3)
         await until(lambda: list_steps(world.run.teachers) == [6], "the copy of the second version to go")
         assert [name for name in world.fake.adapters if is_teacher(name)] == ["teacher/run_b@v6"]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_version_whose_weights_are_at_fault_costs_the_student_no_more_than_a_wait(world: World) -> None:
+    followed = make_run(world.run.path.parent, "run_a")
+    publish(followed, 1)
+    world.fake.told = lambda model, token: None if model == "teacher/run_b@v2" else -1.0
+    async with trainer(world.run):
+        running = world.start(teacher="run_a@latest", max_steps=500)
+        waits = "run_a to publish another version, for the teacher"
+        await until(lambda: world.has_read(2), "the first version to be asked")
+        await until(lambda: (world.status.waiting_on or "").startswith(waits), waits)
+        publish(followed, 2)
+        await until(lambda: world.has_read(4), "the next version to teach")
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
