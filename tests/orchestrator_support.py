@@ -121,9 +121,9 @@ async def stand_in_trainer(run: RunDir, publish: Callable[[RunDir, int], None] =
 
 
 def score_alike(body: dict[str, Any]) -> list[dict[str, Any] | None]:
-    """A model for which each token has -1, and the likeliest are 0, 1, ..., with -0.5, -0.6, ..."""
-    top = {str(number): {"logprob": -0.5 - 0.1 * number} for number in range(body["prompt_logprobs"])}
-    return [None, *({str(token_id): {"logprob": -1.0}} | top for token_id in body["prompt"][1:])]
+    """A model for which each token has -9, and the likeliest are 0, 1, ..., with -1, -2, ..."""
+    top = {str(number): {"logprob": -1.0 - number} for number in range(body["prompt_logprobs"])}
+    return [None, *({str(token_id): {"logprob": -9.0}} | top for token_id in body["prompt"][1:])]
 
 
 class FakeInference:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from prime_rl.configs.distill import DistillConfig
 from prime_rl.configs.orchestrator import AdvantageConfig
 from prime_rl.orchestrator import orchestrator
 from prime_rl.orchestrator.client import ServerClient
@@ -138,7 +139,7 @@ async def test_rollouts_in_a_process_that_cannot_be_read_end_with_the_reason() -
 async def test_a_group_that_cannot_be_judged_ends_the_run_with_the_reason(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(group: Group, advantage: AdvantageConfig) -> bool:
+    def fail(group: Group, advantage: AdvantageConfig, teaching: DistillConfig | None) -> bool:
         raise ZeroDivisionError("no advantage")
 
     monkeypatch.setattr(orchestrator, "has_signal", fail)

@@ -156,8 +156,8 @@ async def test_given_tokens_are_scored_in_the_form_of_vllm_and_tried_again(model
     async with serving(fake) as url:
         client = make_client(url, tmp_path, backoff_start_s=0.05)
         scores = await score(client, str(model))
-        assert scores.logprobs_T == [0.0, -1.0, -1.0] and scores.weights == "base"
-        assert scores.top_T == [[], [(0, -0.5), (1, -0.6)], [(0, -0.5), (1, -0.6)]]
+        assert scores.logprobs_T == [0.0, -9.0, -9.0] and scores.weights == "base"
+        assert scores.top_T == [[], [(0, -1.0), (1, -2.0)], [(0, -1.0), (1, -2.0)]]
         assert (await score(client, str(model), 0)).top_T == []
         await client.close()
     expected = {"model": str(model), "prompt": [50, 51, 52], "prompt_logprobs": 2, "max_tokens": 1, "temperature": 0}
