@@ -101,7 +101,12 @@ async def test_all_charts_have_room_on_a_large_screen_and_obey_cursor_and_mouse(
             "reward", "loss", "entropy", "mismatch KL", "grad norm", "learning rate", "lengths", "lag", "step time, s",
             "trainer time, s", "tokens/s generated",
         ]  # fmt: skip
-        assert [title(chart) for chart in charts if not chart.display] == ["loss of texts", "tokens right", "epoch"]
+        assert [title(chart) for chart in charts if not chart.display] == [
+            "KL to the teacher",
+            "loss of texts",
+            "tokens right",
+            "epoch",
+        ]
         charts = [chart for chart in charts if chart.display]
         await o.until(lambda: len({chart.region.y for chart in charts}) == 4, "four rows of three")
         await o.until(lambda: all(grid.region.contains_region(chart.region) for chart in charts), "room for all")
