@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, get_args
 import msgspec
 from pydantic import Field, field_validator, model_validator
 
-from prime_rl.configs.base import BaseConfig, ConfigError, ConfigProblem, check_address
+from prime_rl.configs.base import ApiUrl, BaseConfig, ConfigError, ConfigProblem
 from prime_rl.configs.jsonl import FUNCTION, MAX_FOLDER_BYTES, Place, RowsArgs, Scorer
 from prime_rl.contract.files import closing, is_of_a_run, is_own, open_file
 from prime_rl.contract.layout import RunDir
@@ -47,7 +47,7 @@ class JudgeConfig(BaseConfig):
     model: str | None = Field(None, min_length=1)
     """Name of the model at `base_url`; null: the run's own base model, which the run's inference serves."""
 
-    base_url: str | None = None
+    base_url: ApiUrl | None = None
     """An OpenAI-compatible endpoint, such as "https://api.openai.com/v1"; null with the base model."""
 
     api_key_var: str | None = None
@@ -69,14 +69,6 @@ class JudgeConfig(BaseConfig):
 
     max_tokens: int | None = Field(None, ge=1)
     """Longest answer of the judge, in tokens; null: the endpoint's own, and 1024 of the base model."""
-
-    @field_validator("base_url")
-    @classmethod
-    def _is_an_address(cls, url: str | None) -> str | None:
-        check_address(url or "")
-        if url and not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
-            raise ValueError(f"found {url!r}: must be an http address of an OpenAI-compatible API")
-        return url
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

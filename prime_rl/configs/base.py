@@ -26,7 +26,16 @@ from urllib.parse import urlsplit
 
 import tomli
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from prime_rl.contract.files import FileRefused, read_file
 from prime_rl.contract.served import MAX_STOP_CHARS, MAX_STOPS, RANGES, TEMPERATURE
@@ -456,6 +465,17 @@ def check_address(url: str) -> None:
         _ = urlsplit(url).port
     except ValueError as error:
         raise ValueError(f"found {url!r}: must be an address such as 'http://127.0.0.1:8000/v1': {error}") from None
+
+
+def _api_url(url: str) -> str:
+    check_address(url)
+    if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
+        raise ValueError(f"found {url!r}: must be an http address of an OpenAI-compatible API")
+    return url
+
+
+# Of a server with an OpenAI-compatible API, such as "http://gpu7:8000/v1".
+ApiUrl = Annotated[str, AfterValidator(_api_url)]
 
 
 class _Ranged(BaseConfig):

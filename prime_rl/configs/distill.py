@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from prime_rl.configs.base import BaseConfig, check_address
+from prime_rl.configs.base import ApiUrl, BaseConfig
 
 BASE = "base"
 # What vLLM gives for a place unless its server allows more.
@@ -24,7 +24,7 @@ class TeacherConfig(BaseConfig):
     hub), copied when the run is added, or `run_a@latest`: another run while it trains. With `base_url`: the name
     there."""
 
-    base_url: str | None = None
+    base_url: ApiUrl | None = None
     """An OpenAI-compatible server with vLLM's `prompt_logprobs` and the run's tokenizer, such as
     "http://gpu7:8000/v1"; null: the run's own inference."""
 
@@ -42,14 +42,6 @@ class TeacherConfig(BaseConfig):
     def is_adapter(self) -> bool:
         """True when the run's inference serves it beside the base model."""
         return not self.base_url and self.model != BASE
-
-    @field_validator("base_url")
-    @classmethod
-    def _is_an_address(cls, url: str | None) -> str | None:
-        check_address(url or "")
-        if url and not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
-            raise ValueError(f"found {url!r}: must be an http address of an OpenAI-compatible API")
-        return url
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -1,14 +1,10 @@
-"""Between guard and engine: the lock of the weights, the proof of health, and the folder that leaves nothing behind."""
+"""Between guard and engine: the lock of the weights and the proof of health."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,8 +26,6 @@ from prime_rl.inference.gateway import FRESH_S, HealthProbe, build_app
 from prime_rl.inference.guard import ApiError, decoded, json_response
 from prime_rl.inference.serve import Snapshot
 from prime_rl.inference.sharing import Asked, ReadWriteLock, StillInUse
-from prime_rl.inference.vllm.server import PREFIX, check_adapter_room, private_tmp
-from prime_rl.utils.runtime import StartError
 from tests.patience import PATIENCE_S
 from tests.unit.test_inference_http import adapter, ask
 
@@ -597,56 +591,6 @@ async def test_the_name_of_a_version_means_what_its_own_run_has_published(
         found, answered = await ask(app, "/v1/load_lora_adapter", body)
         assert "\n" not in answered["error"]["message"]
     assert (found, engine.loaded) == (status, [name] * (status == 200))
-
-
-@pytest.fixture
-def tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield Path(folder)
-
-
-def test_a_private_folder_goes_with_its_process_or_at_the_next_start(tmp: Path) -> None:
-    with private_tmp() as folder:
-        assert folder.parent == tmp and folder.stat().st_mode & 0o777 == 0o700
-        (folder / "socket").touch()
-    assert list(tmp.iterdir()) == []
-    reading, writing = os.pipe()
-    if (owner := os.fork()) == 0:
-        try:
-            with private_tmp() as folder:
-                (folder / "left").touch()
-                os.write(writing, os.fsencode(folder))
-                signal.pause()
-        finally:
-            os._exit(1)
-    try:
-        held = Path(os.fsdecode(os.read(reading, 4096)))
-        with private_tmp():
-            assert (held / "left").exists(), "its owner lives"
-    finally:
-        os.kill(owner, signal.SIGKILL)
-        os.waitpid(owner, 0)
-        os.close(reading)
-        os.close(writing)
-    (tmp / "other").mkdir()
-    assert held.exists() and held.name.startswith(PREFIX)
-    with private_tmp() as folder:
-        assert set(tmp.iterdir()) == {folder, tmp / "other"}
-
-
-def test_adapters_that_cannot_fit_are_refused_with_what_to_lower() -> None:
-    data = {"max_concurrent_runs": 1024, "max_versions_per_run": 4, "model": {"lora": {"rank": 512}}}
-    config = InferenceConfig.model_validate(data)
-    shapes = {"layers.0.q_proj.weight": (64, 32), "layers.0.norm.weight": (64,), "layers.0.other.weight": (9, 9)}
-    needed = {True: 3 * 4097 * 512 * (64 + 32) * 4, False: 2 * 4097 * 512 * (64 + 32) * 2}  # one adapter is of a chat
-    for on_cpu, size in needed.items():
-        check_adapter_room(config, shapes, size, on_cpu=on_cpu)
-        with pytest.raises(StartError, match="adapters of rank 512"):
-            check_adapter_room(config, shapes, size - 1, on_cpu=on_cpu)
-    with pytest.raises(StartError, match=r"need 2\.25 GiB .*rank 512, 1\.00 GiB free: lower max_conc") as caught:
-        check_adapter_room(config, shapes, 2**30, on_cpu=True)
-    assert caught.value.exit_code == 2
 
 
 def test_a_workspace_sizes_inference_for_its_runs_and_their_async_level() -> None:

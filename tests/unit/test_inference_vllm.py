@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import json
 import math
+import os
+import signal
 import sys
+import tempfile
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +25,8 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.gateway import build_app
 from prime_rl.inference.guard import ApiError, model_shapes
 from prime_rl.inference.vllm.control import AdapterGate, FairOrder, ToldAsOurs, VllmControl, num_places
-from prime_rl.inference.vllm.server import environment
+from prime_rl.inference.vllm.server import PREFIX, check_adapter_room, environment, private_tmp
+from prime_rl.utils.runtime import StartError
 from tests.budgets import in_full
 from tests.inference_support import make_adapter, make_model
 from tests.patience import PATIENCE_S
@@ -376,3 +380,53 @@ def test_caches_are_in_the_workspace_where_there_is_no_home(
     found = environment(InferenceConfig(output_dir=tmp_path / "workspace"), tmp_path)
     assert found.get("VLLM_CACHE_ROOT") == (None if is_there else str(tmp_path / "workspace" / "cache" / "vllm"))
     assert "TRITON_CACHE_DIR" not in found, "what is set stays"
+
+
+@pytest.fixture
+def tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_a_private_folder_goes_with_its_process_or_at_the_next_start(tmp: Path) -> None:
+    with private_tmp() as folder:
+        assert folder.parent == tmp and folder.stat().st_mode & 0o777 == 0o700
+        (folder / "socket").touch()
+    assert list(tmp.iterdir()) == []
+    reading, writing = os.pipe()
+    if (owner := os.fork()) == 0:
+        try:
+            with private_tmp() as folder:
+                (folder / "left").touch()
+                os.write(writing, os.fsencode(folder))
+                signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        held = Path(os.fsdecode(os.read(reading, 4096)))
+        with private_tmp():
+            assert (held / "left").exists(), "its owner lives"
+    finally:
+        os.kill(owner, signal.SIGKILL)
+        os.waitpid(owner, 0)
+        os.close(reading)
+        os.close(writing)
+    (tmp / "other").mkdir()
+    assert held.exists() and held.name.startswith(PREFIX)
+    with private_tmp() as folder:
+        assert set(tmp.iterdir()) == {folder, tmp / "other"}
+
+
+def test_adapters_that_cannot_fit_are_refused_with_what_to_lower() -> None:
+    data = {"max_concurrent_runs": 1024, "max_versions_per_run": 4, "model": {"lora": {"rank": 512}}}
+    config = InferenceConfig.model_validate(data)
+    shapes = {"layers.0.q_proj.weight": (64, 32), "layers.0.norm.weight": (64,), "layers.0.other.weight": (9, 9)}
+    needed = {True: 3 * 4097 * 512 * (64 + 32) * 4, False: 2 * 4097 * 512 * (64 + 32) * 2}  # one adapter is of a chat
+    for on_cpu, size in needed.items():
+        check_adapter_room(config, shapes, size, on_cpu=on_cpu)
+        with pytest.raises(StartError, match="adapters of rank 512"):
+            check_adapter_room(config, shapes, size - 1, on_cpu=on_cpu)
+    with pytest.raises(StartError, match=r"need 2\.25 GiB .*rank 512, 1\.00 GiB free: lower max_conc") as caught:
+        check_adapter_room(config, shapes, 2**30, on_cpu=True)
+    assert caught.value.exit_code == 2
