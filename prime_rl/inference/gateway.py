@@ -224,6 +224,7 @@ class Gateway:
                 # Nothing would unload it: its client has gone, and may have unloaded the name before it was there.
                 if await request.is_disconnected():
                     await self._engine.unload_adapter(name)
+                    logger.info("unloaded %s again: the client that asked for it has gone", name)
                     raise ApiError(400, "The client has closed the connection.")
 
     async def find(self, request: Request, model: Any) -> None:
