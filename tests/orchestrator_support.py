@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -327,9 +328,27 @@ def _error(message: str) -> dict[str, Any]:
 
 
 class _Server(uvicorn.Server):
+    """One that ends at once: uvicorn's own looks for its end, and then for that of its requests, every 0.1 s."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ended = asyncio.Event()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield  # the signals of the tests are theirs
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.ended.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        if tasks := list(self.server_state.tasks):
+            await asyncio.wait(tasks, timeout=0.1)
 
 
 @contextlib.asynccontextmanager
@@ -342,7 +361,7 @@ async def serving(app: Any, port: int = 0) -> AsyncIterator[str]:
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
     finally:
-        server.force_exit = server.should_exit = True
+        server.ended.set()
         await task
 
 

@@ -552,7 +552,10 @@ def _steps(words: str) -> tuple[int, float]:
     first, colon, last = words.partition(":")
     if not all(part.isdecimal() or (colon and not part) for part in (first, last if colon else first)):
         raise WrongUseError(f"invalid --step {words!r}: expected steps such as 10:40, 10: or :40")
-    return int(first or 0), int(last) if last else math.inf if colon else int(first)
+    begin, end = int(first or 0), int(last) if last else math.inf if colon else int(first)
+    if end < begin:
+        raise WrongUseError(f"invalid --step {words!r}: the last step comes before the first")
+    return begin, end
 
 
 def _states(words: list[str] | None) -> set[RunState]:

@@ -159,7 +159,7 @@ def has_signal(group: Group, advantage: AdvantageConfig, teaching: DistillConfig
     """True when any of the group's advantages is not zero, or may be not beside the other groups of its batch."""
     return advantage.type == "batch" or any(
         not _is_masked(rollout, advantage)
-        and any(branch.top_T or _token_advantages(branch, value, teaching) or [value])
+        and any(branch.soft_T or _token_advantages(branch, value, teaching) or [value])
         for rollout, value in zip(group.rollouts_G, _advantages(group, advantage), strict=True)
         for branch in rollout.branches
     )
@@ -210,7 +210,7 @@ def _samples(
                 # Without a loss token no term of the loss reaches it, whatever the loss is.
                 no_mask, no_logprobs = [False] * len(sample.token_ids), [0.0] * len(sample.token_ids)
                 sample = msgspec.structs.replace(sample, loss_mask=no_mask, logprobs=no_logprobs, advantage=0.0)
-            elif teaching is not None and branch.top_T:
+            elif teaching is not None and branch.soft_T:
                 sample = _soft_sample(sample, branch, teaching)
             elif own_T := _token_advantages(branch, value, teaching):
                 mean = math.fsum(own_T) / max(1, branch.num_completion_tokens)
@@ -236,8 +236,8 @@ def _soft_sample(sample: TrainingSample, branch: Branch, teaching: DistillConfig
         logprobs=[0.0] * len(sample.token_ids),
         advantage=teaching.coef,
         use="supervised",
-        soft_ids=[[token for token, _ in top] for top in branch.top_T],
-        soft_probs=[[math.exp(min(0.0, value)) for _, value in top] for top in branch.top_T],
+        soft_ids=[list(each.token_ids) if each else [] for each in branch.soft_T],
+        soft_probs=[[math.exp(min(0.0, value)) for value in each.logprobs] if each else [] for each in branch.soft_T],
     )
 
 

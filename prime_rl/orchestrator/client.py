@@ -296,9 +296,12 @@ class ServerClient:
     async def score(self, request: ScoreRequest) -> Scores:
         """What the model says of the tokens. Raises InferenceError for an answer that does not fit them."""
         response, url = await self._request("POST", "completions", request.body())
-        answer = _decoded(response, url, ScoredCompletions)
-        self.weights = response.headers.get(WEIGHTS_HEADER)
-        return scores_of(answer, request, url, self.weights)
+        self.weights = weights = response.headers.get(WEIGHTS_HEADER)
+
+        def scores() -> Scores:
+            return scores_of(_decoded(response, url, ScoredCompletions), request, url, weights)
+
+        return await asyncio.to_thread(scores)  # of a long text it takes a second
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the PEFT folder `path` under `name`. Loading it twice is not an error: names are never reused."""

@@ -16,10 +16,11 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from prime_rl.contract.calls import Answer, Call, Turn
 from prime_rl.contract.types import MAX_BATCH_BYTES, MAX_BRANCHES, Use, sample_bytes
@@ -31,6 +32,18 @@ from prime_rl.orchestrator.policy import ChatTokenizer, FirstTurn, TokenizerErro
 _FEWER = "lower max_turns or max_tokens_total of its environment"
 
 
+class SoftTarget(NamedTuple):
+    """What a teacher holds likely in a token's place; many thousands wait in memory for their batch."""
+
+    token_ids: array[int]
+    logprobs: array[float]
+
+    @classmethod
+    def of(cls, top: Sequence[tuple[int, float]]) -> Self:
+        """That of token ids with their log-probabilities."""
+        return cls(array("i", (token for token, _ in top)), array("f", (value for _, value in top)))
+
+
 @dataclass(frozen=True)
 class Branch:
     """One way through the tree of a rollout's messages, from its root to an answer that no call went on from.
@@ -39,8 +52,8 @@ class Branch:
     is no turn of an earlier branch. `token_advantages_T` is what the environment gave in place of the advantage that
     follows from the rewards, or []. `num_shared`: tokens before its own first answer with which an earlier branch, that
     of number `shared_with`, begins as well. `turn_rewards`: posted for each turn of `turn_versions` alone, None without
-    one; [] where none was. `teacher_T`: a teacher's log-probability of each token that has a loss; `top_T`: its
-    likeliest tokens there, with theirs; [] without.
+    one; [] where none was. `teacher_T`: a teacher's log-probability of each token that has a loss; `soft_T`: its
+    likeliest tokens there, None elsewhere; [] without.
     """
 
     token_ids_T: list[int]
@@ -57,7 +70,7 @@ class Branch:
     tools: tuple[dict[str, Any], ...] = ()
     ended: bool = False
     teacher_T: list[float] = field(default_factory=list)
-    top_T: list[list[tuple[int, float]]] = field(default_factory=list)
+    soft_T: list[SoftTarget | None] = field(default_factory=list)
 
     @property
     def num_completion_tokens(self) -> int:

@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -48,7 +48,7 @@ from prime_rl.orchestrator.guard import MAX_LOOK_S, RunFailed
 from prime_rl.orchestrator.policy import CLOSE_TIMEOUT_S, MAX_RESTORES, ChatTokenizer, TooLong
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.publication import unload_teachers
-from prime_rl.orchestrator.recorder import Branch, Rollout
+from prime_rl.orchestrator.recorder import Branch, Rollout, SoftTarget
 from prime_rl.orchestrator.rollout import together
 from prime_rl.orchestrator.scheduler import LOAD_REFUSED_LIMIT_S, LOAD_RETRY_S
 from prime_rl.utils.text import one_line
@@ -178,6 +178,7 @@ class Following(AdapterTeacher):
         self._place = place
         self._followed = followed
         self._is_alone = is_alone
+        self._seen: Version | None = None
 
     @property
     def version(self) -> int:
@@ -196,13 +197,13 @@ class Following(AdapterTeacher):
     async def score(self, token_ids: Sequence[int], top_k: int) -> Scores:
         """What the version says that is in use; one whose weights are at fault is not asked again."""
         while True:
-            number = self._number
+            seen = self._seen
             try:
                 return await super().score(token_ids, top_k)
             except AdapterRefused as error:
                 self.waits_for = f"{self._followed.run_id} to publish another version, for the teacher ({error})"
             try:
-                while self._number == number:
+                while self._seen == seen:
                     await asyncio.sleep(MAX_LOOK_S)
             finally:
                 self.waits_for = None
@@ -224,23 +225,31 @@ class Following(AdapterTeacher):
             watcher.wake()  # a thread waits in it
 
     async def look(self) -> None:
-        """Look once for a newer version, and switch to it. Raises OSError, ValueError, or InferenceError."""
+        """Look once for another version, and switch to it. Raises OSError, ValueError, or InferenceError."""
         before, newest = self._number, await asyncio.to_thread(newest_version, self._followed)
-        if newest is None or newest[0] == self.version:
+        if newest is None or newest == self._seen:
             return
-        number = await asyncio.to_thread(self._copy, *newest)
-        async with self._loading:
-            # A server that was busy or away may have earlier ones still.
-            await unload_teachers(self._client, self._run, lambda each: each != before and self._is_own(each))
-            if not self._is_alone:
-                await self._unload(before)
-            try:
-                await self._load(number)
-            except InferenceError:
-                await asyncio.to_thread(remove, self._run.teacher_dir(number))
-                raise
-            self._number = number
+        try:
+            number = await asyncio.to_thread(self._copy, newest)
+            async with self._loading:
+                # A server that was busy or away may have earlier ones still.
+                await unload_teachers(self._client, self._run, lambda each: each != before and self._is_own(each))
+                if not self._is_alone or number == before:  # a run that was set back has published it anew
+                    await self._unload(before)
+                try:
+                    await self._load(number)
+                except InferenceError:
+                    if number != before:
+                        await asyncio.to_thread(remove, self._run.teacher_dir(number))
+                    raise
+                self._number = number
+        except (AdapterRefused, ValueError):
+            self._seen = newest  # as it is it will not do
+            raise
+        self._seen = newest
         logger.info("the teacher is %s@v%d", self._followed.run_id, self.version)
+        if number == before:
+            return
         while self._users[before]:
             await asyncio.sleep(LOAD_RETRY_S)
         if self._is_alone:
@@ -251,7 +260,8 @@ class Following(AdapterTeacher):
         """Take the newest version, else the newest copy; the other copies go. False: there is neither."""
         try:
             newest = await asyncio.to_thread(newest_version, self._followed)
-            number = await asyncio.to_thread(self._copy, *newest) if newest else None
+            number = await asyncio.to_thread(self._copy, newest) if newest else None
+            self._seen = newest
         except (OSError, ValueError) as error:
             logger.warning("the newest version of %s cannot be copied: %s", self._followed.run_id, error)
             number = None
@@ -267,9 +277,9 @@ class Following(AdapterTeacher):
     def _is_own(self, number: int) -> bool:
         return number % MAX_TEACHER_ADAPTERS == self._place
 
-    def _copy(self, version: int, folder: Path) -> int:
+    def _copy(self, version: Version) -> int:
         """The number of the copy. Raises OSError or ValueError, also when the version was removed meanwhile."""
-        number = version * MAX_TEACHER_ADAPTERS + self._place
+        number, folder = version.number * MAX_TEACHER_ADAPTERS + self._place, version.folder
         make_folder(self._run.teachers)
         with staged_dir(self._run.teacher_dir(number)) as staged:
             copy_adapter(folder, staged)
@@ -280,12 +290,23 @@ class Following(AdapterTeacher):
         return number
 
 
-def newest_version(run: RunDir) -> tuple[int, Path] | None:
-    """The newest version of a run and a folder that has it: published, else in a checkpoint. Raises OSError."""
+class Version(NamedTuple):
+    """A version of a run, a folder that has it, and when that was filled: one that was set back fills it again."""
+
+    number: int
+    folder: Path
+    filled_ns: int
+
+
+def newest_version(run: RunDir) -> Version | None:
+    """The newest version of a run: published, else in a checkpoint. Raises OSError."""
     if published := list_steps(run.broadcast, stable_only=True):
-        return published[-1], run.broadcast_dir(published[-1])
-    saved = list_steps(run.checkpoints, stable_only=True)
-    return (saved[-1], run.trainer_checkpoint(saved[-1])) if saved else None
+        number, folder = published[-1], run.broadcast_dir(published[-1])
+    elif saved := list_steps(run.checkpoints, stable_only=True):
+        number, folder = saved[-1], run.trainer_checkpoint(saved[-1])
+    else:
+        return None
+    return Version(number, folder, folder.stat().st_mtime_ns)
 
 
 class OutsideTeacher(Awaited):
@@ -315,7 +336,8 @@ class OutsideTeacher(Awaited):
         """What the model says, which is waited for while it is busy or away."""
         request = ScoreRequest(self._model, token_ids, top_k)
         try:
-            found = scores_of(await self._post(request.body(), request), request, self._remote.url)
+            answer = await self._post(request.body(), request)
+            found = await asyncio.to_thread(scores_of, answer, request, self._remote.url)
         except InferenceError as error:
             raise EnvironmentFault(f"the teacher is at fault: {error}") from error
         # Its vocabulary may be filled up further than that of the run's model.
@@ -363,8 +385,9 @@ class Teachers:
         mask_T, found = branch.loss_mask_T, await teacher.score(branch.token_ids_T, self._top_k)
         self.num_tokens += len(mask_T)
         teacher_T = [value if is_learned else 0.0 for value, is_learned in zip(found.logprobs_T, mask_T, strict=True)]
-        top_T = [top if is_learned else [] for top, is_learned in zip(found.top_T, mask_T, strict=bool(self._top_k))]
-        return replace(branch, teacher_T=teacher_T, top_T=top_T)
+        top_T = zip(found.top_T, mask_T, strict=bool(self._top_k))
+        soft_T = [SoftTarget.of(top) if is_learned else None for top, is_learned in top_T]
+        return replace(branch, teacher_T=teacher_T, soft_T=soft_T)
 
     async def follow(self, watch: WatchConfig) -> None:
         """Keep those new that are runs which train, for as long as the run goes on."""

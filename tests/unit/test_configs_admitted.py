@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -278,6 +279,18 @@ def test_what_is_fixed_by_the_first_step_can_change_before_it(run: RunDir) -> No
     edit(run, model={"name": str(BASE), "lora": {"rank": 2}})
     assert actions.apply_edit(run.path.parent, "run_a").startswith("run_a: applied model.")
     assert restarted(run).run(0).config.model.lora.rank == 2
+
+
+def test_an_edit_that_names_an_adapter_which_the_run_has_no_copy_of_changes_nothing(run: RunDir) -> None:
+    edit(run, kind="distill", teacher="run_c@v2", max_steps=30)
+    words = "teacher: run_a has no copy of run_c@v2, it is copied when a run is added: prl runs fork run_a --set"
+    with pytest.raises(ActionError, match=re.escape(words)):
+        actions.apply_edit(run.path.parent, "run_a")
+    assert not run.applied.exists() and config_in_effect(run).kind == "rl" and config_in_effect(run).max_steps == 25
+    run.teacher_dir(0).mkdir(parents=True)
+    run.teacher_source(0).write_text("run_c@v2")
+    assert "teacher" in actions.apply_edit(run.path.parent, "run_a")
+    assert restarted(run).run(0).config.kind == "distill"
 
 
 def test_a_run_that_takes_a_slot_while_an_edit_is_applied_keeps_its_config(

@@ -29,6 +29,7 @@ from prime_rl.orchestrator.envs import agent_judge
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from prime_rl.orchestrator.recorder import Branch, Rollout
 from prime_rl.orchestrator.rollout import Group
+from prime_rl.orchestrator.teacher import Version, newest_version
 from tests.metrics_support import undocumented
 from tests.orchestrator_support import (
     IM_END,
@@ -65,6 +66,7 @@ class FakeTeacher(FakeInference):
         self.longest = 10_000
         self.keys: set[bytes | None] = set()
         self.named = set[str]()
+        self.loads: list[tuple[str, bytes]] = []
 
     def _knows(self, name: str) -> bool:
         return name in self.named or super()._knows(name)
@@ -74,6 +76,9 @@ class FakeTeacher(FakeInference):
             return super()._load(body)
         if not Path(body["lora_path"], ADAPTER_FILE).exists():
             return 400, {"error": "no adapter"}
+        self.loads.append((body["lora_name"], Path(body["lora_path"], ADAPTER_FILE).read_bytes()[10:]))
+        if self.loads[-1][1] == b"at fault":
+            return 422, {"error": "its weights are at fault"}
         self.adapters[body["lora_name"]] = body["lora_path"]
         return 200, "ok"
 
@@ -432,6 +437,58 @@ async def test_a_version_whose_weights_are_at_fault_costs_the_student_no_more_th
         await until(lambda: (world.status.waiting_on or "").startswith(waits), waits)
         publish(followed, 2)
         await until(lambda: world.has_read(4), "the next version to teach")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_followed_run_that_was_set_back_teaches_what_it_publishes_anew(world: World) -> None:
+    """Under a version that was in use before; while that was in use, and while it would not do."""
+    followed = make_run(world.run.path.parent, "run_a")
+    publish(followed, 1, "first")
+    world.fake.told = lambda model, token: None if world.fake.loads[-1][1] == b"second" else -1.0
+    async with trainer(world.run):
+        running = world.start(teacher="run_a@latest", max_steps=500)
+        await until(lambda: world.has_read(2), "the first version to teach")
+        publish(followed, 1, "second")
+        waits = "run_a to publish another version, for the teacher"
+        await until(lambda: (world.status.waiting_on or "").startswith(waits), waits)
+        publish(followed, 1, "third")
+        await until(lambda: world.fake.loads[-1][1] == b"third", "what was published last to be loaded")
+        num = len(world.fake.read)
+        await until(lambda: len(world.fake.read) > num + 4, "it to teach")
+        assert not running.done() and list_steps(world.run.teachers) == [2]
+        loads = list(dict.fromkeys(world.fake.loads))  # who asked in between has it loaded again
+        assert loads == [("teacher/run_b@v2", mark) for mark in (b"first", b"second", b"third")]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_version_that_inference_refuses_is_asked_for_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    followed = make_run(world.run.path.parent, "run_a")
+    publish(followed, 1)
+    async with trainer(world.run):
+        running = world.start(teacher="run_a@latest", max_steps=500)
+        await until(lambda: world.has_read(2), "the first version to teach")
+        publish(followed, 2, "at fault")
+        await until(lambda: "the teacher stays run_a@v1" in caplog.text, "the refusal to be logged")
+        looks = 0
+
+        def look(run: RunDir) -> Version | None:
+            nonlocal looks
+            looks += 1
+            return newest_version(run)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("prime_rl.orchestrator.teacher.newest_version", look)
+            for _ in range(3):
+                before = looks
+                followed.broadcast.touch()
+                (followed.broadcast / f"note_{looks}").touch()
+                await until(lambda before=before: looks > before, "another look")  # type: ignore[misc]
+        assert world.fake.loads.count(("teacher/run_b@v4", b"at fault")) == 1
+        assert list_steps(world.run.teachers) == [2]
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
