@@ -161,6 +161,11 @@ def pause_job(output_dir: Path, run_ids: Sequence[str], reason: str = "") -> Job
     return runs_job(output_dir, "pause", run_ids, "paused", functools.partial(PAUSE, reason=reason), *words)
 
 
+def settings_of(text: str) -> list[str]:
+    """The KEY=VALUE of a line, each up to the next space that stands in no text and no list."""
+    return re.findall(r"""(?:"[^"]*"|'[^']*'|\[[^]]*\]|\S)+""", text)
+
+
 def set_job(output_dir: Path, run_ids: Sequence[str], items: Sequence[str]) -> Job:
     """Set keys of several runs. Raises ActionError for an item that is not KEY=VALUE."""
     changes = parse_changes(items)
@@ -214,7 +219,7 @@ class ForkForm:
         """For `prl runs fork`."""
         found = [run_id, *_option("--step", self.version), *_option("--id", self.new_id)]
         found += [*_option("--kind", self.kind), *_option("--config", self.config)]
-        for item in self.settings.split():
+        for item in settings_of(self.settings):
             found += ["--set", item]
         return [*found, "--with-optimizer"] if self.with_optimizer else found
 
@@ -242,7 +247,7 @@ def _fork(output_dir: Path, form: ForkForm, run_id: str, *, dry_run: bool = Fals
     step = _number(form.version, "version")
     over = expand_home(Path(form.config)) if form.config else None
     with at_field("settings"):
-        overrides = parse_set(form.settings.split())
+        overrides = parse_set(settings_of(form.settings))
     with at_field("config"):
         if over:
             load_toml(over)

@@ -467,6 +467,11 @@ def test_forms_have_the_words_of_their_command() -> None:
     fork = ForkForm(("run_a",), "4", "run_b", "seed=2 optim.lr=1e-4", with_optimizer=True)
     words = "run_a --step 4 --id run_b --set seed=2 --set optim.lr=1e-4 --with-optimizer"
     assert fork.words("run_a") == words.split()
+    several = """tags=["a b", 'c'] env.0.prompt.system="x  y" half="a b"""
+    assert ForkForm(("run_a",), settings=several).words("run_a") == [
+        *("run_a", "--set", """tags=["a b", 'c']""", "--set", 'env.0.prompt.system="x  y"', "--set", 'half="a'),
+        *("--set", "b"),
+    ]
     export = ExportForm(("run_a",), "home", "4", merge=True)
     assert export.words("run_a") == ["run_a", "--step", "4", "--merge", "--out", "home"]
     both = ExportForm(("run_a", "run_b"), "home")

@@ -45,6 +45,7 @@ from tui.actions import (
     restart_job,
     runs_job,
     set_job,
+    settings_of,
     up_choices,
 )
 from tui.keys import Command, CommandError, parse
@@ -196,7 +197,7 @@ class SteersRuns(Performs):
         about = "set the share of the trainer"
         take_words(found, "weight", about, "[NUMBER]", lambda words: self._set([f"weight={words}"]))
         about, keys = "set keys of runs", self._live_keys
-        take_words(found, "set", about, "KEY=VALUE ...", lambda words: self._set(words.split()), keys)
+        take_words(found, "set", about, "KEY=VALUE ...", lambda words: self._set(settings_of(words)), keys)
         for name, text in (
             ("apply", "put edits of orch.toml into effect"),
             ("restore", "take edits of orch.toml back"),

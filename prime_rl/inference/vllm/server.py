@@ -37,7 +37,7 @@ from prime_rl.inference.serve import POLL_S, ServerContext
 from prime_rl.inference.vllm.control import AdapterGate, VllmControl
 from prime_rl.lora.adapter_state import Shapes
 from prime_rl.utils.chat_template import ChatTemplate, TokenizerError
-from prime_rl.utils.runtime import StartError
+from prime_rl.utils.runtime import StartError, setup_logger
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +117,7 @@ async def _serve(context: ServerContext, arguments: dict[str, Any], started: thr
         tasks = await engine.get_supported_tasks()
         app = build_vllm(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
+        setup_logger("inference", context.config.log.level)  # a library of vLLM's has put the root's level up to ERROR
         adapters = app.state.openai_serving_models.lora_requests
         tokenizer = engine.get_tokenizer()
         room = Room.of(engine.model_config.max_model_len, tokenizer.get_vocab())
