@@ -231,13 +231,14 @@ def _token_advantages(branch: Branch, value: float, teaching: DistillConfig | No
 
 def _soft_sample(sample: TrainingSample, branch: Branch, teaching: DistillConfig) -> TrainingSample:
     """The sample as a text of which each token that has a loss is what a teacher would have in its place."""
+    told_T = [each.told() if each else ([], []) for each in branch.soft_T]
     return msgspec.structs.replace(
         sample,
         logprobs=[0.0] * len(sample.token_ids),
         advantage=teaching.coef,
         use="supervised",
-        soft_ids=[list(each.token_ids) if each else [] for each in branch.soft_T],
-        soft_probs=[[math.exp(min(0.0, value)) for value in each.logprobs] if each else [] for each in branch.soft_T],
+        soft_ids=[token_ids for token_ids, _ in told_T],
+        soft_probs=[[math.exp(min(0.0, value)) for value in values] for _, values in told_T],
     )
 
 

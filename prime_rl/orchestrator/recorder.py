@@ -33,15 +33,20 @@ _FEWER = "lower max_turns or max_tokens_total of its environment"
 
 
 class SoftTarget(NamedTuple):
-    """What a teacher holds likely in a token's place; many thousands wait in memory for their batch."""
+    """What a teacher holds likely in a token's place: int32 and float32, since many thousands wait for their batch."""
 
-    token_ids: array[int]
-    logprobs: array[float]
+    token_ids: bytes
+    logprobs: bytes
 
     @classmethod
     def of(cls, top: Sequence[tuple[int, float]]) -> Self:
         """That of token ids with their log-probabilities."""
-        return cls(array("i", (token for token, _ in top)), array("f", (value for _, value in top)))
+        token_ids, logprobs = zip(*top, strict=True)
+        return cls(array("i", token_ids).tobytes(), array("f", logprobs).tobytes())
+
+    def told(self) -> tuple[list[int], list[float]]:
+        """The token ids and their log-probabilities."""
+        return array("i", self.token_ids).tolist(), array("f", self.logprobs).tolist()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType, OrchestratorConfig
 from prime_rl.orchestrator.batch import EPSILON, assemble_batch, compute_advantages, has_signal, weighted_advantages
 from prime_rl.orchestrator.envs.checked import EnvironmentFault
+from prime_rl.orchestrator.recorder import SoftTarget
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.share import decode_group
 from tests.unit.test_orchestrator_pure import a_group, a_rollout, with_advantages
@@ -188,6 +189,11 @@ def test_an_environment_s_own_advantages_stand_in_for_those_of_the_group() -> No
 def test_groups_go_through_rank_files_with_rewards_and_advantages() -> None:
     rollout = replace(with_advantages(a_rollout(), [0.0, 0.0, 0.0, 2.0, -0.5]), rewards={"a": 1.0})
     group = Group(3, "talk", "talk/e3", [rollout, a_rollout()])
+    soft_T = [None, SoftTarget.of([(7, -0.5), (1 << 17, -1.25)])]
+    taught = [replace(each, teacher_T=[0.0, -0.5], soft_T=soft_T) for each in rollout.branches]
+    soft = replace(group, rollouts_G=[replace(rollout, branches=taught)])
+    assert decode_group(msgspec.msgpack.encode(soft)) == soft
+    assert soft_T[1] is not None and soft_T[1].told() == ([7, 1 << 17], [-0.5, -1.25])
     data = msgspec.msgpack.encode(group)
     assert decode_group(data) == group
     fields = msgspec.msgpack.decode(data)
