@@ -241,16 +241,23 @@ def test_a_taught_group_has_signal_unless_both_agree() -> None:
 
 async def test_a_server_elsewhere_is_waited_for_by_name(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEACHER_KEY", "teacher's")
-    busy = {"now": True}
-    world.fake.fault = lambda path, body: 503 if "prompt_logprobs" in body and busy["now"] else None
+    most, asked = {"read": 0.0}, 0
+
+    def fault(path: str, body: dict[str, Any]) -> int | None:
+        nonlocal asked
+        if "prompt_logprobs" not in body:
+            return None
+        asked += asked < most["read"]
+        return 503 if asked >= most["read"] else None
+
+    world.fake.fault = fault
     async with trainer(world.run):
         running = world.start(teacher=world.outside(api_key_var="TEACHER_KEY"))
         await world.waits_for(f"the teacher at {world.url}/completions (HTTP 503")
-        busy["now"] = False
-        await until(lambda: len(world.fake.read) > 3, "some rollouts to be read")
-        busy["now"] = True
+        most["read"] = 4
+        await until(lambda: len(world.fake.read) > 0, "a rollout to be read")
         await world.waits_for(f"the teacher at {world.url}/completions (HTTP 503")
-        busy["now"] = False
+        most["read"] = math.inf
         assert await asyncio.wait_for(running, PATIENCE_S) == 0
     assert world.fake.keys == {b"Bearer teacher's"}
     assert {model for model, _ in world.fake.read} == {"big"}
