@@ -28,6 +28,7 @@ from prime_rl.orchestrator.orchestrator import run_to_the_end
 from tests.gateway_daemon import gateway_here
 from tests.orchestrator_support import (
     FakeInference,
+    look_often,
     make_model,
     make_run,
     run_config,
@@ -80,6 +81,11 @@ class Application:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_often(monkeypatch)
 
 
 @contextlib.asynccontextmanager
