@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import shutil
 import time
@@ -229,6 +230,26 @@ async def test_given_tokens_are_scored_as_transformers_and_peft_score_them(
     chat = {"model": server.model, "messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 1}
     refusal = server.post("/v1/chat/completions", **chat)
     assert refusal.status_code == 400 and "must be asked of /v1/completions" in error_of(refusal)
+
+
+async def test_texts_are_scored_beside_each_other_and_beside_answers(
+    server: RunningServer, references: dict[str, PreTrainedModel]
+) -> None:
+    """Of the base and two adapters, with answers under way: each as when it is alone."""
+    names = (server.model, A, B)
+    asked = [ScoreRequest(name, text * 3, 2) for text in (*PROMPTS, [7, 8]) for name in names]
+    talk: dict[str, Any] = {"prompt": PROMPTS[0], "n": 4, "max_tokens": 60, "ignore_eos": True, "seed": 1}
+    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+    async with httpx.AsyncClient(headers=headers, timeout=None) as http:
+        client = ServerClient(Endpoint(server.output_dir, server.base_url), http, timeout_s=PATIENCE_S)
+        alone = [await client.score(each) for each in asked]
+        answers = [asyncio.to_thread(server.complete, model=name, **talk) for name in names]
+        *_, together = await asyncio.gather(*answers, asyncio.gather(*map(client.score, asked)))
+    for request, one, other in zip(asked, alone, together, strict=True):
+        tolerance = logprob_tolerance(references[request.model], list(request.token_ids))
+        assert other.logprobs_T == pytest.approx(one.logprobs_T, abs=tolerance)
+        for top, again in zip(one.top_T, other.top_T, strict=True):
+            assert [value for _, value in again] == pytest.approx([value for _, value in top], abs=tolerance)
 
 
 @pytest.mark.slow

@@ -316,6 +316,9 @@ def test_vllm_gets_our_config_in_its_words() -> None:
     assert raw["logprobs_mode"] == "raw_logprobs"
     assert {"--enable-lora", "--enforce-eager", "--no-enable-prefix-caching"} <= set(line)
     on_gpu = server_arguments(config, max_model_len=64, on_cpu=False)
+    at = line.index("--lora-target-modules") + 1
+    assert config.model.lora is not None
+    assert line[at : at + 7] == list(config.model.lora.target_modules), "none on the head"
     assert "--gpu-memory-utilization" in command_line(on_gpu)
     auto = InferenceConfig()
     of_auto = [server_arguments(auto, max_model_len=64, on_cpu=on_cpu) for on_cpu in (True, False)]

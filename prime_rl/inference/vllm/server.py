@@ -235,6 +235,9 @@ def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: boo
             "max_loras": config.max_loras,
             "max_cpu_loras": CPU_LORAS_PER_LORA * config.max_loras,
             "max_lora_rank": round_rank(config.model.lora.rank),
+            # Else vLLM puts adapters on the head too, where scores of given tokens beside another request end it: it
+            # multiplies the rows of one by the adapters of the other.
+            "lora_target_modules": config.model.lora.target_modules,
         }
     taken = sorted(config.vllm.extra_args.keys() & {*arguments, "host", "port", "api_key", "uds", "middleware"})
     if taken:
@@ -256,6 +259,8 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             line.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, tuple):
+            line += [f"--{flag}", *map(str, value)]
         elif value is not None:
             line += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
     return line
