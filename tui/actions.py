@@ -162,8 +162,8 @@ def pause_job(output_dir: Path, run_ids: Sequence[str], reason: str = "") -> Job
 
 
 def settings_of(text: str) -> list[str]:
-    """The KEY=VALUE of a line, each up to the next space that stands in no text and no list."""
-    return re.findall(r"""(?:"[^"]*"|'[^']*'|\[[^]]*\]|\S)+""", text)
+    """The KEY=VALUE of a line, each up to the next space that stands in no text, list (of lists) or table."""
+    return re.findall(r"""(?:"[^"]*"|'[^']*'|\[(?:[^][]|\[[^]]*\])*\]|\{[^}]*\}|\S)+""", text)
 
 
 def set_job(output_dir: Path, run_ids: Sequence[str], items: Sequence[str]) -> Job:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -190,7 +191,7 @@ class Following(AdapterTeacher):
         while not await self._copy_newest():
             if not self._followed.path.is_dir():
                 raise RunFailed(f"teacher: {self._followed.run_id} is gone, and has published no version")
-            say(f"{self._followed.run_id} to publish its first version, for the teacher")
+            say(f"{self._who()} to publish its first version, for the teacher")
             await asyncio.sleep(MAX_LOOK_S)
         await super().begin(say)
 
@@ -201,9 +202,10 @@ class Following(AdapterTeacher):
             try:
                 return await super().score(token_ids, top_k)
             except AdapterRefused as error:
-                self.waits_for = f"{self._followed.run_id} to publish another version, for the teacher ({error})"
+                refused = error
             try:
                 while self._seen == seen:
+                    self.waits_for = f"{self._who()} to publish another version, for the teacher ({refused})"
                     await asyncio.sleep(MAX_LOOK_S)
             finally:
                 self.waits_for = None
@@ -273,6 +275,13 @@ class Following(AdapterTeacher):
             if each != self._number:
                 await asyncio.to_thread(remove, self._run.teacher_dir(each))
         return True
+
+    def _who(self) -> str:
+        """The run that it follows, and what keeps that from publishing."""
+        run = self._followed
+        marks = {"evicted": run.evicted, "invalid": run.config_error, "finished": run.finished, "paused": run.paused}
+        state = next((word for word, path in marks.items() if os.path.lexists(path)), None)
+        return f"{run.run_id} ({state})" if state else run.run_id
 
     def _is_own(self, number: int) -> bool:
         return number % MAX_TEACHER_ADAPTERS == self._place

@@ -122,6 +122,17 @@ class World:
         async with trainer(self.run):
             return await asyncio.wait_for(self.start(**over), PATIENCE_S)
 
+    @asynccontextmanager
+    async def running(self, **over: Any) -> AsyncIterator[asyncio.Task[int]]:
+        """The run beside a trainer, ended with the block."""
+        async with trainer(self.run):
+            task = self.start(**over)
+            try:
+                yield task
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
     @property
     def status(self) -> RunStatus:
         status = read_status(self.run.status, RunStatus)
@@ -350,8 +361,7 @@ async def test_each_environment_may_have_its_teacher(world: World) -> None:
 
 async def test_what_a_restarted_server_has_lost_is_loaded_again(world: World) -> None:
     give(world.run, 0, "run_a")
-    async with trainer(world.run):
-        running = world.start(teacher="run_a", max_steps=6)
+    async with world.running(teacher="run_a", max_steps=6) as running:
         await until(lambda: len(world.fake.read) > 5, "some rollouts to be read")
         world.fake.adapters.clear()
         assert await asyncio.wait_for(running, PATIENCE_S) == 0
@@ -364,8 +374,7 @@ async def test_a_teacher_whose_room_another_run_has_for_now_is_waited_for(world:
     world.fake.fault = lambda path, body: (
         400 if full["now"] and path.endswith("/load_lora_adapter") and is_teacher(body["lora_name"]) else None
     )
-    async with trainer(world.run):
-        running = world.start(teacher="run_a", max_steps=300)
+    async with world.running(teacher="run_a", max_steps=300) as running:
         await until(lambda: len(world.fake.read) > 5, "some rollouts to be read")
         full["now"] = True
         world.fake.adapters.pop("teacher/run_b@v0")
@@ -375,8 +384,6 @@ async def test_a_teacher_whose_room_another_run_has_for_now_is_waited_for(world:
         full["now"] = False
         num = len(world.fake.read)
         await until(lambda: len(world.fake.read) > num + 4, "the teacher to go on")
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_an_edited_teacher_is_refused_by_name(world: World) -> None:
@@ -387,9 +394,11 @@ async def test_an_edited_teacher_is_refused_by_name(world: World) -> None:
 
 async def test_a_run_that_trains_is_followed_version_by_version(world: World) -> None:
     followed = make_run(world.run.path.parent, "run_a")
-    async with trainer(world.run):
-        running = world.start(teacher="run_a@latest", max_steps=500, ckpt={"interval": 100})
+    async with world.running(teacher="run_a@latest", max_steps=500, ckpt={"interval": 100}) as running:
         await world.waits_for("run_a to publish its first version")
+        followed.paused.write_text("for the night", encoding="utf-8")
+        await world.waits_for("run_a (paused) to publish its first version")
+        followed.paused.unlink()
         publish(followed, 3)
         await until(lambda: world.has_read(6), "the first version to teach")
         publish(followed, 5)
@@ -401,14 +410,9 @@ async def test_a_run_that_trains_is_followed_version_by_version(world: World) ->
         num = len(world.fake.read)
         await until(lambda: len(world.fake.read) > num + 4, "the last copy to teach on")
         assert not running.done()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-    async with trainer(world.run):
-        num = len(world.fake.read)
-        running = world.start(teacher="run_a@latest", max_steps=500)
+    num = len(world.fake.read)
+    async with world.running(teacher="run_a@latest", max_steps=500) as running:
         await until(lambda: len(world.fake.read) > num + 4, "a restarted one to go on with its copy")
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
     assert world.fake.read[-1][0] == "teacher/run_b@v10"
     assert undocumented("orchestrator", world.lines()) == set()
 
@@ -420,8 +424,7 @@ async def test_a_version_that_could_not_be_unloaded_goes_before_the_next(world: 
     world.fake.fault = lambda path, body: (
         429 if busy["now"] and path.endswith("/unload_lora_adapter") and is_teacher(body["lora_name"]) else None
     )
-    async with trainer(world.run):
-        running = world.start(teacher="run_a@latest", max_steps=500)
+    async with world.running(teacher="run_a@latest", max_steps=500):
         await until(lambda: world.has_read(2), "the first version to teach")
         publish(followed, 2)
         await until(lambda: list_steps(world.run.teachers) == [4], "the copy of the first version to go")
@@ -429,23 +432,18 @@ async def test_a_version_that_could_not_be_unloaded_goes_before_the_next(world: 
         publish(followed, 3)
         await until(lambda: list_steps(world.run.teachers) == [6], "the copy of the second version to go")
         assert [name for name in world.fake.adapters if is_teacher(name)] == ["teacher/run_b@v6"]
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_version_whose_weights_are_at_fault_costs_the_student_no_more_than_a_wait(world: World) -> None:
     followed = make_run(world.run.path.parent, "run_a")
     publish(followed, 1)
     world.fake.told = lambda model, token: None if model == "teacher/run_b@v2" else -1.0
-    async with trainer(world.run):
-        running = world.start(teacher="run_a@latest", max_steps=500)
+    async with world.running(teacher="run_a@latest", max_steps=500):
         waits = "run_a to publish another version, for the teacher"
         await until(lambda: world.has_read(2), "the first version to be asked")
         await until(lambda: (world.status.waiting_on or "").startswith(waits), waits)
         publish(followed, 2)
         await until(lambda: world.has_read(4), "the next version to teach")
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_followed_run_that_was_set_back_teaches_what_it_publishes_anew(world: World) -> None:
@@ -453,8 +451,7 @@ async def test_a_followed_run_that_was_set_back_teaches_what_it_publishes_anew(w
     followed = make_run(world.run.path.parent, "run_a")
     publish(followed, 1, "first")
     world.fake.told = lambda model, token: None if world.fake.loads[-1][1] == b"second" else -1.0
-    async with trainer(world.run):
-        running = world.start(teacher="run_a@latest", max_steps=500)
+    async with world.running(teacher="run_a@latest", max_steps=500) as running:
         await until(lambda: world.has_read(2), "the first version to teach")
         publish(followed, 1, "second")
         waits = "run_a to publish another version, for the teacher"
@@ -466,8 +463,6 @@ async def test_a_followed_run_that_was_set_back_teaches_what_it_publishes_anew(w
         assert not running.done() and list_steps(world.run.teachers) == [2]
         loads = list(dict.fromkeys(world.fake.loads))  # who asked in between has it loaded again
         assert loads == [("teacher/run_b@v2", mark) for mark in (b"first", b"second", b"third")]
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_version_that_inference_refuses_is_asked_for_once(
@@ -475,8 +470,7 @@ async def test_a_version_that_inference_refuses_is_asked_for_once(
 ) -> None:
     followed = make_run(world.run.path.parent, "run_a")
     publish(followed, 1)
-    async with trainer(world.run):
-        running = world.start(teacher="run_a@latest", max_steps=500)
+    async with world.running(teacher="run_a@latest", max_steps=500):
         await until(lambda: world.has_read(2), "the first version to teach")
         publish(followed, 2, "at fault")
         await until(lambda: "the teacher stays run_a@v1" in caplog.text, "the refusal to be logged")
@@ -496,8 +490,6 @@ async def test_a_version_that_inference_refuses_is_asked_for_once(
                 await until(lambda before=before: looks > before, "another look")  # type: ignore[misc]
         assert world.fake.loads.count(("teacher/run_b@v4", b"at fault")) == 1
         assert list_steps(world.run.teachers) == [2]
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_two_runs_that_are_followed_have_room_for_one_version_each(world: World) -> None:
@@ -514,15 +506,12 @@ async def test_two_runs_that_are_followed_have_room_for_one_version_each(world: 
         return None
 
     world.fake.fault = fault
-    async with trainer(world.run):
-        running = world.start(env=envs, max_steps=500)
+    async with world.running(env=envs, max_steps=500) as running:
         await until(lambda: {name for name, _ in world.fake.read} >= {"teacher/run_b@v2", "teacher/run_b@v3"}, "both")
         publish(followed[1], 2)
         await until(lambda: world.has_read(5), "the new one to teach")
         await until(lambda: list_steps(world.run.teachers) == [2, 5], "the old copy to go")
         assert not running.done() and most == 2
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_version_that_is_no_adapter_leaves_the_teacher_as_it_is(
@@ -530,8 +519,7 @@ async def test_a_version_that_is_no_adapter_leaves_the_teacher_as_it_is(
 ) -> None:
     followed = make_run(world.run.path.parent, "run_a")
     publish(followed, 1)
-    async with trainer(world.run):
-        running = world.start(teacher="run_a@latest", max_steps=500)
+    async with world.running(teacher="run_a@latest", max_steps=500):
         await until(lambda: len(world.fake.read) > 4, "some rollouts to be read")
         with staged_dir(followed.broadcast_dir(2)) as folder:
             (folder / CONFIG_FILE).symlink_to("/etc/passwd")
@@ -539,8 +527,6 @@ async def test_a_version_that_is_no_adapter_leaves_the_teacher_as_it_is(
         await until(lambda: "the teacher stays run_a@v1" in caplog.text, "the refusal to be logged")
         num = len(world.fake.read)
         await until(lambda: len(world.fake.read) > num + 4, "the teacher to go on")
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
     assert {name for name, _ in world.fake.read} == {"teacher/run_b@v2"}
     assert list_steps(world.run.teachers) == [2]
 

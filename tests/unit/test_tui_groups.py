@@ -77,6 +77,12 @@ def test_only_keys_that_differ_are_named_and_a_missing_key_differs() -> None:
     assert differing_keys([*runs, invalid]) == differing_keys(runs), "a run without a valid config tells nothing"
 
 
+def test_keys_that_runs_of_every_kind_have_come_before_those_of_one_kind() -> None:
+    texts = [contender(f"run_t{at}", [], config={"optim.lr": "1", "data.path": str(at)}) for at in range(3)]
+    rewarded = [contender(f"run_r{at}", [], config={"optim.lr": "2", "env.id": "sums"}) for at in range(2)]
+    assert differing_keys([*texts, *rewarded]) == ("optim.lr", "data.path", "env.id")
+
+
 def test_keys_that_end_alike_are_told_apart_and_the_most_varied_come_first() -> None:
     values = {
         "ckpt.interval": 2,

@@ -89,14 +89,15 @@ class Group:
 def differing_keys(runs: Sequence[Contender], swept: Sequence[str] = ()) -> tuple[str, ...]:
     """The config keys that are not the same in all runs with a valid config.
 
-    Those that a sweep has set (`swept`, also tables) come first, then those with the most values, last the seed, which
-    a person repeats and does not choose.
+    Those that a sweep has set (`swept`, also tables) come first, then those that runs of every kind have, of these
+    those with the most values; last the seed, which a person repeats and does not choose.
     """
     found = differing(runs)
+    num_with = Counter(key for run in runs for key in run.config)
 
-    def place(key: str) -> tuple[int, bool, int, str]:
+    def place(key: str) -> tuple[int, bool, int, int, str]:
         places = (at for at, each in enumerate(swept) if f"{key}.".startswith(f"{each}."))
-        return next(places, len(swept)), key == "seed", -len(found[key]), key
+        return next(places, len(swept)), key == "seed", -num_with[key], -len(found[key]), key
 
     return tuple(sorted(found, key=place))
 
