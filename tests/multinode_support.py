@@ -168,7 +168,10 @@ class Nodes:
             entries = read_rank_file(self.output.iteration(iteration).path / path)
             (entry,) = [entry for entry in entries if entry.task == task]
             group = msgspec.msgpack.decode(entry.result)
-            found[task] = [(rollout["token_ids_T"], rollout["reward"]) for rollout in group["rollouts_G"]]
+            found[task] = [
+                ([branch["token_ids_T"] for branch in rollout["branches"]], rollout["reward"])
+                for rollout in group["rollouts_G"]
+            ]
         return found
 
     def rewards(self, iteration: int, split: str) -> dict[str, float]:

@@ -26,7 +26,9 @@ from tests.warm import warm
 HOW_TO = (
     "data.md",
     "environments.md",
+    "sft.md",
     "forks.md",
+    "distill.md",
     "sharing.md",
     "usage.md",
     "export.md",
@@ -44,8 +46,7 @@ CLUSTER = "needs a cluster: tests/unit/test_kubernetes.py"
 SLURM = "needs Slurm or Ray: tests/integration/test_slurm_workspace.py, test_ray_workspace.py"
 TERMINAL = "needs a terminal: tests/integration/test_tui_terminal.py"
 FINISHED = "needs a finished run, or files of one's own: tests/integration/test_forks_live.py, test_eval.py"
-TEACHER = "tests/integration/test_distill_run.py runs such files"
-TEXTS = "tests/integration/test_sft_run.py runs such a file; its texts are too few to show more"
+REWARDED = "needs a run with such rewards: tests/unit/test_kept_texts.py"
 AGENTS = "tests/integration/test_agent_run.py tries the example and runs programs; its model calls tools"
 NOT_RUN = {
     "deploy.md": {
@@ -59,8 +60,7 @@ NOT_RUN = {
         "pip install openai": EXTRAS,
         **dict.fromkeys(("prl config examples", "prl runs validate", "prl env try", "prl runs add"), AGENTS),
     },
-    "distill.md": dict.fromkeys(("prl runs ", "prl up"), TEACHER),
-    "sft.md": dict.fromkeys(("prl runs ", "prl up"), TEXTS),
+    "sft.md": dict.fromkeys(("prl runs samples run_a --export", "prl runs fork run_a"), REWARDED),
     "data.md": {'pip install "prl-multirun[math]"': EXTRAS},
     "environments.md": {'pip install "prl-multirun[environments]"': EXTRAS},
     "export.md": {"prl runs export run_a --out my-adapter --push ORG/NAME": "writes to the Hugging Face hub"},
@@ -95,6 +95,7 @@ echo "max_steps =" > outputs/how_to/run_b/control/orch.toml
 """
 INTO = "--no-index --no-deps --no-build-isolation --target"
 STEP_40 = "until test -e outputs/how_to/run_a/checkpoints/step_40/STABLE; do sleep 0.5; done"
+LEARNED = "until prl runs list --state finished | grep run_notes; do sleep 0.5; done"
 TROUBLE = "until prl alerts --json | grep run_invalid; do sleep 0.5; done"
 
 
@@ -134,7 +135,9 @@ def test_the_how_to_pages_work_as_they_stand(tmp_path: Path, untaught_model: Pat
     write_files(tmp_path, untaught_model)
     script = [WORKSPACE]
     for page in HOW_TO:
-        script += {"forks.md": [STEP_40], "alerts.md": [TROUBLE]}.get(page, []) + blocks(page)
+        first, *more = blocks(page)
+        script += {"forks.md": [STEP_40], "alerts.md": [TROUBLE]}.get(page, [])
+        script += [first, *({"sft.md": [LEARNED]}.get(page, [])), *more]
         script += [f"prl runs validate {path.name}" for path in write_runs(tmp_path, page)]
         if page == "environments.md":
             script += [
@@ -165,9 +168,10 @@ def write_files(folder: Path, model: Path) -> None:
     (folder / "alerts.toml").write_text('\n[alerts]\nwebhooks = ["$SLACK_WEBHOOK"]\n')
     small = {"batch_size = 64": "batch_size = 16", "max_steps = 24": "max_steps = 9"}
     (folder / "grpo.toml").write_text(replaced((ROOT / "configs/demo/sort.toml").read_text(), small))
-    for name, block in NAMED_FILE.findall(text("data.md")):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(block)
+    for page in ("data.md", "sft.md", "distill.md"):
+        for name, block in NAMED_FILE.findall(text(page)):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(block)
     rows = FENCED.findall(text("data.md"))[0][1]
     (folder / "capitals.jsonl").write_text(60 * rows)
     (echo,) = (block for language, block in FENCED.findall(text("environments.md")) if "class Echo" in block)
@@ -180,13 +184,13 @@ def write_files(folder: Path, model: Path) -> None:
 def write_runs(folder: Path, page: str) -> list[Path]:
     """One file for each block of TOML that belongs into a run's file, in which it takes the place of `[[env]]`."""
     demo = (ROOT / "configs/demo/reverse.toml").read_text()
-    without = demo.partition("[[env]]")[0]
+    without, model = demo.partition("[[env]]")[0], '\n[model]\nname = "models/base"\n'
     found = []
     for language, block in FENCED.findall(text(page)):
         if language == "toml" and tomllib.loads(block).keys() & OF_A_RUN:
             found.append(folder / f"{page.removesuffix('.md')}-{len(found)}.toml")
             head = "" if "batch_size" in block else without if "[[env]]" in block else demo
-            found[-1].write_text(f"{head}\n{block}")
+            found[-1].write_text(f"{head}\n{block}{'' if head or '[model]' in block else model}")
     if page == "environments.md":
         own = replaced(without, {"batch_size = 64": "batch_size = 16", "max_steps = 24": "max_steps = 2"})
         (data,) = (block for _, block in FENCED.findall(text("data.md")) if "reward.py:score" in block)
