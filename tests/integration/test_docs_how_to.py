@@ -135,9 +135,9 @@ def test_the_how_to_pages_work_as_they_stand(tmp_path: Path, untaught_model: Pat
     write_files(tmp_path, untaught_model)
     script = [WORKSPACE]
     for page in HOW_TO:
-        first, *more = blocks(page)
+        own = blocks(page)
         script += {"forks.md": [STEP_40], "alerts.md": [TROUBLE]}.get(page, [])
-        script += [first, *({"sft.md": [LEARNED]}.get(page, [])), *more]
+        script += [*own[:1], *({"sft.md": [LEARNED]}.get(page, [])), *own[1:]]
         script += [f"prl runs validate {path.name}" for path in write_runs(tmp_path, page)]
         if page == "environments.md":
             script += [
