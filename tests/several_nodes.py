@@ -7,10 +7,7 @@ time for faults; `finish` ends them, and `check_weights` compares what they reac
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,10 +193,7 @@ class SeveralNodes:
         versions = self.published()
         for run_id, step in versions.items():
             assert list_rollout_steps(self.workspace.run_dir(run_id)) == list(range(1, step + 1)), run_id
-        command = [sys.executable, "-m", "benchmarks.selfcheck", str(self.workspace.output_dir), "--json"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        found = {each["run_id"]: each["reached"] for each in json.loads(done.stdout)["runs"]}
+        found = {run_id: each["reached"] for run_id, each in self.workspace.selfcheck().items()}
         assert {run_id: (each["version"], each["ok"]) for run_id, each in found.items()} == {
             run_id: (step, True) for run_id, step in versions.items()
         }, found

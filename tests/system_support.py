@@ -169,6 +169,13 @@ class Workspace:
     def up(self) -> None:
         self.prl("up", "@", str(self.system_toml))
 
+    def selfcheck(self, *words: str) -> dict[str, Any]:
+        """The verdict on each run, none of which differs from the same run alone."""
+        command = [sys.executable, "-m", "benchmarks.selfcheck", str(self.output_dir), "--json", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return {each["run_id"]: each for each in json.loads(done.stdout)["runs"]}
+
     def json(self, *args: str) -> dict[str, Any]:
         """What a command has to say.
 

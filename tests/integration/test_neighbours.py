@@ -7,10 +7,7 @@ process that it attacks: `test_inference_engine`, `test_inference_sampling`, `te
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +17,7 @@ from safetensors.torch import load_file
 
 from prime_rl.contract.status import InferenceStatus, read_status
 from tests.patience import PATIENCE_S
-from tests.system_support import ROOT, Workspace, closed, make_workspace
+from tests.system_support import Workspace, closed, make_workspace
 
 NUM_STEPS = 8
 GOOD = ("run_good_a", "run_good_b")
@@ -80,13 +77,9 @@ def check_good(workspace: Workspace, *, daemons: tuple[str, ...] = ("trainer", "
     workspace.wait(are_done, "both good runs to reach their last step")
     assert all(workspace.runs()[run_id]["step"] == NUM_STEPS for run_id in GOOD)
     assert {name: seen.get(name, 0) for name in daemons if seen.get(name, 0) > 1} == {}
-    command = [sys.executable, "-m", "benchmarks.selfcheck", str(workspace.output_dir), "--json"]
-    command += [f"--tolerance={TOLERANCE}", *(f"--run={run_id}" for run_id in GOOD)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    verdicts = json.loads(done.stdout)["runs"]
-    assert {each["run_id"] for each in verdicts} == set(GOOD)
-    for each in verdicts:
+    verdicts = workspace.selfcheck(f"--tolerance={TOLERANCE}", *(f"--run={run_id}" for run_id in GOOD))
+    assert verdicts.keys() == set(GOOD)
+    for each in verdicts.values():
         assert each["reached"]["ok"] and each["num_steps"] == NUM_STEPS, each
     for run_id in GOOD:
         adapter = load_file(workspace.run_dir(run_id).broadcast_dir(NUM_STEPS) / "adapter_model.safetensors")

@@ -48,6 +48,8 @@ seed = {seed}
 name = "{model}"
 [optim]
 lr = {lr}
+[ckpt]
+keep_rollouts = true
 """
 REWARDS = """\
 [sampling]
@@ -135,6 +137,14 @@ def trained_tokens(workspace: Workspace) -> dict[str, int]:
     return {row["name"]: row["tokens_trained"] for row in workspace.json("usage")["rows"]}
 
 
+def check_alone(workspace: Workspace, *run_ids: str) -> None:
+    """The runs and both neighbours have the weights that their batches give without neighbours, at 1e-4."""
+    workspace.prl("down")
+    verdicts = workspace.selfcheck(*(f"--run={run_id}" for run_id in (*run_ids, *NEIGHBOURS)))
+    assert len(verdicts) == len(run_ids) + 2 and all(each["reached"]["ok"] for each in verdicts.values()), verdicts
+    print({run_id: (each["difference"], each["reached"]["difference"]) for run_id, each in verdicts.items()})
+
+
 def check_rise(differences: Sequence[float], what: str) -> None:
     """The mean of what seeds differ by is far from what chance makes of it."""
     mean, error = statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
@@ -159,6 +169,7 @@ def test_texts_and_then_rewards_beat_rewards_alone(workspace: Workspace) -> None
         assert tokens[f"run_texts_{seed}"] + tokens[f"run_after_{seed}"] <= tokens[f"run_alone_{seed}"], tokens
     after, alone = (final_rewards(workspace, [f"run_{kind}_{seed}" for seed in SEEDS]) for kind in ("after", "alone"))
     check_rise([one - other for one, other in zip(after, alone, strict=True)], f"{after} against {alone}")
+    check_alone(workspace, f"run_texts_{SEEDS[0]}", f"run_after_{SEEDS[0]}")
 
 
 DISTILL = """\
@@ -185,3 +196,4 @@ def test_a_student_gets_most_of_what_its_teacher_gained_beside_it(workspace: Wor
     shares = [(reward - base) / (teacher - base) for reward in found]
     print(f"of {teacher - base:.3f}, students got {[round(share, 2) for share in shares]}")
     assert teacher - base > 0.2 and statistics.mean(shares) >= MIN_SHARE_OF_GAIN, (base, teacher, shares)
+    check_alone(workspace, "run_teacher", students[0])
